@@ -7,11 +7,11 @@ from megatron.config.check import first_look
 
 
 def main() -> None:
-    first_look("gpt2")
+    config = first_look("gpt2")
     from megatron.tasks import GPT2
     from megatron.training import run
 
-    run(GPT2())
+    run(GPT2(), config=config)
 
 
 if __name__ == "__main__":

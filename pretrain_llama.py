@@ -7,11 +7,11 @@ from megatron.config.check import first_look
 
 
 def main() -> None:
-    first_look("llama")
+    config = first_look("llama")
     from megatron.tasks import Llama
     from megatron.training import run
 
-    run(Llama())
+    run(Llama(), config=config)
 
 
 if __name__ == "__main__":

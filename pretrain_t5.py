@@ -7,11 +7,11 @@ from megatron.config.check import first_look
 
 
 def main() -> None:
-    first_look("t5")
+    config = first_look("t5")
     from megatron.tasks import T5
     from megatron.training import run
 
-    run(T5())
+    run(T5(), config=config)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def linear(rounds: int) -> None:
 
 def startup(rounds: int) -> None:
     from data_utils.documents import texts
+    from data_utils.indexed_writer import IndexedDatasetBuilder
     from data_utils.tokenizer_training import train_sentencepiece
-    from megatron.data.indexed_writer import IndexedDatasetBuilder
 
     with tempfile.TemporaryDirectory() as folder:
         train_sentencepiece(texts([str(ROOT / "corpus" / "sample.jsonl")]), f"{folder}/t.model", 3000)

@@ -24,9 +24,9 @@ import numpy as np
 from _alternate import ROOT, new_parser, spread
 
 from data_utils.documents import texts
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_sentencepiece
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import TokenizerError
 
 Rates = dict[str, list[float]]

@@ -3,7 +3,7 @@
     python benchmarks/documents.py --tokens 16 100 400
 
 Times a forward and a backward pass of a small GPT-2 and of a small T5 with relative positions, in turn with
-`--unfused document-attention`. Peak memory is measured in a separate process for each.
+`--reference-ops document-attention`. Peak memory is measured in a separate process for each.
 """
 
 import statistics
@@ -35,7 +35,7 @@ def step(family: str, length: int, tokens: int, dropout: float, masked: bool) ->
     from megatron.model import GPT2Model, T5Model
 
     flags = f"{FAMILIES[family].format(length=length)} --attention-dropout {dropout}"
-    config = parse([*flags.split(), *(["--unfused", "document-attention"] if masked else [])])
+    config = parse([*flags.split(), *(["--reference-ops", "document-attention"] if masked else [])])
     b, s = config.train.batch_size, config.data.seq_length or config.data.enc_seq_length
     torch.manual_seed(1)
     model: Any = (T5Model if family == "t5" else GPT2Model)(config)

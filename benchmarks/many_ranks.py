@@ -66,10 +66,10 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     dist.new_group = new_group
     tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store, and there is none
     with contextlib.suppress(ImportError):  # an older checkout creates groups one by one
-        from tds import borders, groups
+        from tds import groups, neighbours
 
         dist.split_group, groups.splits = split_group, lambda: True
-        borders.in_queues = lambda _: True  # under NCCL each stage boundary has its own groups
+        neighbours.in_queues = lambda _: True  # under NCCL each stage boundary has its own groups
     config = parse(
         f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 "
         f"--pipe-parallel-size {stages} --model-parallel-size {model} --context-parallel-size {context} --batch-size 1 "

@@ -63,7 +63,7 @@ def ours(args: argparse.Namespace, more: str) -> Step:
     from megatron.mpu import mesh
 
     step = _engine.ours(_flags(args, more)).step
-    here = mesh.surroundings()
+    here = mesh.parallel_context()
 
     def step_in_mesh() -> None:
         mesh.enter(here)
@@ -77,8 +77,8 @@ def alone(args: argparse.Namespace, text: Any) -> Step:
     from megatron.model import GPT2Model
     from megatron.mpu import mesh
 
-    before = mesh.surroundings()
-    single = mesh.Surroundings(options=before.options)
+    before = mesh.parallel_context()
+    single = mesh.ParallelContext(options=before.options)
 
     def in_own_mesh(call: Callable[[], Any]) -> Any:
         mesh.enter(single)

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[int, str]] = {
     "gpt2-bf16-zero1": (2, f"{GPT2} --precision bf16 --zero-stage 1"),
     "gpt2-bf16-zero2": (2, f"{GPT2} --precision bf16 --zero-stage 2"),
     "gpt2-bf16-zero3": (4, f"{GPT2} --precision bf16 --zero-stage 3"),
-    "gpt2-fp32-unfused": (1, f"{GPT2} --precision fp32 --unfused cross-entropy"),
+    "gpt2-fp32-unfused": (1, f"{GPT2} --precision fp32 --reference-ops cross-entropy"),
     "gpt2-fp32-vocab": (1, f"{GPT2} --precision fp32 --vocab-size 16000"),
     "gpt2-bf16-vocab": (2, f"{GPT2} --precision bf16 --zero-stage 1 --vocab-size 16000"),
     "gpt2-fp32-tp2": (2, f"{GPT2} --precision fp32 --model-parallel-size 2"),

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --precision fp32 --rounds 5
     python benchmarks/run.py --precision bf16 --model t5
-    python benchmarks/run.py --only none --flags="--unfused cross-entropy" --flags=--no-keep-freed-memory
+    python benchmarks/run.py --only none --flags="--reference-ops cross-entropy" --flags=--no-keep-freed-memory
 
 Every contender is a process of its own. In every round each makes its steps while the others wait, so that background
 load affects all of them alike. Ours is what `pretrain()` drives: DeepSpeed's engine with its gradient clipping and

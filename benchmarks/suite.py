@@ -31,9 +31,11 @@ T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8
 
 def _switched(model: str) -> str:
     """Return flags that each disable one optimisation, or enable one that is off by default."""
-    flags = ["--cpu-matmul_torch", "--no-keep-freed-memory", "--unfused_cross-entropy", "--logits-chunk-size_512"]
+    flags = ["--cpu-matmul_torch", "--no-keep-freed-memory", "--reference-ops_cross-entropy", "--logits-chunk-size_512"]
     if model == "t5":
-        flags += [f"--unfused_{name}" for name in ("biased-attention", "gated-gelu", "relative-positions", "rms-norm")]
+        flags += [
+            f"--reference-ops_{name}" for name in ("biased-attention", "gated-gelu", "relative-positions", "rms-norm")
+        ]
     else:
         flags += ["--checkpoint-attention", "--compile"]
     return " ".join(f"--flags={each}" for each in flags)

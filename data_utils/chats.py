@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.chat import (
+from data_utils.chat_templates import (
     ChatEncoder,
     Piece,
     Template,
@@ -17,6 +16,7 @@ from megatron.tokenizer.chat import (
     load_template,
     missing_marks,
 )
+from megatron.tokenizer import Tokenizer
 
 
 def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:

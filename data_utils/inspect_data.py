@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.chat_templates import is_undated
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config import Config
 from megatron.config.data import prefix_of, prefixes_of
 from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.splits import PARTS, parse_split, split_documents
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
-from megatron.tokenizer.chat import is_undated
 
 from .cli import Parser, run, write_json
 from .merge_split import find_damage, merge, split

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from data_utils.indexed_writer import BLOCK, IndexedDatasetBuilder, checksums_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import BLOCK, IndexedDatasetBuilder, checksums_of
 
 AT_ONCE = 1 << 22  # tokens, sequences or documents copied at once
 

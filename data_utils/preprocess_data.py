@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data_utils.chat_templates import ChatEncoder, Piece, messages_of
+from data_utils.indexed_writer import IndexedDatasetBuilder, fit
 from megatron.config.fields import describe
 from megatron.data.cpm_masking import PARTS, mask_document
 from megatron.data.indexed_dataset import LOSS, best_dtype
-from megatron.data.indexed_writer import IndexedDatasetBuilder, fit
 from megatron.tokenizer import Tokenizer, load_tokenizer
-from megatron.tokenizer.chat import ChatEncoder, Piece, messages_of
 from megatron.tokenizer.load import KINDS
 
 from . import chats

@@ -48,13 +48,11 @@ def own_folder(name: str) -> Path:
         path.mkdir(mode=0o700)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ValueError(
-            f"{path} is a link or a file of another program; remove it, or set TMPDIR to a folder of your own"
-        )
+        raise ValueError(f"{path} is a link or a file, not a folder; remove it, or set TMPDIR to a private folder")
     if found.st_uid != os.getuid():
-        raise ValueError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
+        raise ValueError(f"{path} belongs to another user; set TMPDIR to a private folder")
     if found.st_mode & 0o022:
-        raise ValueError(f"{path} can be written by others; run chmod 700 on it, or set TMPDIR to a folder of your own")
+        raise ValueError(f"{path} is writable by other users; run chmod 700 on it, or set TMPDIR to a private folder")
     return path
 
 

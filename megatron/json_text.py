@@ -14,7 +14,7 @@ def describe_json(text: str, error: ValueError) -> str:
     if found := _TOO_LONG.search(str(error)):
         digits = re.search(rf"\d{{{sys.get_int_max_str_digits() + 1},}}", text)
         line = f"line {text.count(chr(10), 0, digits.start()) + 1}: " if digits else ""
-        return f"{line}a number of {found[1]} digits, more than any setting or count has"
+        return f"{line}a number of {found[1]} digits, too many for any setting or count"
     return " ".join(str(error).split())
 
 
@@ -24,7 +24,7 @@ def _describe_syntax(error: JSONDecodeError) -> str:
     if after.startswith(","):  # Python 3.13 reports this position, older versions the one after the comma
         before, after = f"{before},", after[1:].lstrip()
     if before.endswith(",") and after[:1] in ("}", "]"):
-        return f"line {before.count(chr(10)) + 1}: JSON has no comma before a closing {after[0]}"
+        return f"line {before.count(chr(10)) + 1}: JSON does not allow a comma before {after[0]}"
     if after.startswith(("//", "#", "/*")):
-        return f"line {error.lineno}: JSON has no comments"
+        return f"line {error.lineno}: JSON does not allow comments"
     return f"line {error.lineno}: {error.msg}"

@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 NUMBERS = (
-    "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm", "loss_scale", "skipped_steps",
-    "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu", "memory_mb",
+    "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm",
+    "loss_scale", "skipped_steps", "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu", "memory_mb",
 )  # fmt: skip
 
 
@@ -31,5 +31,5 @@ def row_of(line: str) -> dict[str, Any] | None:
     if row.get("split") == "train":
         lacking = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
         if lacking or not iteration:
-            raise RowError(f"a line of training without {lacking or 'an iteration'}")
+            raise RowError(f"a training row without {lacking or 'an iteration'}")
     return row

@@ -61,7 +61,7 @@ class Signals:
 
     def handle(self) -> None:
         """Install the signal handlers, after the processes have started."""
-        signal.signal(signal.SIGUSR1, lambda *_: self._tell(signal.SIGUSR1))
+        signal.signal(signal.SIGUSR1, lambda *_: self._forward(signal.SIGUSR1))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for example, ignores SIGHUP
                 signal.signal(number, self._stop)
@@ -69,7 +69,7 @@ class Signals:
     def _pids(self) -> list[int]:
         return [pid for group in self._groups[-1:] for pid in group.pids().values()]
 
-    def _tell(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         for pid in self._pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -79,19 +79,20 @@ class Signals:
         if self.asked:
             if time.monotonic() - self._since < 0.5:  # the same request arrived twice
                 return
-            say(f"{name} again: ended at once")
+            say(f"{name} again: killing the ranks")
             self._end(128 + number)
         self.asked, self._since = number, time.monotonic()
         say(
-            f"{name}: the ranks save and end, for which they have {self.seconds:g} s (--shutdown-timeout); once more ends them at once"
+            f"{name}: the ranks have {self.seconds:g} s to save and exit (--shutdown-timeout); "
+            f"send it again to kill them at once"
         )
-        self._tell(signal.SIGTERM)
+        self._forward(signal.SIGTERM)
         timer = threading.Timer(self.seconds, self._give_up)
         timer.daemon = True
         timer.start()
 
     def _give_up(self) -> None:
-        say(f"the ranks have not ended {self.seconds:g} s after they were asked to (--shutdown-timeout): killed")
+        say(f"the ranks did not exit within {self.seconds:g} s (--shutdown-timeout): killing them")
         self._end(128 + self.asked)
 
     def _end(self, code: int) -> None:
@@ -152,20 +153,20 @@ def wait_for_others(args: Any) -> None:
     try:
         socket.getaddrinfo(args.master_addr, None)
     except OSError:  # not fatal: host names of containers may only resolve later
-        say(f"this machine knows no host {args.master_addr} yet: is --master-addr (MASTER_ADDR=) right?")
+        say(f"the host {args.master_addr} does not resolve on this machine yet; check --master-addr (MASTER_ADDR=)")
 
 
-def not_met(error: Exception, args: Any) -> str:
+def describe_rendezvous_error(error: Exception, args: Any) -> str:
     """Return why the rendezvous failed, in a sentence."""
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:
         return (
-            f"port {args.master_port} of this machine is in use by another process: give another --master-port (MASTER_PORT=)"
-            + (", or is that a node with --node-rank 0 (NODE_RANK=), too?" if _several(args) else "")
+            f"port {args.master_port} of this machine is in use by another process; set another --master-port "
+            f"(MASTER_PORT=){', or check that no other node has --node-rank 0 (NODE_RANK=)' if _several(args) else ''}"
         )
     return (
-        f"node {args.node_rank} of {args.nnodes} did not meet the others at {args.master_addr}:{args.master_port} ({text[:150]}): "
-        f"start the missing ones with the same --master-addr and --master-port"
+        f"node {args.node_rank} of {args.nnodes} did not reach the others at {args.master_addr}:{args.master_port} "
+        f"({text[:150]}); start the missing ones with the same --master-addr and --master-port"
     )
 
 
@@ -209,10 +210,10 @@ def main(argv: list[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code < 0:
-            say(f"rank {rank} was ended by signal {-code}")
+            say(f"rank {rank} was killed by signal {-code}")
         return code if code > 0 else 1
     except (DistError, RendezvousError) as error:
-        say(not_met(error, args))
+        say(describe_rendezvous_error(error, args))
         return 1
     except SignalException as error:
         return 128 + int(error.sigval)

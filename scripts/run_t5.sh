@@ -34,9 +34,9 @@ fi
 
 train "$@"
 # A span ends with one token but may begin with thousands, so a lower temperature would leave most spans of a barely
-# trained model empty. --favoured shows what it has learned: the tokens that it predicts first in a span more often than
+# trained model empty. --top-lift shows what it has learned: the tokens that it predicts first in a span more often than
 # their share of the text.
-SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --favoured 5}
+SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --top-lift 5}
 prompts=("春天来了，${sentinel}都开了。" "他说：\"你去哪里${sentinel}\"" "The river runs ${sentinel} the sea.")
 if [ -n "${PROMPT:-}" ]; then prompts=("$PROMPT"); fi
 show_results "${prompts[@]}"

@@ -5,13 +5,13 @@ Names that are not defined here are DeepSpeed's.
 schedule.py   order of computation and communication of each stage, as data
 boundary.py   tensors that cross from one stage to the next
 channel.py    point-to-point transport of these tensors
-borders.py    neighbours of a stage and their process groups
+neighbours.py neighbours of a stage and their process groups
 groups.py     cheap creation of process groups in a large world
 queues.py     proof that a schedule cannot deadlock
 batches.py    micro-batches of a step, read when they are due
 engine.py     the interpreter: schedule x boundary x channel = one training step
 step.py       what a stage keeps during a step
-buckets.py    weights and gradients in flat memory; distributed_optimizer.py steps them, plain.py without a pipeline
+buckets.py    weights and gradients in flat memory; distributed_optimizer.py steps them, base_engine.py without a pipeline
 apart.py      ZeRO-3: layers sharded over the replicas while a model is built
 trace.py      recorded timeline; align.py compares clocks, timeline.py reads it
 simulator.py  predicted timeline
@@ -26,17 +26,17 @@ from typing import Any
 from . import _deepspeed, _submodules, optimizers, pipe
 from ._deepspeed import UnsupportedDeepSpeed, complaint, use_rng_tracker
 from ._deepspeed import deepspeed as _ds
+from .base_engine import Engine
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
+from .diagnose import watch_the_start
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
-from .lines import say
 from .measure import check_scale_of_fp16
+from .messages import say
 from .mistakes import warn_of_untied
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
-from .plain import PlainEngine
 from .recorder import record_collectives
-from .starting import watch_the_start
 
 _submodules.install()
 
@@ -55,7 +55,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     with (
         optimizers.for_this_device() as notes,
         _deepspeed.quietly(),
-        _deepspeed.engine_classes(PipelineEngine, PlainEngine),
+        _deepspeed.engine_classes(PipelineEngine, Engine),
     ):
         made = _ds.initialize(*args, **kwargs)
         _deepspeed.time_without_waiting(made[0])

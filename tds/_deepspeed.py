@@ -1,23 +1,24 @@
-"""Every DeepSpeed internal that this package uses, and the supported range of releases.
+"""DeepSpeed, its classes under one name each, the supported range of releases, and patches of its internals.
 
-DeepSpeed does not promise these names, so they are reviewed for each release; an absent one raises an error.
-Public names are delegated in `__init__`.
+DeepSpeed does not promise these names; `_contract.py` lists them, and a release that lacks one is refused. Public
+names are delegated in `__init__`.
 """
 
 import contextlib
+import functools
 import importlib
 import io
 import logging
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .advice import ways
+from ._contract import CONTRACT
+from .messages import ways
 
 SUPPORTED = (0, 19), (0, 20)  # first supported release, first unsupported one; pyproject.toml has the same range
 INSIST = "TDS_ANY_DEEPSPEED"
@@ -28,17 +29,38 @@ class UnsupportedDeepSpeed(ValueError, ImportError):
 
 
 def refuse_other_releases(version: str) -> str | None:
-    """Raise UnsupportedDeepSpeed for a release outside `SUPPORTED`; if the user insists, return a warning instead."""
+    """Raise UnsupportedDeepSpeed for a release outside `SUPPORTED`, or without a name that this package uses.
+
+    If the user insists, return a warning instead.
+    """
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if SUPPORTED[0] <= found < SUPPORTED[1]:
+    wanted = "deepspeed>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
+    lacks = "".join(f"; it lacks {each}" for each in missing_names())
+    if SUPPORTED[0] <= found < SUPPORTED[1] and not lacks:
         return None
-    wanted = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
     if os.environ.get(INSIST, "") not in ("", "0"):
-        return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with (deepspeed{wanted})"
+        return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
-        f"DeepSpeed {version} may train on wrong gradients without a word: pip install 'deepspeed{wanted}', "
+        f"DeepSpeed {version} may train on wrong gradients without a word{lacks}: pip install '{wanted}', "
         f"or set {INSIST}=1 to use it nevertheless"
     )
+
+
+def missing_names() -> list[str]:
+    """Describe each name of CONTRACT that a class or module of the installed release lacks, and what needs it.
+
+    Attributes that only instances have are left to tests/unit/test_contract.py.
+    """
+    found = []
+    for names in CONTRACT:
+        module, _, path = names.place.partition(":")
+        place: Any = None
+        with contextlib.suppress(ImportError, AttributeError):
+            place = functools.reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
+        for name in f"{names.uses} {names.overrides} {names.patches}".split():
+            if not hasattr(place, name):
+                found.append(f"{path or module}.{name}, needed for {names.purpose}")
+    return found
 
 
 @contextlib.contextmanager
@@ -102,13 +124,6 @@ __all__ = [
 ]
 
 
-def absent(name: str) -> RuntimeError:
-    """Return the error for a name inside DeepSpeed that this release lacks."""
-    return RuntimeError(
-        f"DeepSpeed {deepspeed.__version__} has no {name}, which tds needs for right numbers: install a release that it supports"
-    )
-
-
 def on_cpu() -> bool:
     """Return whether DeepSpeed's accelerator is a CPU."""
     return bool(deepspeed.accelerator.get_accelerator().device_name() == "cpu")
@@ -117,13 +132,14 @@ def on_cpu() -> bool:
 def prepare() -> None:
     """Patch DeepSpeed's view of what this device can do, before `init_distributed` and `initialize`.
 
-    On a CPU, DeepSpeed would compile a shared-memory op (25-73 s, needs a compiler). It would also refuse fp16
-    where the CPU has no native fp16 instructions, although torch computes it. It refuses to reduce fp64 gradients
-    on any device.
+    On a CPU, DeepSpeed would compile a shared-memory op in every rank (25-73 s, needs a compiler). It would also
+    refuse fp16 where the CPU has no native fp16 instructions, although torch computes it. It refuses to reduce fp64
+    gradients on any device.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
-        _build_no_shared_memory_op()
+        comm: Any = importlib.import_module("deepspeed.comm.torch")  # the package hides the name of this module
+        comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights
     if not hasattr(tie, "__wrapped__"):  # broadcasting with gradients on would give tied weights a history
@@ -131,17 +147,6 @@ def prepare() -> None:
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
-
-
-def _build_no_shared_memory_op() -> None:
-    """Disable the shared-memory op of DeepSpeed 0.19.
-
-    Its check for buildable ops imports setuptools and runs compilers in every rank.
-    """
-    comm: Any = importlib.import_module("deepspeed.comm.torch")  # the package hides the name of this module
-    if not hasattr(comm, "build_shm_op"):
-        raise absent("deepspeed.comm.torch.build_shm_op")
-    comm.build_shm_op = lambda: None
 
 
 def settle_local_rank() -> None:
@@ -171,13 +176,12 @@ def this_device() -> torch.device:
 @contextlib.contextmanager
 def engine_classes(pipeline: type, plain: type) -> Iterator[None]:
     """Make `deepspeed.initialize` build `pipeline` for a PipelineModule and `plain` for any other model."""
-    module: Any = sys.modules["deepspeed"]
-    before = module.PipelineEngine, module.DeepSpeedEngine
-    module.PipelineEngine, module.DeepSpeedEngine = pipeline, plain
+    before = deepspeed.PipelineEngine, deepspeed.DeepSpeedEngine
+    deepspeed.PipelineEngine, deepspeed.DeepSpeedEngine = pipeline, plain
     try:
         yield
     finally:
-        module.PipelineEngine, module.DeepSpeedEngine = before
+        deepspeed.PipelineEngine, deepspeed.DeepSpeedEngine = before
 
 
 @contextlib.contextmanager
@@ -264,10 +268,13 @@ def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tens
 
     Empty for an optimizer without such views: a user-defined one, ZeRO-3, DistributedOptimizer.
     """
-    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO-1 and ZeRO-2; bf16; fp16
-        flat = getattr(optimizer, f"{name}_flat", None)
-        if flat is not None:
-            return list(zip(getattr(optimizer, name), flat, strict=True))
+    for weights, flat in (
+        ("bit16_groups", "bit16_groups_flat"),  # ZeRO-1 and ZeRO-2
+        ("bf16_groups", "bf16_groups_flat"),
+        ("fp16_groups", "fp16_groups_flat"),
+    ):
+        if getattr(optimizer, flat, None) is not None:
+            return list(zip(getattr(optimizer, weights), getattr(optimizer, flat), strict=True))
     return []
 
 
@@ -355,5 +362,4 @@ def use_rng_tracker(tracker: Any) -> None:
     tracker: has `fork()`, `get_states()` and `set_states(states)`.
     """
     checkpointing: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
-    assert hasattr(checkpointing, "_CUDA_RNG_STATE_TRACKER"), "DeepSpeed keeps its tracker under another name"
     checkpointing._CUDA_RNG_STATE_TRACKER = tracker

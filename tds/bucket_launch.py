@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._torch import has_hooks
-from .advice import ways
+from .messages import ways
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients
 BYTES_A_REPLICA = 4 * 2**20  # bytes per replica; keeps messages between ranks from shrinking as replicas increase

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from . import schedule
 from ._torch import default_store
-from .lines import say
+from .messages import say
 from .recorder import Finished, not_ended
 
 POLL_SECONDS = 0.25
@@ -58,26 +58,24 @@ def _print_once() -> None:
         sys.excepthook = hook
 
 
-PEERS = {
-    schedule.RecvActivation: ("from", "from_previous"),
-    schedule.SendActivation: ("to", "to_next"),
-    schedule.RecvGrad: ("from", "from_next"),
-    schedule.SendGrad: ("to", "to_previous"),
+CHANNELS = {
+    schedule.RecvActivation: "from_previous",
+    schedule.SendActivation: "to_next",
+    schedule.RecvGrad: "from_next",
+    schedule.SendGrad: "to_previous",
 }
 
 
-def describe(what: Any, stage: int, borders: Any) -> str:
+def describe(what: Any, stage: int, neighbours: Any) -> str:
     """Describe what a rank is doing: a schedule instruction, or a text for anything else."""
     where = f"stage {stage}"
     if not isinstance(what, schedule.Instruction):
         return f"{where}, {what}"
     text = f"{where}, in {type(what).__name__} of micro-batch {what.micro}"
-    if borders.chunks > 1:
+    if neighbours.chunks > 1:
         text += f", chunk {what.chunk}"
-    if type(what) in PEERS:
-        word, role = PEERS[type(what)]
-        channel = getattr(borders, role)
-        text += f", {word} rank {channel.peer}{channel.waiting_for()}"
+    if type(what) in CHANNELS:
+        text += f", {getattr(neighbours, CHANNELS[type(what)])}"
     return text
 
 
@@ -100,7 +98,7 @@ def _callers(error: BaseException) -> list[str]:
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
 
-def _who_is_to_blame(fault: str, dead: list[int]) -> str:
+def _name_dead_ranks(fault: str, dead: list[int]) -> str:
     """Return the fault, or the `dead` ranks if the fault is only a connection lost to them."""
     lost = _LOST.search(fault)
     if not dead or not lost:
@@ -139,22 +137,73 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _store() -> Any:
-    """Return a separate connection to the store at which the ranks met."""
-    store = default_store()
-    return store.clone() if hasattr(store, "clone") else store
+class FaultBoard:
+    """What ranks exchange through their store after a fault: the fault itself, then a report of each rank.
+
+    Rank 0 collects the reports and prints them; the others wait until it has. name: of what is monitored.
+    """
+
+    def __init__(self, name: str) -> None:
+        store = default_store()
+        self._store = store.clone() if hasattr(store, "clone") else store  # a separate connection
+        self.name, self.rank, self.world = name, dist.get_rank(), dist.get_world_size()
+
+    def has_fault(self) -> bool:
+        """Return whether any rank has announced a fault. Raises an error of torch if the store is gone."""
+        return bool(self._store.check([FAULT]))
+
+    def announce(self, fault: str, code: int = 0) -> None:
+        """Publish the fault, unless another rank has already done so.
+
+        code: exit code of all ranks, without a detailed report; 0 for a report of where each rank is.
+        """
+        if not self.has_fault():
+            self._store.set(FAULT, json.dumps([fault, code]))
+
+    def report(self, report: dict[str, Any]) -> int:
+        """Write this rank's report, see `where_ranks_stand`, and return the announced exit code once all are printed."""
+        fault, code = json.loads(self._store.get(FAULT))
+        self._store.set(f"tds/report/{self.rank}", json.dumps(report))
+        if self.rank == 0:
+            self._print(fault, with_stacks=not code)
+        else:
+            self._store.wait([PRINTED], timedelta(seconds=2 * COLLECT_SECONDS))
+            self._store.set(f"tds/left/{self.rank}", "1")
+        return int(code)
+
+    def _print(self, fault: str, with_stacks: bool) -> None:
+        answered = self._collect("tds/report", set(range(self.world)))
+        dead = sorted(set(range(self.world)) - answered)
+        lines = [f"{self.name} stopped: {_name_dead_ranks(fault, dead)}"]
+        if with_stacks:
+            found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
+            lines += where_ranks_stand(found, self.world)
+        say("\n".join(lines), error=True)
+        self._store.set(PRINTED, "1")
+        self._collect("tds/left", answered - {0})  # the store may be in this process, and other ranks still read it
+
+    def _collect(self, key: str, ranks: set[int]) -> set[int]:
+        """Wait until all `ranks` have written under `key`, or for COLLECT_SECONDS; return those that have."""
+        end, there = time.monotonic() + COLLECT_SECONDS, set[int]()
+        while there != ranks and time.monotonic() < end:
+            there |= {rank for rank in ranks - there if self._store.check([f"{key}/{rank}"])}
+            time.sleep(0.02)
+        return there
 
 
 class Watchdog:
-    """Monitor of this rank's activity; ends the rank when any rank fails.
+    """Monitor of what this rank does: `at` records an activity, and `fail` announces an error on the fault board.
+
+    One thread ends the rank when any rank has announced a fault or an activity takes too long, another one when
+    the board itself does not answer. Of several watchdogs in one process, e.g. of two engines, the one whose `at`
+    was called last is active.
 
     timeout: seconds allowed for one activity.
-    describe: turns what `at` was given into words, only for a report; held by weak reference.
+    describe: a method that turns what `at` was given into words, only for a report; held by weak reference. None:
+        `str`.
     name: of what is monitored, for reports.
     device: an accelerator whose progress is reported.
     idle: text for a rank on which no other rank can be waiting.
-
-    Of several watchdogs in one process, e.g. of two engines, the one whose `at` was called last is active.
     """
 
     _latest: "Watchdog | None" = None
@@ -167,23 +216,23 @@ class Watchdog:
     def __init__(
         self,
         timeout: float,
-        describe: Callable[[Any], str],
+        describe: Callable[[Any], str] | None,
         name: str = "pipeline",
         device: torch.device | None = None,
         idle: str = "between two steps",
     ) -> None:
-        self.timeout, self._describe, self._name, self._idle = timeout, weakref.WeakMethod(describe), name, idle
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._doing: tuple[Any, float] | None = None
+        self.timeout, self._idle, self._board = timeout, idle, FaultBoard(name)
+        self._describe: Callable[[], Callable[[Any], str] | None]
+        self._describe = weakref.WeakMethod(describe) if describe else lambda: str
+        self._doing: tuple[Any, float] | None = None  # activity, and when it began
         self._finished = Finished(device) if device is not None and device.type != "cpu" else None
         self._main = threading.main_thread().ident or 0
-        self._store = _store()
         self._ending = threading.Lock()
         Watchdog._latest = self
         _print_once()
         self._over = threading.Event()
         self._answered = time.monotonic()
-        targets = (self._watch, self._watch_the_store)
+        targets = (self._watch_faults, self._watch_board)
         self._threads = [threading.Thread(target=target, name="tds-watchdog", daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
@@ -198,10 +247,22 @@ class Watchdog:
         """Record that this rank now does `what`; None: nothing that other ranks could wait for."""
         if self._finished and self._doing:
             with contextlib.suppress(RuntimeError):  # the device has failed; the next synchronization will report it
-                self._finished.asked(self._doing[0])
+                self._finished.submitted(self._doing[0])
         self._doing = None if what is None else (what, time.monotonic())
         if what is not None:
             Watchdog._latest = self
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Report an error that leaves this block, unless all ranks raise it, because other ranks depend on the block."""
+        try:
+            yield
+        except BaseException as error:
+            if not getattr(error, "everywhere", False):
+                self.fail(error)
+            raise
+        finally:
+            self.at(None)
 
     def fail(self, error: BaseException) -> None:
         """Announce to all ranks that this one failed; returns when rank 0 has printed the report.
@@ -215,57 +276,55 @@ class Watchdog:
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers send it a second time
-        code = INTERRUPTED if interrupted else 1 if (memory := out_of_memory(error)) else 0
-        what = (
-            "was interrupted (Ctrl-C)"
-            if interrupted
-            else f"raised {type(error).__name__}: {without_cpp(str(error)).strip()}"
-        )
-        if not interrupted and memory:
-            what = f"{memory} {self._where()}; {self.advice}"
+        rank = f"rank {self._board.rank}"
+        fault, code = self._fault(error)
         try:
-            self._announce(f"rank {self.rank} {what}", code)
+            self._board.announce(f"{rank} {fault}", code)
         except Exception:  # rank 0, which hosts the store, is gone
-            self._leave(f"rank {self.rank} lost the connection to the other ranks", "" if interrupted else text)
+            self._leave(f"{rank} lost the connection to the other ranks", "" if interrupted else text)
         if code := self._report(text):
             _exit(code)
         error.tds_reported = True  # type: ignore[attr-defined]
 
-    def _watch(self) -> None:
-        while self._describe() is not None:  # until the engine is garbage-collected
-            if self._over.wait(POLL_SECONDS):
-                return
-            doing = self._doing
-            if Watchdog._latest is not self:
-                continue
+    def _fault(self, error: BaseException) -> tuple[str, int]:
+        """Return what happened to this rank, and the exit code for all ranks, see `FaultBoard.announce`."""
+        if isinstance(error, KeyboardInterrupt):
+            return "was interrupted (Ctrl-C)", INTERRUPTED
+        if memory := out_of_memory(error):
+            return f"{memory} {self._where()}; {self.advice}", 1
+        return f"raised {type(error).__name__}: {without_cpp(str(error)).strip()}", 0
+
+    def _poll(self) -> Iterator[tuple[Any, float] | None]:
+        """Yield the current activity a few times a second, while this watchdog is active and its engine exists."""
+        while self._describe() is not None and not self._over.wait(POLL_SECONDS):
+            if Watchdog._latest is self:
+                yield self._doing
+
+    def _watch_faults(self) -> None:
+        rank = f"rank {self._board.rank}"
+        for doing in self._poll():
             try:
-                fault = bool(self._store.check([FAULT]))
+                fault = self._board.has_fault()
                 self._answered = time.monotonic()
             except Exception:
-                if doing is None:
-                    return  # the run has ended or is about to
-                self._leave(f"rank {self.rank} lost the connection to the other ranks")
+                if doing is not None:  # otherwise the run has ended or is about to
+                    self._leave(f"{rank} lost the connection to the other ranks")
                 return
             if doing is not None and time.monotonic() - doing[1] > self.timeout:
-                self._announce(
-                    f"rank {self.rank} has been {self.timeout:g} s at one thing (the {self._name}'s timeout)"
-                )
+                name = self._board.name
+                self._board.announce(f"{rank} has been {self.timeout:g} s at one thing (the {name}'s timeout)")
                 fault = True
             if fault and self._ending.acquire(blocking=False):
                 _exit(self._report(self._stack()) or 1)
 
-    def _watch_the_store(self) -> None:
+    def _watch_board(self) -> None:
         """End this rank after it has waited too long while the store does not answer."""
-        while self._describe() is not None:
-            if self._over.wait(POLL_SECONDS):
-                return
-            doing, now = self._doing, time.monotonic()
-            if doing is None or Watchdog._latest is not self:
-                continue
+        for doing in self._poll():
+            now = time.monotonic()
             silent = now - self._answered > SILENCE_SECONDS
-            if silent and now - doing[1] > self.timeout + SILENCE_SECONDS:
+            if silent and doing is not None and now - doing[1] > self.timeout + SILENCE_SECONDS:
                 self._leave(
-                    f"rank {self.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that keeps the ranks' store "
+                    f"rank {self._board.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that keeps the ranks' store "
                     f"(rank 0, or the launcher) does not answer: it is dead or was stopped"
                 )
 
@@ -274,14 +333,6 @@ class Watchdog:
         self._over.set()
         for thread in self._threads:
             thread.join(2.0)
-
-    def _announce(self, fault: str, code: int = 0) -> None:
-        """Publish the fault, unless another rank has already done so.
-
-        code: exit code of all ranks, without a detailed report; 0 for a report of where each rank is.
-        """
-        if not self._store.check([FAULT]):
-            self._store.set(FAULT, json.dumps([fault, code]))
 
     def _where(self) -> str:
         doing, describe = self._doing, self._describe()
@@ -310,44 +361,24 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)).rstrip() if frame else "no stack"
 
     def _report(self, stack: str) -> int:
-        """Write this rank's report; rank 0 prints all reports, and the others wait for it.
-
-        Returns the exit code that `_announce` published.
-        """
-        doing, what, code = self._doing, self._where(), 0
+        """Write this rank's report, and return the announced exit code."""
+        doing, what = self._doing, self._where()
         since = 0.0 if doing is None else time.monotonic() - doing[1]
         try:
-            fault, code = json.loads(self._store.get(FAULT))
-            report = {"what": what, "since": since, "stack": stack, "more": self._more()}
-            self._store.set(f"tds/report/{self.rank}", json.dumps(report))
-            if self.rank == 0:
-                self._print(fault, with_stacks=not code)
-            else:
-                self._store.wait([PRINTED], timedelta(seconds=2 * COLLECT_SECONDS))
-                self._store.set(f"tds/left/{self.rank}", "1")
+            return self._board.report({"what": what, "since": since, "stack": stack, "more": self._more()})
         except Exception:
-            self._leave(f"rank {self.rank}: {what} for {since:.1f} s; rank 0 does not answer", stack)
-        return int(code)
-
-    def _print(self, fault: str, with_stacks: bool) -> None:
-        answered = self._collect("tds/report", set(range(self.world)))
-        dead = sorted(set(range(self.world)) - answered)
-        lines = [f"{self._name} stopped: {_who_is_to_blame(fault, dead)}"]
-        if with_stacks:
-            found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
-            lines += where_ranks_stand(found, self.world)
-        say("\n".join(lines), error=True)
-        self._store.set(PRINTED, "1")
-        self._collect("tds/left", answered - {0})  # the store may be in this process, and other ranks still read it
-
-    def _collect(self, key: str, ranks: set[int]) -> set[int]:
-        """Wait until all `ranks` have written under `key`, or for COLLECT_SECONDS; return those that have."""
-        end, there = time.monotonic() + COLLECT_SECONDS, set[int]()
-        while there != ranks and time.monotonic() < end:
-            there |= {rank for rank in ranks - there if self._store.check([f"{key}/{rank}"])}
-            time.sleep(0.02)
-        return there
+            self._leave(f"rank {self._board.rank}: {what} for {since:.1f} s; rank 0 does not answer", stack)
+        return 0
 
     def _leave(self, why: str, stack: str = "") -> None:
-        say("\n".join([f"{self._name} stopped: {why}", stack or self._stack()]), error=True)
+        say("\n".join([f"{self._board.name} stopped: {why}", stack or self._stack()]), error=True)
         _exit(1)
+
+
+def watch_the_start() -> None:
+    """Make an error that ends this process end all ranks, with a report, until an engine watches them."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":  # a simulated world has no other processes
+        return
+    if dist.get_world_size() > 1 and Watchdog.latest() is None:
+        watchdog = Watchdog(float("inf"), None, "run", idle="before its first watched step")
+        watchdog.reports_all_errors = True

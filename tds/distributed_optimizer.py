@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
-from .advice import ways
 from .bucket_launch import Departures, pack
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of
+from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # optimizers with a step count per tensor, or none
@@ -99,9 +99,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.settle()
             for p in bucket.parameters if bucket.adds_products else ():
-                p.take_product = partial(self._take_product, p)  # type: ignore[attr-defined]
+                if hasattr(p, "spec"):  # the record that megatron.mpu keeps of its layers' weights
+                    p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
-    def _take_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
+    def _accumulate_wgrad(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
         """Take the gradient of `parameter` `[o, i]` from a layer, as `left` `[o, n]` @ `right` `[n, i]`, past autograd.
 
         Returns False if autograd must handle it, because a hook has to see the gradient.

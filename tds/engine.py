@@ -5,6 +5,7 @@ replaced.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,31 +15,29 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from . import evaluation, schedule, trace
-from ._deepspeed import TRAIN_BATCH_TIMER, StockPipelineEngine, autocast, default_to_non_reentrant, quietly
+from ._deepspeed import TRAIN_BATCH_TIMER, autocast, default_to_non_reentrant, quietly
 from .batches import Batches, DataEnded
-from .borders import open_borders
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
-from .diagnose import Watchdog
-from .lines import say
+from .diagnose import Watchdog, describe
+from .hooks import PipelineHooks
 from .losses import Losses
 from .measure import check_factor
 from .memory import alias, non_leaf_view, pop_grad
+from .messages import say
 from .mistakes import refuse_detached, refuse_outputs_as_loss, refuse_what_is_no_iterator
+from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
-from .outside import Outside
-from .plain import DistributedOptimizerMixin
 from .progress import MOST_TIMED, Progress
-from .reductions import Reductions
-from .reports import Reports
-from .saving import Checkpoints
+from .reductions import reduction_of
+from .saving import PipelineState
 from .schedule import Instruction
 from .split_backward import backward_input
 from .start import checked_schedule, refuse_idle_stages, shake_hands
 from .step import Step
 
 
-class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints, StockPipelineEngine):  # type: ignore[misc]
+class PipelineEngine(PipelineHooks):
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -57,20 +56,19 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         super().__init__(*args, **kwargs)
         # Cached, because DeepSpeed computes these again at each call.
         self._is_last, self._replicas = self.is_last_stage(), self.grid.get_data_parallel_group()
-        self._wrapped = self._is_wrapped()
-        self._overlaps = self.distributed
+        self._reduction = reduction_of(self)
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
-        if self._deepspeed_reduces():
+        if self._reduction.averages:
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
         self._planned: tuple[Any, list[Instruction]] | None = None
-        self._borders = open_borders(self.grid, self.device, self._chunks)
+        self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
         self._contract = shake_hands(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe, device=self.device) if dist.get_world_size() > 1 else None
-        self._outside = Outside(self.module)
+        self._saved_state = PipelineState(self.module, self.grid)
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
@@ -115,15 +113,15 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         known = self.schedule, self.micro_batches
         if self._planned is None or self._planned[0] != known:
             self._planned = known, list(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
-            self._find_last_backwards(self._planned[1])
+            self._reduction.plan(self._planned[1])
         with trace.span("Begin"):
             self._begin(self.micro_batches)
         self._run(self._planned[1], self.micro_batches)
         with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
-            self._reduce_gradients()
+            self._reduction.finish()
         with trace.span("Loss"):
-            self.agg_train_loss = self._share_losses(self._squared_norm_here())
+            self.agg_train_loss = self._share_losses(self._norm_part())
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
@@ -187,12 +185,12 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent over stage boundaries since the engine was made."""
-        return sum(channel.bytes_sent for channel in self._borders.channels)
+        return sum(sender.bytes_sent for sender in self._neighbours.senders.values())
 
     # ---------------------------------------------------------- instructions
 
     def _run(self, instructions: list[Instruction], micros: int) -> None:
-        self._borders.begin_step(instructions, micros)
+        self._neighbours.begin_step(instructions, micros)
         for instruction in instructions:
             self._at(instruction)
             kind = type(instruction)
@@ -206,14 +204,11 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         )
         self._at("waiting until its last messages have left")
         with trace.span("Flush"):
-            for channel in self._borders.channels:
-                channel.flush()
-        for channel in self._borders.channels[:1]:
-            channel.pool.trim()  # all channels share it
+            self._neighbours.end_step()
 
     def _inputs_of(self, instruction: Instruction) -> Any:
         """Return the inputs of the layers, which they may modify in place."""
-        if self._borders.has_previous(instruction.chunk):
+        if self._neighbours.has_previous(instruction.chunk):
             of = self._step.of(instruction.at)
             received = of.received if self.module.training else of.take_received()
             return unwrap(tuple(non_leaf_view(each.tensor) for each in received))
@@ -230,7 +225,7 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
             outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
         if not self.module.training:
             checkpointing.reset()  # no backward pass will free the activation buffers
-        if self._borders.has_next(chunk):
+        if self._neighbours.has_next(chunk):
             self._keep(instruction, as_tuple(outputs))
         else:
             self._learn(instruction, outputs, self._step.batches.labels(instruction.micro))
@@ -238,7 +233,7 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
     def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
         """Check the outputs for the next stage and keep them until they are sent."""
         declared = self._contract.puts_out[instruction.chunk]
-        check(outputs, declared, f"stage {self.stage_id} puts out what it should not", self.device)
+        check(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
         learns = torch.is_grad_enabled()  # a weight among the outputs has requires_grad even in evaluation
         of = self._step.of(instruction.at)
@@ -267,7 +262,7 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
     def _backward(self, instruction: Instruction) -> None:
         roots, grads = self._step.of(instruction.at).take_roots()
         if roots:
-            with self._accumulating(instruction):
+            with self._reduction.accumulating(instruction):
                 torch.autograd.backward(roots, grads or None)
 
     def _backward_input(self, instruction: Instruction) -> None:
@@ -275,32 +270,32 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         roots, grads = of.take_roots()
         if roots:
             inputs = [each.tensor for each in of.inputs_that_learn]
-            with self._accumulating(instruction):
+            with self._reduction.accumulating(instruction):
                 of.deferred = backward_input(roots, grads or [None], inputs)
 
     def _backward_weight(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
         deferred, of.deferred = of.deferred, None
         if deferred:
-            with self._accumulating(instruction):
+            with self._reduction.accumulating(instruction):
                 deferred.run()
 
     def _send_activation(self, instruction: Instruction) -> None:
-        at, borders = instruction.at, self._borders
+        at, neighbours = instruction.at, self._neighbours
         outputs = self._step.of(at).take_to_send()
         if self.dynamic_shape:
             same_until = at.micro + 1
-        elif borders.has_previous(at.chunk):
-            same_until = borders.from_previous.same_until(at)
+        elif neighbours.has_previous(at.chunk):
+            same_until = neighbours.from_previous.same_until(at)
         else:
             same_until = self._step.batches.same_until(at.micro)
-        borders.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
+        neighbours.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
         if self.module.training:
             due = [BoundaryTensor(each.tensor, split=each.split) for each in outputs if each.grad]
-            borders.from_next.expect(at, layout_of(due) if due else None)
+            neighbours.from_next.expect(at, layout_of(due) if due else None)
 
     def _recv_activation(self, instruction: Instruction) -> None:
-        previous = self._borders.from_previous
+        previous = self._neighbours.from_previous
         try:
             received = previous.take_next(instruction.at)
         except DataEnded as end:
@@ -311,19 +306,19 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
         self._step.of(instruction.at).received = received
         tensors = tuple(each.tensor for each in received)
         declared = self._contract.takes_in[instruction.chunk]
-        check(tensors, declared, f"stage {self.stage_id} got of rank {previous.peer}")
+        check(tensors, declared, f"stage {self.stage_id}, inputs from rank {previous.link.peer}")
 
     def _send_grad(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
         due = of.inputs_that_learn
         of.received = []
         if due:
-            self._borders.to_previous.send([BoundaryTensor(pop_grad(each.tensor), split=each.split) for each in due])
+            self._neighbours.to_previous.send([BoundaryTensor(pop_grad(each.tensor), split=each.split) for each in due])
 
     def _recv_grad(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
         if of.edges:
-            of.grads = [each.tensor for each in self._borders.from_next.take(instruction.at)]
+            of.grads = [each.tensor for each in self._neighbours.from_next.take(instruction.at)]
 
     _HANDLERS = {  # method names, so that a subclass can override them
         schedule.Forward: "_forward",
@@ -337,6 +332,22 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
     }
 
     # ------------------------------------------------------------- internals
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return self.watchdog.watching() if self.watchdog else nullcontext()
+
+    def _at(self, what: Any) -> None:
+        if self.watchdog:
+            self.watchdog.at(what)
+
+    def _describe(self, what: Any) -> str:
+        return describe(what, self.stage_id, self._neighbours)
+
+    def _report(self, name: str, loss: Tensor) -> None:
+        """Write the loss, and named losses if there are several, to DeepSpeed's monitors."""
+        if self.global_rank == 0 and self.monitor.enabled:
+            named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
+            self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])
 
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and find the scale of the loss."""
@@ -362,15 +373,13 @@ class PipelineEngine(Reports, Reductions, DistributedOptimizerMixin, Checkpoints
             self._at("reading its micro-batches, whose targets are counted")
             self._losses.count(count, batches.all_labels(), group)
         if last:
-            # DeepSpeed averages gradients over the replicas afterwards, so the loss is multiplied by their number.
-            times = 1 if self._overlaps else replicas
-            self._step.scale = torch.tensor(times / self.num_targets, dtype=torch.float64, device=self.device)
+            factor = self.loss_factor / self.num_targets
+            self._step.scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
 
     def _tell_the_end(self, end: DataEnded) -> None:
         """Announce to the next stages that the data ended before the step began."""
         if not self._is_last:
-            self._borders.to_next.send_end()
-            self._borders.to_next.flush()
+            self._neighbours.to_next.send_end()
         end.everywhere = True
 
     def _share_losses(self, squared_norm: Tensor | None = None) -> Tensor:

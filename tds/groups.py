@@ -3,7 +3,7 @@
 torch usually creates one group at a time, and every rank of the world takes part. With NCCL that is a world-wide
 collective for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One `split_group` makes all
 groups of an axis. On other backends groups are created one by one, but only once: the mesh and DeepSpeed's grid
-share them. The stage boundaries of a pipeline have separate groups (borders.py).
+share them. The stage boundaries of a pipeline have separate groups (neighbours.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence

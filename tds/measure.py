@@ -20,8 +20,8 @@ from ._deepspeed import (
     deepspeed,
     quietly,
 )
+from .base_engine import Engine
 from .optimizer_state import get_weight, take_over_reduction
-from .plain import PlainEngine
 
 SIZE = 64
 GRADIENT = 2.0**-10  # small enough for fp16 with the loss scale of `_settings`
@@ -51,7 +51,7 @@ class _Number(nn.Module):
         return (self.weight * factor).sum()
 
 
-class _PipelineProbe(PlainEngine):
+class _PipelineProbe(Engine):
     """A DeepSpeed engine of one weight that reduces and steps as a pipeline engine does."""
 
     _exec_reduce_grads = StockPipelineEngine._exec_reduce_grads
@@ -78,7 +78,7 @@ class _PipelineProbe(PlainEngine):
         self._take_model_step({})
 
 
-class _PlainProbe(PlainEngine):
+class _PlainProbe(Engine):
     """A DeepSpeed engine of one weight that is driven by backward() and step()."""
 
     def learn(self: Any, factor: float, micros: int) -> None:

@@ -36,12 +36,12 @@ POSTED_AHEAD = 2  # receives that a channel posts in advance if no device queue 
 COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}  # cost of a pass over a whole stage
 
 
-def colour(border: int, stages: int) -> int:
-    """Return a colour for a stage boundary such that the two boundaries of a stage differ.
+def boundary_parity(boundary: int, stages: int) -> int:
+    """Return the parity of a stage boundary: 0 or 1, or 2 for the last one of an odd ring, so that neighbours differ.
 
     Boundary b leads from stage b to b + 1, the last one to stage 0.
     """
-    return 2 if stages % 2 and border == stages - 1 else border % 2
+    return 2 if stages % 2 and boundary == stages - 1 else boundary % 2
 
 
 def in_queues(device: torch.device) -> bool:
@@ -67,9 +67,9 @@ def one_hardware_queue(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
-def queue_of(border: int, stages: int, to_the_right: bool) -> Hashable:
-    """Return the process group of a message, as borders.py assigns it."""
-    return colour(border, stages), to_the_right
+def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
+    """Return the process group of a message, as neighbours.py assigns it. down: to the next stage, an activation."""
+    return boundary_parity(boundary, stages), down
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Rules:
     ahead: receives that a channel posts in advance.
     dynamic: each activation has a header, for which the host waits. Otherwise the first one has a header and, in
         the worst case, each other one a word.
-    queue: key of a message's queue, from its boundary, the number of stages and whether it goes to the right;
+    queue: key of a message's queue, from its boundary, the number of stages and whether it goes to the next stage;
         None if the message waits for no other.
     message: duration of a message.
     device_waits: the host synchronizes the device before each computation, as when memory is short or a kernel is
@@ -207,15 +207,15 @@ class StageGraph:
         return start, end
 
     def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
-        right = kind in (SendActivation, RecvActivation)  # direction of the message
-        border = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
+        down = kind in (SendActivation, RecvActivation)  # direction of the message
+        boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
         # The first stage's chunk c + 1 follows the last stage's chunk c; the message has the number c.
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
-        queue = self.rules.queue(border, self.stages, right)
+        queue = self.rules.queue(boundary, self.stages, down)
         name = f"{kind.__name__}({at.micro}{what and ', ' + what}) of stage {self.stage}"
         start, end = self._ask(name, self.rules.message, None if queue is None else self._last.get(queue))
         self._last[queue] = end
-        self.ends[border, right, what, At(at.micro, sender), kind in (SendActivation, SendGrad)] = start, end
+        self.ends[boundary, down, what, At(at.micro, sender), kind in (SendActivation, SendGrad)] = start, end
         return end
 
     def _take(self, kind: type[Instruction]) -> None:

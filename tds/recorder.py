@@ -30,14 +30,16 @@ def not_ended() -> list[str]:
     deadline = time.monotonic() + MARKED_LATE
     while (begun := _begun()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return [_words(each) for each in begun[:SHOWN]] + ([f"and {len(begun) - SHOWN} more"] if len(begun) > SHOWN else [])
+    return [_describe(each) for each in begun[:SHOWN]] + (
+        [f"and {len(begun) - SHOWN} more"] if len(begun) > SHOWN else []
+    )
 
 
 def _begun() -> list[dict[str, Any]]:
     return [each for each in recorded_collectives() if not each.get("retired") and each.get("state") != "completed"]
 
 
-def _words(entry: dict[str, Any]) -> str:
+def _describe(entry: dict[str, Any]) -> str:
     count = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
     tensors = ", ".join(
         f"{dtype} {shape}".lower()
@@ -52,14 +54,14 @@ class Finished:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._asked: deque[tuple[Any, torch.Event]] = deque(maxlen=REMEMBERED)
+        self._submitted: deque[tuple[Any, torch.Event]] = deque(maxlen=REMEMBERED)
 
-    def asked(self, what: Any) -> None:
+    def submitted(self, what: Any) -> None:
         """Record that the host has submitted all work of `what`."""
         event = torch.Event(self._device)
         event.record()
-        self._asked.append((what, event))
+        self._submitted.append((what, event))
 
     def last(self) -> Any:
         """Return the newest recorded `what` that the device has finished, or None."""
-        return next((what for what, event in reversed(list(self._asked)) if event.query()), None)
+        return next((what for what, event in reversed(list(self._submitted)) if event.query()), None)

@@ -1,9 +1,8 @@
-"""Reduction of gradients that keeps missing ones missing, rather than zero.
+"""Sums of gradients over replicas and over the stages of tied weights; a missing gradient stays missing, not zero.
 
 AdamW decays a weight whose gradient is zero, but leaves a weight without a gradient unchanged.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._deepspeed import bf16_gradient, share_has_gradient, this_device
-from .clip import clip_by_norm, squared_norm_here
+from .distributed_optimizer import DistributedOptimizer
 from .pipe import chunks, tied_weights, ties
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
@@ -100,153 +99,124 @@ def sum_tied_grads(module: Any, replicas: Any) -> None:
             dist.all_reduce(weight.grad, group=replicas)
 
 
+class Reduction:
+    """How a pipeline engine sums its gradients: over the replicas, then over the stages of each tied weight.
+
+    `accumulating` surrounds each backward pass and `finish` follows the last one. This class lets DeepSpeed reduce
+    over the replicas after the last backward pass (fp32 without ZeRO); the subclasses are the other ways.
+
+    In this order all copies of a tied weight get the same bits. DeepSpeed uses the reverse order. Then the rounding
+    of a sum over three or more replicas depends on the weight's place in a message, which differs between stages.
+    """
+
+    averages = True  # whether gradients are averaged over the replicas, not summed
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._module, self._replicas = engine, engine.module, engine.grid.get_data_parallel_group()
+
+    def plan(self, instructions: Sequence[Instruction]) -> None:
+        """Announce the instructions of the coming steps."""
+
+    @contextmanager
+    def accumulating(self, instruction: Instruction) -> Iterator[None]:
+        """Prepare and finish gradient accumulation around a backward pass."""
+        yield
+
+    def finish(self) -> None:
+        """Sum the gradients of a step, after its last backward pass."""
+        self._engine._exec_reduce_grads()
+        reduce_tied_grads(self._module, self._engine.stage_id)
+
+
+class Overlapped(Reduction):
+    """Reduction over the replicas during the last backward pass, by a GradReducer or a DistributedOptimizer."""
+
+    averages = False
+
+    def __init__(self, engine: Any, reducer: GradReducer | DistributedOptimizer) -> None:
+        super().__init__(engine)
+        self.reducer = reducer
+        self._may_arm = bool(engine._config.pipeline.get("overlap_grad_reduce", True))
+
+    def plan(self, instructions: Sequence[Instruction]) -> None:
+        """Find the pass of each chunk that gives its weights their last gradients of a step."""
+        self._last = {each.chunk: each for each in instructions if isinstance(each, (Backward, BackwardWeight))}
+
+    @contextmanager
+    def accumulating(self, instruction: Instruction) -> Iterator[None]:
+        if self._may_arm and self._last[instruction.chunk] is instruction:
+            self.reducer.arm(instruction.chunk)
+        yield
+
+    def finish(self) -> None:
+        self.reducer.finish()
+        share = self.reducer.gradient_share if isinstance(self.reducer, DistributedOptimizer) else None
+        reduce_tied_grads(self._module, self._engine.stage_id, share)
+
+
+class Bf16(Reduction):
+    """Reduction of the fp32 sums in which DeepSpeed's bf16 optimizer accumulates."""
+
+    @contextmanager
+    def accumulating(self, instruction: Instruction) -> Iterator[None]:
+        optimizer = self._engine.optimizer
+        optimizer.clear_lp_grads()
+        yield
+        if not optimizer.immediate_grad_update:
+            optimizer.update_hp_grads(clear_lp_grads=False)
+
+    def finish(self) -> None:
+        optimizer = self._engine.optimizer
+        self._engine._exec_reduce_grads()
+        reduce_tied_grads(self._module, self._engine.stage_id, partial(bf16_gradient, optimizer))
+        for _, group, weights in ties(self._module):
+            share_has_gradient(optimizer, list(weights.values()), group)
+
+
+class Zero(Reduction):
+    """Reduction by ZeRO's optimizers, which keep only a part of what they reduce, so tied weights come first.
+
+    Their replicas are summed before their stages, and then one replica contributes the whole sum.
+    """
+
+    def finish(self) -> None:
+        several = dist.get_world_size(self._replicas) > 2  # for two replicas the order makes no difference
+        if several:
+            sum_tied_grads(self._module, self._replicas)
+        reduce_tied_grads(self._module, self._engine.stage_id)
+        if several and dist.get_rank(self._replicas):
+            for weight in tied_weights(self._module):
+                if weight.grad is not None:
+                    weight.grad.zero_()
+        fill_for_replicas(self._module, self._replicas)
+        self._engine._exec_reduce_grads()
+
+
+def reduction_of(engine: Any) -> Reduction:
+    """Return the way in which a new pipeline engine sums its gradients."""
+    if engine.distributed:
+        return Overlapped(engine, engine.distributed)
+    if _may_overlap(engine):
+        replicas = engine.grid.get_data_parallel_group()
+        return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunks(engine.module)))
+    if engine.using_bf16_optimizer:
+        return Bf16(engine)
+    return Zero(engine) if engine.zero_optimization() else Reduction(engine)
+
+
 def _may_overlap(engine: Any) -> bool:
     """Return whether a GradReducer may replace DeepSpeed's reduction after the backward passes.
 
-    This needs a run without ZeRO and without settings of DeepSpeed's reduction.
+    This needs fp32 on several replicas without ZeRO and without settings of DeepSpeed's reduction.
     """
     config = engine._config
     asked = config.communication_data_type not in (None, torch.float64)  # fp64 comes from `use_fp64`
     asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
-        not engine._wrapped
+        not engine.has_wrapped_optimizer
         and engine.dp_world_size > 1
         and not asked
         and engine.pipeline_enable_backward_allreduce
         and not config.torch_autocast_enabled
         and config.pipeline.get("overlap_grad_reduce", True)
     )
-
-
-class Reductions:
-    """Mixin of the pipeline engine: its steps between the last backward pass and the optimizer step."""
-
-    _wrapped: bool  # see `_is_wrapped`
-    # One instruction per chunk: the pass that gives its weights their last gradients of a step.
-    _last_backward: dict[int, Instruction]
-    _overlaps: Any = None  # a GradReducer or a DistributedOptimizer that reduces gradients during backward passes
-    _squared_norm: Tensor | None = None  # norm of this step over all ranks, if it came with the loss
-
-    def _deepspeed_reduces(self: Any) -> bool:
-        """Return whether DeepSpeed reduces gradients over replicas, rather than a reducer of this package."""
-        return not self.distributed and not _may_overlap(self)
-
-    def _find_last_backwards(self: Any, plan: Sequence[Instruction]) -> None:
-        if self._overlaps is None and _may_overlap(self):
-            self._overlaps = GradReducer(self.module, self._replicas, chunk_of=chunks(self.module))
-        self._may_arm = bool(self._config.pipeline.get("overlap_grad_reduce", True))
-        self._last_backward = {each.chunk: each for each in plan if isinstance(each, (Backward, BackwardWeight))}
-
-    @contextmanager
-    def _accumulating(self: Any, instruction: Instruction) -> Iterator[None]:
-        """Prepare and finish gradient accumulation around a backward pass.
-
-        DeepSpeed's bf16 optimizer accumulates in fp32.
-        """
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()
-        if self._overlaps and self._may_arm and self._last_backward[instruction.chunk] is instruction:
-            self._overlaps.arm(instruction.chunk)
-        yield
-        if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
-
-    def _squared_norm_here(self: Any) -> Tensor | None:
-        """Return this rank's part, a scalar, of the squared norm for `clip_fp32_gradients`.
-
-        None if DeepSpeed computes the norm, the gradients still have a loss scale, or there is only one stage.
-        """
-        if self._wrapped and not self.distributed or self.num_stages == 1 or self.torch_autocast_z0_gradscaler:
-            return None
-        square: Tensor = self._square_of_this_rank()
-        return square
-
-    def _square_of_this_rank(self: Any) -> Tensor:
-        if self.distributed:
-            square: Tensor = self.optimizer.squared_norm(self.grid.get_slice_parallel_rank(), self.device)
-            dist.all_reduce(square, group=self._replicas)
-            return square
-        return squared_norm_here(self.module.parameters(), self.grid.get_slice_parallel_rank(), self.device)
-
-    def _is_wrapped(self: Any) -> bool:
-        """Return whether a DeepSpeed optimizer wraps the user's and clips the gradients."""
-        return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
-
-    def clip_fp32_gradients(self: Any) -> None:
-        """Clip the gradients to the global norm; DeepSpeed's own counts only the first stage.
-
-        If the norm is not finite, the gradients are dropped. Then the optimizer changes neither weights nor
-        moments nor step counts, on all ranks, since all have the same norm. A `torch.amp.GradScaler` does this
-        itself.
-        """
-        root = self._take_norm()
-        clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
-        norm = self._global_grad_norm = root.item()
-        if self.torch_autocast_z0_gradscaler:
-            return
-        self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
-        if self.optimizer.overflow:
-            self.module.zero_grad(set_to_none=True)
-
-    def _take_norm(self: Any) -> Tensor:
-        """Return the global gradient norm, a scalar, computed here unless it came with the loss."""
-        total, self._squared_norm = self._squared_norm, None
-        if total is None:
-            total = self._square_of_this_rank()
-            dist.all_reduce(total, group=self.grid.get_model_parallel_group())
-        root: Tensor = total.sqrt()
-        return root
-
-    def _take_model_step(self: Any, lr_kwargs: Any) -> None:
-        if self.distributed:
-            norm = self._take_norm()
-            self.optimizer.clip(norm, self.gradient_clipping())
-            self.optimizer.overflow = not math.isfinite(norm.item())  # DeepSpeed counts this as a skipped step
-        elif not self._wrapped and not self.gradient_clipping():
-            self.clip_fp32_gradients()  # otherwise DeepSpeed or its optimizer asks for the norm
-        super()._take_model_step(lr_kwargs)  # type: ignore[misc]
-
-    def buffered_allreduce_fallback(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.dp_world_size == 1:
-            return  # DeepSpeed would copy all gradients even without replicas
-        reduce = super().buffered_allreduce_fallback  # type: ignore[misc]
-        if self.using_bf16_optimizer:  # this optimizer keeps fp32 sums for all weights
-            reduce(*args, **kwargs)
-            return
-        with keep_missing_grads(self.module, self._replicas):
-            reduce(*args, **kwargs)
-
-    def _reduce_gradients(self: Any) -> None:
-        """Reduce gradients over replicas, then over the stages of tied weights.
-
-        In this order all copies of a tied weight get the same bits. DeepSpeed uses the reverse order. Then the
-        rounding of a sum over three or more replicas depends on the weight's place in a message, which differs
-        between stages. ZeRO's optimizers keep only a part of what they reduce; there the replicas are summed
-        first, and one replica contributes the whole sum.
-        """
-        if self._overlaps:
-            self._overlaps.finish()
-            self._exec_reduce_tied_grads()
-            return
-        if not self.zero_optimization() or self.using_bf16_optimizer:
-            self._exec_reduce_grads()
-            self._exec_reduce_tied_grads()
-            return
-        several = self.dp_world_size > 2  # for two replicas the order makes no difference
-        if several:
-            sum_tied_grads(self.module, self._replicas)
-        self._exec_reduce_tied_grads()
-        if several and dist.get_rank(self._replicas):
-            for weight in tied_weights(self.module):
-                if weight.grad is not None:
-                    weight.grad.zero_()
-        fill_for_replicas(self.module, self._replicas)
-        self._exec_reduce_grads()
-
-    def _exec_reduce_tied_grads(self: Any) -> None:
-        gradient = self.optimizer.gradient_share if self.distributed else None
-        gradient = partial(bf16_gradient, self.optimizer) if self.using_bf16_optimizer else gradient
-        reduce_tied_grads(self.module, self.stage_id, gradient)
-        if self.using_bf16_optimizer:
-            for _, group, weights in ties(self.module):
-                share_has_gradient(self.optimizer, list(weights.values()), group)

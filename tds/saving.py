@@ -1,13 +1,93 @@
-"""DeepSpeed's checkpoints with a note of the partition: optimizer states are stored by position."""
+"""What DeepSpeed's checkpoints of a pipeline lack: the partition of the layers, and state outside the layers.
 
+DeepSpeed stores optimizer states by position, so they fit one partition only. The other state is that of a
+`loss_fn` that is a module, of the PipelineModule itself, and of tied modules that are only used through a
+`forward_fn`. Each stage writes a separate file next to DeepSpeed's.
+"""
+
+import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
-from .outside import Outside, warn_of_replicas
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from ._torch import raw_bytes
+
+FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
 NOTE = "tds_layout.json"
+
+
+class PipelineState:
+    """The partition of `module`, and its state outside the layers that DeepSpeed saves. grid: DeepSpeed's."""
+
+    def __init__(self, module: nn.Module, grid: Any) -> None:
+        self._module, self._grid = module, grid
+        self._remember()
+
+    def _remember(self) -> None:
+        """Record current values, so that a save knows on which stage they changed.
+
+        Tied modules are left out, because they are equal on all stages.
+        """
+        here = self._state().items()
+        self._begun = {name: value.clone() for name, value in here if not name.startswith("tied_modules.")}
+
+    def _state(self) -> dict[str, Tensor]:
+        module: Any = self._module
+        saved = [f"{name}." for name in module.fwd_map]
+        saved += [f"tied_modules.{key}." for key, tied in module.tied_modules.items() if tied in module.forward_funcs]
+        found = {name: value for name, value in module.state_dict().items() if not name.startswith(tuple(saved))}
+        for name in [name for name, value in found.items() if not isinstance(value, Tensor)]:
+            warnings.warn(f"{name} is no tensor, and is not saved: keep that state in buffers", stacklevel=4)
+            del found[name]
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write the files of this rank into the folder of a checkpoint, if it is the first replica."""
+        grid = self._grid
+        if grid.get_data_parallel_rank():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if not grid.get_global_rank():
+            (folder / f"{NOTE}.tmp").write_text(json.dumps(layout_of(self._module)), encoding="utf-8")
+            os.replace(folder / f"{NOTE}.tmp", folder / NOTE)
+        state = {name: value.detach().cpu() for name, value in self._state().items()}
+        if not state:
+            return
+        before = {name: value.cpu() for name, value in self._begun.items()}
+        changed = [name for name, value in before.items() if name in state and not torch.equal(value, state[name])]
+        path = folder / FILE.format(stage=grid.get_stage_id(), model=grid.get_slice_parallel_rank())
+        # Without clone(), torch.save would write all of the flat memory that a view lies in.
+        torch.save({"state": {k: v.clone() for k, v in state.items()}, "changed": changed}, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+    def load(self, folder: Path, tag: Any, with_optimizer: bool) -> None:
+        """Load what the stages have written in a checkpoint of `folder`.
+
+        With as many stages as at the save, each stage loads its own values. Otherwise it loads those of the stage
+        that changed them. Warns of missing values, e.g. in a checkpoint that DeepSpeed itself has written. Raises
+        ValueError if the optimizer's states are to be loaded and are those of another partition.
+        """
+        path = _folder_of(folder, tag)
+        if path and with_optimizer:
+            _refuse_another_cut(path, layout_of(self._module))
+        here = self._state() if path else None
+        if not path or not here:
+            return
+        model = self._grid.get_slice_parallel_rank()
+        paths = sorted(path.glob(FILE.format(stage=0, model=model).replace("stage00", "stage*")))
+        files = [torch.load(each, map_location="cpu", weights_only=True) for each in paths]
+        found = {name: value for name in here if (value := _chosen(files, name, self._grid)) is not None}
+        self._module.load_state_dict(found, strict=False)
+        self._remember()
+        missing = sorted(here.keys() - found.keys())
+        if missing and not self._grid.get_global_rank():
+            warnings.warn(f"{path} does not hold {', '.join(missing)}, which keep their initial values", stacklevel=3)
 
 
 def layout_of(module: Any) -> dict[str, Any]:
@@ -15,48 +95,15 @@ def layout_of(module: Any) -> dict[str, Any]:
     return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
 
 
-class ComparesReplicas:
-    """Mixin of both engines that warns at the first save of buffers that differ between replicas.
-
-    Only one replica's buffers are saved.
-    """
-
-    _compared = False
-
-    def save_checkpoint(self: Any, *args: Any, **more: Any) -> Any:
-        """Save as DeepSpeed does; at the first save, also warn of buffers that differ between replicas."""
-        if not self._compared:
-            self._compared = True
-            warn_of_replicas(self.module, self.seq_data_parallel_group)
-        return super().save_checkpoint(*args, **more)  # type: ignore[misc]
-
-
-class Checkpoints(ComparesReplicas):
-    """Mixin of the pipeline engine: DeepSpeed's save and load, plus the partition and state outside the layers."""
-
-    _outside: Outside  # made by the engine with its groups
-
-    def save_checkpoint(self: Any, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
-        tag = str(tag or f"global_step{self.global_steps}")
-        if not self.grid.get_data_parallel_rank():
-            self._outside.save(Path(save_dir, tag), self.grid)
-        if self.global_rank == 0:
-            folder = Path(save_dir, tag)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{NOTE}.tmp").write_text(json.dumps(layout_of(self.module)), encoding="utf-8")
-            os.replace(folder / f"{NOTE}.tmp", folder / NOTE)
-        return super().save_checkpoint(save_dir, tag, *args, **more)  # type: ignore[misc]
-
-    def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
-        """Load as DeepSpeed does. Raises ValueError before loading optimizer states of another partition."""
-        states = more.get("load_optimizer_states", args[1] if len(args) > 1 else True)
-        only_module = more.get("load_module_only", args[3] if len(args) > 3 else False)
-        path = _folder_of(Path(load_dir), tag)
-        if path and states and not only_module:
-            _refuse_another_cut(path, layout_of(self.module))
-        if path:
-            self._outside.load(path, self.grid)
-        return super().load_checkpoint(load_dir, tag, *args, **more)  # type: ignore[misc]
+def _chosen(files: list[Any], name: str, grid: Any) -> Tensor | None:
+    having = [each for each in files if name in each["state"]]
+    if not having:
+        return None
+    if len(files) == grid.get_pipe_parallel_world_size() and len(having) == len(files):
+        return having[grid.get_stage_id()]["state"][name]  # type: ignore[no-any-return]
+    if name.startswith("loss_fn."):
+        return having[-1]["state"][name]  # type: ignore[no-any-return]
+    return next((each for each in having if name in each["changed"]), having[0])["state"][name]  # type: ignore[no-any-return]
 
 
 def _folder_of(folder: Path, tag: Any) -> Path | None:
@@ -78,3 +125,22 @@ def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
         f"the checkpoint {path} was {was}, this model is cut at {here['cuts']} with {here['chunks']}, so the states of "
         f"the optimizer would go to other layers: cut it the same way, or load with load_module_only=True"
     )
+
+
+def warn_of_replicas(module: nn.Module, group: Any) -> None:
+    """Warn of persistent buffers that differ between the replicas in `group`, by name. Collective."""
+    if dist.get_world_size(group) == 1:
+        return
+    weights = {id(p) for p in module.parameters()}
+    state = module.state_dict(keep_vars=True).items()
+    buffers = {name: value for name, value in state if isinstance(value, Tensor) and id(value) not in weights}
+    mine = {name: hashlib.sha256(raw_bytes(value)).hexdigest() for name, value in buffers.items()}
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    differing = sorted({name for each in told for name in each if each[name] != told[0].get(name)})
+    if differing and dist.get_rank(group) == 0:
+        warnings.warn(
+            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: reduce them over "
+            f"the replicas, or set persistent=False if they are no state",
+            stacklevel=4,
+        )

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ._torch import keep_saved_tensors
-from .advice import ways
 from .boundary import Contract, agree, contract_of
 from .distributed_optimizer import DistributedOptimizer
+from .messages import ways
 from .queues import Rules, one_hardware_queue, posted_ahead
 from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
@@ -91,10 +91,10 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     It also raises if stages differ in their number of parameter groups. ZeRO sums the norm group by group over
     the stages and would hang. Call it before an engine is made.
     """
-    half = (
-        getattr(getattr(config_class, f"{kind}_config", None), "enabled", False) for kind in ("float16", "bfloat16")
-    )
-    if not (getattr(config_class, "zero_optimization_stage", 0) or any(half)) or not dist.is_initialized():
+    if config_class is None or not dist.is_initialized():
+        return
+    bf16 = config_class.bfloat16_config.enabled
+    if not (config_class.zero_optimization_stage or config_class.float16_config.enabled or bf16):
         return
     if isinstance(optimizer, DistributedOptimizer):
         return  # it shards whatever weights there are
@@ -102,7 +102,7 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (any(p.requires_grad for p in model.parameters()), groups))
     counts = [count for _, count in told]
-    if len(set(counts)) > 1 and not getattr(getattr(config_class, "bfloat16_config", None), "enabled", False):
+    if len(set(counts)) > 1 and not bf16:
         fewest = counts.index(min(counts))
         raise ValueError(
             f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter groups, and "

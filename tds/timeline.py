@@ -1,4 +1,4 @@
-"""Reader of the ranks' timelines: on one clock, as one Chrome trace, and as executed schedules.
+"""Reader of the ranks' timelines: on one clock, and as one Chrome trace.
 
 Pure Python, so a laptop can read what a cluster has written. trace.py writes timelines, align.py compares the
 clocks.
@@ -7,16 +7,12 @@ clocks.
 import json
 import os
 import secrets
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .timetable import Span, bubble
-
 FOLDER, MERGED = "trace", "merged.json"
-LETTERS = {"Forward": "F", "Backward": "B", "BackwardInput": "B", "BackwardWeight": "W"}
 # The receive of each send, and how many virtual stages further it is.
 PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
 
@@ -113,64 +109,3 @@ def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[A
     a, args = rank.about, event["args"]
     stage = args["chunk"] * a["stages"] + a["stage"] + hop
     return args["iteration"], a["replica"], a["model"], name, stage, args["micro"]
-
-
-class Iteration(NamedTuple):
-    """The timeline of one iteration of one replica.
-
-    seconds: from the first stage's start of the step to the last stage's end.
-    begin: seconds from the start of the step to the first pass.
-    spans: its passes, with times from the first one.
-    """
-
-    number: int
-    seconds: float
-    begin: float
-    spans: list[Span]
-
-    @property
-    def bubble(self) -> float:
-        """Idle share of all stages' time between the first and the last pass."""
-        return bubble(self.spans)
-
-
-def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
-    """Return the training iterations that all stages of a replica have recorded; of model-parallel ranks the first."""
-    stages = {r.about["stage"]: r for r in ranks if r.about["replica"] == replica and r.about["model"] == 0}
-    missing = set(range(next(iter(stages.values())).about["stages"] if stages else 1)) - stages.keys()
-    if missing:
-        raise ValueError(f"the timeline of stage {min(missing)} is missing: its rank wrote none, or to another disk")
-    steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for stage, rank in stages.items():
-        for e in rank.events:
-            if e["cat"] == "step" and e["name"] == "train_batch":
-                steps[e["args"]["iteration"]][stage] = e
-    return [_iteration(n, found, stages) for n, found in sorted(steps.items()) if len(found) == len(stages)]
-
-
-def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
-    """Return the passes of an iteration; without a pipeline, forward and backward parts with numbered micro-batches."""
-    if rank.about["pipeline"]:
-        return list(rank.named(iteration, ["pass"]))
-    found, seen = [], Counter[str]()
-    for e in rank.named(iteration, ["part"]):
-        if e["name"] in ("forward", "backward"):
-            found.append({**e, "name": e["name"].title(), "args": {"micro": seen[e["name"]], "chunk": 0}})
-            seen[e["name"]] += 1
-    return found
-
-
-def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, RankTrace]) -> Iteration:
-    begin, end = min(e["ts"] for e in steps.values()), max(e["ts"] + e["dur"] for e in steps.values())
-    passes = [
-        (stage, e)
-        for stage, rank in stages.items()
-        for e in _passes(rank, number)
-        if steps[stage]["ts"] <= e["ts"] <= steps[stage]["ts"] + steps[stage]["dur"]
-    ]
-    first = min((e["ts"] for _, e in passes), default=begin)
-    spans = []
-    for stage, e in passes:
-        at = (e["ts"] - first) / 1e6
-        spans.append(Span(stage, e["args"]["micro"], e["args"]["chunk"], LETTERS[e["name"]], at, at + e["dur"] / 1e6))
-    return Iteration(number, (end - begin) / 1e6, (first - begin) / 1e6, spans)

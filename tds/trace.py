@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .lines import say
+from .messages import say
 
 LAST = 50  # iterations that are kept by default
 EVERY = 50  # iterations between two writes

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.documents import texts
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_sentencepiece
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
 
 from .support import ROOT

@@ -33,7 +33,7 @@ _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
 _preloaded += ["torch.utils.tensorboard"]
 _preloaded += [
-    "megatron.training.functions",
+    "megatron.compat.pretrain",
     "megatron.training.entry",
     "megatron.training.loop",
     "megatron.tasks",

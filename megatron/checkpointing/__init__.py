@@ -13,14 +13,14 @@ A checkpoint is written into a folder with a temporary name, which is renamed wh
 
 from .files import CheckpointError, find_checkpoint, latest_checkpoint
 from .load import Wanted, load_checkpoint
-from .patience import PatientSaver
 from .reader import CheckpointReader, each_weight, load_weights, plain_config
 from .resume import find_start, start_or_resume
 from .retention import prune
+from .retry import RetryingSaver
 from .save import Saver, save_checkpoint
 from .state import TrainState
 
 __all__ = [
-    "CheckpointError", "CheckpointReader", "PatientSaver", "Saver", "TrainState", "Wanted", "each_weight", "find_checkpoint", "find_start",
-    "latest_checkpoint", "load_checkpoint", "load_weights", "plain_config", "prune", "save_checkpoint", "start_or_resume",
+    "CheckpointError", "CheckpointReader", "RetryingSaver", "Saver", "TrainState", "Wanted", "each_weight", "find_checkpoint",
+    "find_start", "latest_checkpoint", "load_checkpoint", "load_weights", "plain_config", "prune", "save_checkpoint", "start_or_resume",
 ]  # fmt: skip

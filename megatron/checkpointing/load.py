@@ -1,6 +1,6 @@
 """Loading of checkpoints into an engine: the parallel layout may differ, the model and the data must match."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from megatron import mpu
 from megatron.config import Config
 from megatron.config.fields import flag
 from megatron.model.layers import global_parameters
+from megatron.ranks.agreement import all_ranks
 from megatron.ranks.buffers import remember
-from megatron.ranks.errors import on_all_ranks
 from megatron.ranks.initialize import ranks_here
+from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import print_rank_0
 from tds import optimizer_state as zero_state
 
@@ -68,18 +69,15 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     All ranks must call this; the parallel layout may differ from the one that saved. Raises
     RunError alike on every rank.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-
-    def check() -> CheckpointReader:
+    with all_ranks():
         reader = CheckpointReader(path)
-        reader.verify(rank, ranks)
+        reader.verify(dist.get_rank(), dist.get_world_size())
         refuse_contradictions(reader, config, fingerprint, wanted)
-        return reader
-
-    reader = on_all_ranks(check)
     unread = _unread_weights(reader, engine)
-    on_all_ranks(lambda: _refuse_unread(reader, unread, wanted))
-    on_all_ranks(_loader(reader, engine, config, wanted))
+    with all_ranks():
+        _refuse_unread(reader, unread, wanted)
+    with all_ranks():
+        _load_tensors(reader, engine, wanted)
     _restore_buffers(reader, engine.module)
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_rng().seed = reader.rng_seed
@@ -88,12 +86,12 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
 
 def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
     """Load the persistent buffers, and warn of buffers that only the model or only the checkpoint has."""
-    found, missing = on_all_ranks(lambda: load_buffers(reader, model))
+    with all_ranks():
+        loaded = load_buffers(reader, model)
     remember(model)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (found, missing))
-    everywhere = {name for names, _ in told for name in names}
-    lacking = sorted({name for _, names in told for name in names})
+    every = gather_objects(loaded)
+    everywhere = {name for names, _ in every for name in names}
+    lacking = sorted({name for _, names in every for name in names})
     held = {key.removeprefix(f"{BUFFER}.") for key in reader.tensors if key.startswith(f"{BUFFER}.")}
     for names, words in (
         (lacking, "are not in it, and begin with the values of the model as it was built"),
@@ -106,9 +104,7 @@ def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
 
 def _unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
     """Return the weights of a checkpoint for which no rank has a parameter. All ranks must call this."""
-    own = [name for name, _ in global_parameters(engine.module)]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    every = gather_objects([name for name, _ in global_parameters(engine.module)])
     known = {f"{WEIGHT}.{name}" for names in every for name in names}
     return sorted(key for key in reader.tensors if key.startswith(f"{WEIGHT}.") and key not in known)
 
@@ -198,21 +194,19 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
     return "; ".join(f"{flag(name)} is {there[name]} there and {here[name]} here" for name in differing)
 
 
-def _loader(reader: CheckpointReader, engine: Any, config: Config, wanted: Wanted) -> Callable[[], None]:
-    def load() -> None:
-        moments = reader.optimizer["moments"] if wanted.optimizer else []
-        if moments:
-            zero_state.make_moments(engine, moments, reader.optimizer["step"], _steps(reader, engine, moments))
-        keys = list(_wanted_keys(reader, engine, moments))
-        for kind, parameter, value in _read_once(reader, keys, engine.device):
-            if kind == WEIGHT:
-                zero_state.set_weight(parameter, value)
-            else:
-                zero_state.set_moment(engine, parameter, kind, value)
-        if wanted.optimizer:
-            zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
-
-    return load
+def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None:
+    """Load weights, and the state of the optimizer if wanted."""
+    moments = reader.optimizer["moments"] if wanted.optimizer else []
+    if moments:
+        zero_state.make_moments(engine, moments, reader.optimizer["step"], _steps(reader, engine, moments))
+    keys = list(_wanted_keys(reader, engine, moments))
+    for kind, parameter, value in _read_once(reader, keys, engine.device):
+        if kind == WEIGHT:
+            zero_state.set_weight(parameter, value)
+        else:
+            zero_state.set_moment(engine, parameter, kind, value)
+    if wanted.optimizer:
+        zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
 
 
 def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.checkpointing.relocation import with_kept_tokenizer
 from megatron.config import Config, with_family
-from megatron.config.command_line import HOME, with_values
+from megatron.config.command_line import HOME, RENAMED, with_values
 from megatron.config.fields import ConfigError, describe
 from megatron.model.layers import global_buffers, global_parameters
 
@@ -115,7 +115,7 @@ class CheckpointReader:
 
 def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
     """Return the settings that a checkpoint was saved with, in another layout; by default for one process."""
-    saved = {name: value for section in reader.config.values() for name, value in section.items() if name in HOME}
+    saved = {RENAMED.get(name, name): value for section in reader.config.values() for name, value in section.items()}
     where = reader.path / INDEX
     refuse_absurd_sizes(reader.config["model"], (entry["shape"] for entry in reader.tensors.values()), where)
     plain = {
@@ -128,7 +128,8 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "context_parallel_size": 1,
     }
     try:
-        config = with_values(Config(), {**with_family(saved), **plain})
+        known = {name: value for name, value in with_family(saved).items() if name in HOME}
+        config = with_values(Config(), {**known, **plain})
     except ConfigError as error:
         raise CheckpointError(f"{where} has settings that cannot be: {error}") from None
     return with_kept_tokenizer(config, reader.path)

@@ -10,7 +10,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_hash import extend
 from megatron.data.splits import parse_split, split_documents
 from megatron.optim import settled
-from megatron.ranks.errors import on_all_ranks
+from megatron.ranks.agreement import all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 
 from . import data_change
@@ -35,16 +35,20 @@ def find_start(config: Config, save_dir: str) -> Start:
 
     Raises RunError alike on every rank.
     """
-    on_all_ranks(lambda: recover(Path(save_dir)) if is_rank_0() else None)
     load = config.checkpoint.load
-    path = on_all_ranks(lambda: latest_checkpoint(Path(save_dir)))
+    with all_ranks():
+        if is_rank_0():
+            recover(Path(save_dir))
+    with all_ranks():
+        path = latest_checkpoint(Path(save_dir))
     wanted = Wanted.by(config, beside_load=path is not None and bool(load))
     if path is not None and load:
         print_rank_0(f"--load {load} is not used: this run has a checkpoint of its own, {path}")
     elif load and Path(load).resolve() in {Path(each).resolve() for each in (save_dir, config.log.run_dir) if each}:
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
     elif load:
-        path = on_all_ranks(lambda: find_checkpoint(load))
+        with all_ranks():
+            path = find_checkpoint(load)
     return Start(path, wanted)
 
 
@@ -59,7 +63,8 @@ def start_or_resume(
     Raises RunError alike on every rank.
     """
     path, wanted = start
-    begin = on_all_ranks(lambda: _corpora(config) if is_rank_0() else 0)
+    with all_ranks():
+        begin = _corpora(config) if is_rank_0() else 0
     if path is None:
         return TrainState(sample_hash=begin), config
     state = load_checkpoint(path, engine, config, fingerprint, wanted)
@@ -80,26 +85,31 @@ def start_or_resume(
             flush=True,
         )
 
-    def sample_hash() -> int:
-        found = extend(begin, dataset, 0, state.consumed_samples)
-
-        # In older checkpoints, whose hash did not depend on the corpora, it began with 0.
-        def known() -> bool:
-            return state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
-
-        others = state.consumed_samples > 0 and _other_documents(saved, config)
-        if not others and known():
-            return found
-        same_settings = settings_of_samples(saved) == settings_of_samples(config)
-        in_order = same_settings and saved.train.seed == config.train.seed and not others
-        change = data_change.describe(saved, config, dataset, state.consumed_samples, in_order)
-        if wanted.same_data:
-            raise CheckpointError(f"{change}; pass --override-data to continue")
-        print_rank_0(f"note: --override-data: {change}")
-        return found
-
-    state.sample_hash = on_all_ranks(lambda: sample_hash() if is_rank_0() else 0)
+    with all_ranks():
+        state.sample_hash = _hash_samples(begin, state, saved, config, dataset, wanted) if is_rank_0() else 0
     return state, config
+
+
+def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, dataset: Any, wanted: Wanted) -> int:
+    """Return the hash of the samples consumed so far, as `dataset` gives them.
+
+    Raises CheckpointError if the checkpoint has consumed other samples, or prints a note if that is permitted.
+    begin: the hash before the first sample.
+    """
+    found = extend(begin, dataset, 0, state.consumed_samples)
+    others = state.consumed_samples > 0 and _other_documents(saved, config)
+    # The hash of older checkpoints began with 0, as it did not depend on the corpora.
+    if not others and (
+        state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
+    ):
+        return found
+    same_settings = settings_of_samples(saved) == settings_of_samples(config)
+    in_order = same_settings and saved.train.seed == config.train.seed and not others
+    change = data_change.describe(saved, config, dataset, state.consumed_samples, in_order)
+    if wanted.same_data:
+        raise CheckpointError(f"{change}; pass --override-data to continue")
+    print_rank_0(f"note: --override-data: {change}")
+    return found
 
 
 def _other_documents(saved: Config, config: Config) -> bool:

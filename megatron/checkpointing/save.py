@@ -16,9 +16,10 @@ from megatron import mpu
 from megatron.atomic import remove
 from megatron.config import Config
 from megatron.config.fields import describe
-from megatron.ranks.agreement import check_replicas
+from megatron.ranks.agreement import all_ranks, check_replicas
 from megatron.ranks.buffers import survey
-from megatron.ranks.errors import RunError, on_all_ranks
+from megatron.ranks.errors import RunError
+from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from tds import optimizer_state as zero_state
 
@@ -94,7 +95,7 @@ class Saver:
         self._warned: set[str] = set()
         self._expected: dict[str, list[int]] = {}
         self._steps: dict[str, int] = {}
-        self._problem: Exception | None = None  # an error of a type that `on_all_ranks` handles
+        self._problem: Exception | None = None  # an error of a type that `all_ranks` handles
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Save a checkpoint of `state`. A background save becomes valid in `finish`; `wait` calls that at once."""
@@ -124,14 +125,12 @@ class Saver:
         final = self.folder / f"iter_{state.iteration:07d}"
         temporary = _temporary(final)
 
-        def prepare() -> None:
+        with _guarded(temporary):
             if is_rank_0():
                 remove(temporary)
                 temporary.mkdir(parents=True)
-
-        self._guard(prepare, temporary)
         module = self.engine.module
-        known = _gather(
+        known = gather_objects(
             (zero_state.get_step(self.engine), zero_state.moment_names(self.engine), survey(module, savable))
         )
         optimizer: dict[str, Any] = {
@@ -143,7 +142,7 @@ class Saver:
         mesh = mpu.get_mesh()
         path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
         parts = parts_of(self.engine, optimizer["moments"])
-        self._buffers = Buffers(module, [told for _, _, told in known])
+        self._buffers = Buffers(module, [held for _, _, held in known])
         self._warn(self._buffers.warnings)
         self._expected = expected_shapes(parts) | self._buffers.expected
         self._steps = steps_of(self.engine, parts, optimizer["step"])
@@ -188,60 +187,54 @@ class Saver:
             self._thread.join()
         self._pending = self._thread = None
 
-        def settle() -> None:
+        with _guarded(temporary):
             if self._problem is not None:
                 raise self._problem
-
-        self._guard(settle, temporary)
-        told = _gather((self._reports, self._expected, self._steps), to_all=False)
-        reports = [report for each, _, _ in told for report in each]
-        expected = {key: shape for _, each, _ in told for key, shape in each.items()}
-        if steps := {name: step for _, _, each in told for name, step in each.items()}:
-            content["optimizer"]["steps"] = steps
-
-        def make_valid() -> None:
+        every = _gather_on_rank_0((self._reports, self._expected, self._steps))
+        with _guarded(temporary):
             if is_rank_0():
-                seed = mpu.get_rng().seed
-                tensors = merge(reports)
-                content["optimizer"]["without_moments"] = without_moments(tensors, content["optimizer"]["moments"])
-                check_whole(temporary, tensors, expected)
-                text = index_text(
-                    config=self.config, fingerprint=self.fingerprint, tensors=tensors, rng_seed=seed, **content
-                )
-                with named_if_slow(final):
-                    publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})
-
-        self._guard(make_valid, temporary)
+                self._publish(final, temporary, content, every)
         print_rank_0(f"saved {final}")
         kept = self.config.checkpoint
         for note in prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else []:
             print_rank_0(f"note: {note}")
         return final
 
-    def _guard(self, action: Any, temporary: Path) -> None:
-        """Run `action` on all ranks; if it fails on any, delete the temporary folder and raise on all.
+    def _publish(self, final: Path, temporary: Path, content: dict[str, Any], every: list[Any]) -> None:
+        """Make the checkpoint valid from every rank's reports, expected shapes and step counts."""
+        reports = [report for each, _, _ in every for report in each]
+        expected = {key: shape for _, each, _ in every for key, shape in each.items()}
+        optimizer, tensors = content["optimizer"], merge(reports)
+        if steps := {name: step for _, _, each in every for name, step in each.items()}:
+            optimizer["steps"] = steps
+        optimizer["without_moments"] = without_moments(tensors, optimizer["moments"])
+        check_whole(temporary, tensors, expected)
+        text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
+        with named_if_slow(final):
+            publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})
 
-        Raises SaveError if only disks are to blame, else RunError.
-        """
-        grave = False
 
-        def noted() -> None:
-            nonlocal grave
+@contextlib.contextmanager
+def _guarded(temporary: Path) -> Iterator[None]:
+    """If the block fails on any rank, delete the temporary folder and raise on all.
+
+    Raises SaveError if only disks are to blame, else RunError.
+    """
+    grave = False
+    try:
+        with all_ranks():
             try:
-                action()
+                yield
             except ValueError:
                 grave = True
                 raise
-
-        try:
-            on_all_ranks(noted)
-        except RunError as error:
-            kind = RunError if any(_gather(grave)) else SaveError
-            if is_rank_0():
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise kind(
-                f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are as they were"
-            ) from None
+    except RunError as error:
+        kind = RunError if any(gather_objects(grave)) else SaveError
+        if is_rank_0():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise kind(
+            f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are as they were"
+        ) from None
 
 
 def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config, fingerprint: str) -> Path:
@@ -272,7 +265,7 @@ def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fing
 
 
 def _named(error: Exception) -> Exception:
-    """Return the error as a type that `on_all_ranks` handles; unexpected errors keep their type in the message."""
+    """Return the error as a type that `all_ranks` handles; unexpected errors keep their type in the message."""
     if isinstance(error, (OSError, ValueError)):
         return error
     return ValueError(f"{type(error).__name__} {describe(error)}" if str(error) else type(error).__name__)
@@ -298,13 +291,10 @@ def _temporary(final: Path) -> Path:
     return final.with_name(final.name + ".tmp")
 
 
-def _gather(report: Any, to_all: bool = True) -> list[Any]:
-    """Gather every rank's report: on all ranks, or on rank 0 only, which writes the index."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [report]
-    reports: list[Any] = [None] * dist.get_world_size() if to_all or is_rank_0() else []
-    if to_all:
-        dist.all_gather_object(reports, report)
-    else:
+def _gather_on_rank_0(report: Any) -> list[Any]:
+    """Return every rank's report on rank 0, which writes the index, and an empty list on the others."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    reports = [report] * world if is_rank_0() else []
+    if world > 1:
         dist.gather_object(report, reports or None)
     return reports

@@ -4,6 +4,7 @@ names.py     modules and names of the original: where each is now, or its counte
 models.py    models that read `get_args()` and take attention masks
 masks.py     attention masks, and the document ids that they are equivalent to
 data.py      data sets by the original's keywords and under its keys
-script.py    what `pretrain()` adds for an entry script of the original's form
+pretrain.py  `pretrain()`, the original's way into a run
+script.py    tasks made of an entry script's functions
 args.py      attributes of `get_args()` that are no settings here
 """

@@ -6,47 +6,38 @@ from typing import Any
 
 from ..config.command_line import Args
 
+# Attributes with one value in every run.
+_OFF = (
+    "adlr_autoresume apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
+    "bias_dropout_fusion bias_gelu_fusion contigious_checkpointing cpu_optimizer cpu_torch_adam "
+    "distribute_checkpointed_activations fp16_lm_cross_entropy fp32_allreduce mmap_warmup onnx_safe "
+    "partition_activations profile_backward scaled_masked_softmax_fusion "
+    "scaled_upper_triang_masked_softmax_fusion synchronize_each_layer"
+)
+CONSTANTS: dict[str, Any] = {
+    **dict.fromkeys(_OFF.split(), False),
+    **dict.fromkeys(("attention_softmax_in_fp32", "deepspeed", "use_cpu_initialization"), True),
+    "DDP_impl": "local",
+    "data_impl": "mmap",
+    "lazy_mpu_init": None,
+}
 ATTRIBUTES: dict[str, Callable[["ScriptArgs"], Any]] = {
-    "DDP_impl": lambda args: "local",
-    "adlr_autoresume": lambda args: False,
-    "apply_query_key_layer_scaling": lambda args: False,
-    "apply_residual_connection_post_layernorm": lambda args: False,
     "args": lambda args: args,  # the tutorial writes args.args.hidden_size
-    "attention_softmax_in_fp32": lambda args: True,
     "bf16": lambda args: args.config.train.precision == "bf16",
-    "bias_dropout_fusion": lambda args: False,
-    "bias_gelu_fusion": lambda args: False,
     "checkpoint_in_cpu": lambda args: args.offload_activations,
-    "contigious_checkpointing": lambda args: False,
-    "cpu_optimizer": lambda args: False,
-    "cpu_torch_adam": lambda args: False,
-    "data_impl": lambda args: "mmap",
-    "deepspeed": lambda args: True,
     "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
     "deepspeed_config": lambda args: args.config.train.deepspeed_config,
-    "distribute_checkpointed_activations": lambda args: False,
     "distributed_backend": lambda args: "nccl" if _on_cuda() else "gloo",
     "do_test": lambda args: args.config.train.eval_iters > 0,
     "do_train": lambda args: args.config.train.train_iters > 0,
     "do_valid": lambda args: args.config.train.eval_iters > 0,
     "fp16": lambda args: args.config.train.precision == "fp16",
-    "fp16_lm_cross_entropy": lambda args: False,
-    "fp32_allreduce": lambda args: False,
-    "lazy_mpu_init": lambda args: None,
     "local_rank": lambda args: int(os.environ.get("LOCAL_RANK", "0")),
-    "mmap_warmup": lambda args: False,
-    "onnx_safe": lambda args: False,
     "openai_gelu": lambda args: args.activation == "gelu-tanh",
     "override_lr_scheduler": lambda args: args.override_lr_schedule,
     "padded_vocab_size": lambda args: _padded_vocab_size(args),
     "params_dtype": lambda args: _params_dtype(args),
-    "partition_activations": lambda args: False,
-    "profile_backward": lambda args: False,
     "rank": lambda args: int(os.environ.get("RANK", "0")),
-    "scaled_masked_softmax_fusion": lambda args: False,
-    "scaled_upper_triang_masked_softmax_fusion": lambda args: False,
-    "synchronize_each_layer": lambda args: False,
-    "use_cpu_initialization": lambda args: True,
     "use_checkpoint_lr_scheduler": lambda args: not args.override_lr_schedule,
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
 }
@@ -63,6 +54,8 @@ class ScriptArgs(Args):
     """The settings of a run, flat and read-only, with the attributes above."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in CONSTANTS:
+            return CONSTANTS[name]
         if name in ATTRIBUTES:
             return ATTRIBUTES[name](self)
         if name in WITHOUT_VALUE:

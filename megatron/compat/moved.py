@@ -33,12 +33,15 @@ _PACKAGES = {
     "megatron.reporting": {"megatron_tools.report": "curves differences drawing facts page runs timetable"},
     "megatron.verification": {"megatron_tools.verify": "compare layouts recorder records"},
     "megatron.config": {"megatron.config.foreign": "dependent outcomes translate"},
-    "megatron.data": {"data_utils": "merge_split"},
+    "megatron.data": {"data_utils": "indexed_writer merge_split"},
+    "megatron.checkpointing": {"megatron_tools": "shapes"},
 }
 MOVED = {
     "megatron.config.foreign_core": "megatron.config.foreign.core",
     "megatron.config.foreign_flags": "megatron.config.foreign.flags",
     "megatron.planning.memory": "megatron.training.memory.per_rank",
+    "megatron.tokenizer.chat": "data_utils.chat_templates",
+    "megatron.training.functions": "megatron.compat.pretrain",
     "megatron.tokenizer.train": "data_utils.tokenizer_training",
     **{
         f"{old}.{name}": f"{new}.{name}"
@@ -47,7 +50,9 @@ MOVED = {
         for name in names.split()
     },
 }
-_GONE = {old for old in _PACKAGES if old not in ("megatron.config", "megatron.data")}  # packages that are empty now
+_GONE = {
+    old for old in _PACKAGES if old not in ("megatron.checkpointing", "megatron.config", "megatron.data")
+}  # packages that are empty now
 
 
 def install() -> None:

@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+_BUFFERS = "kept activations need no buffers of their own, so leave it out"
 _BERT = "there is no BERT here"
 _REALM = "there is no retrieval here"
 _SCALER = 'DeepSpeed scales losses ("fp16" of --deepspeed-config), so leave it out'
@@ -61,7 +62,7 @@ GONE_MODULES = {
     "megatron.data.realm_dataset_utils": _REALM,
     "megatron.data.realm_index": _REALM,
     "megatron.fused_kernels": _KERNELS,
-    "megatron.memory": "kept activations need no buffers of their own, so leave it out",
+    "megatron.memory": _BUFFERS,
     "megatron.model.bert_model": _BERT,
     "megatron.model.classification": _BERT,
     "megatron.model.distributed": "DeepSpeed or tds.DistributedOptimizer reduces gradients, so leave it out",
@@ -70,132 +71,161 @@ GONE_MODULES = {
     "megatron.tokenizer.bert_tokenization": _BERT,
     "megatron.tokenizer.file_utils": "nothing is downloaded; give --vocab-file",
 }
-# Names that are now elsewhere: (module, name) -> (module, name) of ours.
-HOMES: dict[tuple[str, str], tuple[str, str]] = {
-    ("megatron.utils", "get_masks_and_position_ids_for_t5"): (
-        "megatron.compat.masks", "get_masks_and_position_ids_for_t5",
-    ),
-    ("megatron.model", "get_params_for_weight_decay_optimization"): (
-        "megatron.compat.transformer", "get_params_for_weight_decay_optimization",
-    ),
-    ("megatron.mpu.layers", "LayerNorm"): ("megatron.mpu", "LayerNorm"),
-    ("megatron.mpu.random", "checkpoint"): ("megatron.mpu", "checkpoint"),
-    ("megatron.mpu.random", "get_cuda_rng_tracker"): ("megatron.mpu", "get_cuda_rng_tracker"),
-    ("megatron.mpu.random", "model_parallel_cuda_manual_seed"): ("megatron.mpu", "model_parallel_cuda_manual_seed"),
-    ("megatron.package_info", "__version__"): ("megatron", "__version__"),
+# Names that are now elsewhere: (module, name) -> module of ours.
+HOMES = {
+    ("megatron.utils", "get_masks_and_position_ids_for_t5"): "megatron.compat.masks",
+    ("megatron.model", "get_params_for_weight_decay_optimization"): "megatron.compat.transformer",
+    ("megatron.mpu.layers", "LayerNorm"): "megatron.mpu",
+    **{
+        ("megatron.mpu.random", name): "megatron.mpu"
+        for name in ("checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed")
+    },
+    ("megatron.package_info", "__version__"): "megatron",
+}
+_INDEXED = "megatron.data.indexed_dataset.IndexedDataset(prefix)"
+_CASTS = "tds.initialize casts a model as --precision says"
+_WRAPS = "tds.initialize wraps an optimizer as --precision says"
+_METRICS = "--tensorboard writes events; metrics.jsonl has all numbers"
+# Module -> names without the same form here, separated by spaces -> what takes their place.
+_COUNTERPARTS = {
+    "megatron": {
+        "get_adlr_autoresume": _RESUMES,
+        "get_tensorboard_writer": _METRICS,
+    },
+    "megatron.arguments": {
+        "parse_args": "megatron.config.command_line.parse(argv)",
+    },
+    "megatron.checkpointing": {
+        "check_checkpoint_args ensure_directory_exists get_checkpoint_name get_checkpoint_tracker_filename "
+        "get_checkpoint_version save_ds_checkpoint set_checkpoint_version": _SAVES,
+        "load_ict_checkpoint": _REALM,
+    },
+    "megatron.data.T5_dataset": {
+        "EncDecDataset": "megatron.data.t5_dataset.T5Dataset, or cpm_triples.CPMTripleDataset",
+        "get_indexed_dataset_": _INDEXED,
+    },
+    "megatron.data.gpt2_dataset": {
+        "get_indexed_dataset_": _INDEXED,
+    },
+    "megatron.data.dataset_utils": {
+        "build_train_valid_test_datasets": _BERT,
+        "compile_helper": GONE_MODULES["megatron.data.helpers"],
+        "create_masked_lm_predictions": _MASKING,
+        "create_tokens_and_tokentypes get_a_and_b_segments": _BERT,
+        "get_indexed_dataset_": _INDEXED,
+        "get_train_valid_test_split_": "megatron.data.splits.split_documents(parse_split(split), documents)",
+        "pad_and_convert_to_numpy truncate_segments": _BERT,
+    },
+    "megatron.data.indexed_dataset": {
+        "IndexedCachedDataset MMapIndexedDataset create_doc_idx data_file_path dataset_exists "
+        "get_available_dataset_impl index_file_path infer_dataset_impl make_dataset read_longs": _INDEXED,
+        "IndexedDatasetBuilder MMapIndexedDatasetBuilder make_builder write_longs": "data_utils.indexed_writer.IndexedDatasetBuilder(prefix, dtype)",
+    },
+    "megatron.data.samplers": {
+        "DistributedBatchSampler": "megatron.data.sampler.ConsecutiveSampler",
+        "RandomSampler": "megatron.data.sampler.ConsecutiveSampler; data sets shuffle by --seed",
+    },
+    "megatron.fp16": {
+        "FP16_Module": _CASTS,
+        "FP16_Optimizer": _WRAPS,
+    },
+    "megatron.fp16.fp16": {
+        "FP16_Module": _CASTS,
+        "FP16_Optimizer": _WRAPS,
+    },
+    "megatron.fp16.fp16util": {
+        "BN_convert_float FP16Model convert_module convert_network master_params_to_model_params "
+        "model_grads_to_master_grads network_to_half prep_param_lists tofp16": "--precision fp16 converts weights and keeps fp32 masters, so leave it out",
+        "clip_grad_norm": "megatron.mpu.clip_grad_norm",
+        "to_python_float": "tensor.item()",
+    },
+    "megatron.fp16.loss_scaler": {
+        "DynamicLossScaler LossScaler": _SCALER,
+    },
+    "megatron.global_vars": {
+        "Timers": "megatron.training.metrics.Timers",
+        "get_adlr_autoresume": _RESUMES,
+        "get_tensorboard_writer": _METRICS,
+        "rebuild_tokenizer": _TOKENIZERS,
+        "set_global_variables": "pretrain() sets up what get_args() and the like return",
+    },
+    "megatron.initialize": {
+        "initialize_megatron": "pretrain(...), or megatron.training.start_engine in a custom loop",
+        "setup_deepspeed_random_and_activation_checkpointing": "--checkpoint-activations",
+    },
+    "megatron.learning_rates": {
+        "AnnealingLR": "--lr-decay-style, --warmup and --min-lr; megatron.optim.lr",
+    },
+    "megatron.model": {
+        "BertModel": _BERT,
+        "DistributedDataParallel": GONE_MODULES["megatron.model.distributed"],
+    },
+    "megatron.model.fused_bias_gelu": {
+        "bias_gelu_impl gelu_impl": _KERNELS,
+    },
+    "megatron.model.fused_softmax": {
+        "FusedScaleMaskSoftmax": _KERNELS,
+    },
+    "megatron.model.gpt2_model": {
+        "CrossEntropy": "megatron.model.loss.TokenLoss",
+        "gpt2_attention_mask_func": _KERNELS,
+    },
+    "megatron.model.t5_model": {
+        "CrossEntropy": "megatron.model.loss.TokenLoss",
+        "t5_attention_mask_func": _KERNELS,
+    },
+    "megatron.model.language_model": {
+        "Embedding EmbeddingPipe Pooler Seq2SeqEmbeddingPipe TransformerLanguageModel "
+        "TransformerSeq2SeqLanguageModel get_language_model get_seq2seq_language_model": _LAYERS,
+        "parallel_lm_logits": "VocabParallelEmbedding.logits(hidden)",
+    },
+    "megatron.model.transformer": {
+        "ParallelSelfAttention ParallelTransformer ParallelTransformerLayer ParallelTransformerLayerPipe "
+        "Seq2SeqParallelTransformer bias_dropout_add get_bias_dropout_add": _LAYERS,
+    },
+    "megatron.model.transformer_seq2seq": {
+        "ParallelSelfAttention ParallelTransformer ParallelTransformerLayer ParallelTransformerLayerPipe "
+        "Seq2SeqParallelTransformer bias_dropout_add get_bias_dropout_add": _LAYERS,
+    },
+    "megatron.mpu.random": {
+        "init_checkpointed_activations_memory_buffer reset_checkpointed_activations_memory_buffer": _BUFFERS,
+    },
+    "megatron.mpu.utils": {
+        "VocabUtility": "VocabParallelEmbedding.first_row and .rows",
+        "ensure_divisibility": "mpu.divide(numerator, denominator), which checks",
+    },
+    "megatron.package_info": {
+        "__contact_names__ __description__ __download_url__ __keywords__ __license__ __package_name__ __url__": "importlib.metadata.metadata('megatron-tds')",
+    },
+    "megatron.tokenizer": {
+        "build_tokenizer": _TOKENIZERS,
+    },
+    "megatron.tokenizer.gpt2_tokenization": {
+        "GPT2Tokenizer": f"{_TOKENIZERS} of a vocab.json with merges.txt",
+    },
+    "megatron.tokenizer.t5_tokenization": {
+        "GPT2TokenizerwoMerge": f"{_TOKENIZERS} of a vocab.txt",
+        "T5Tokenizer": f"{_TOKENIZERS}, which pretrain_t5.py gives sentinels",
+    },
+    "megatron.tokenizer.tokenizer": {
+        "build_tokenizer": _TOKENIZERS,
+    },
+    "megatron.training": {
+        "get_model": "megatron.training.build.build_model",
+    },
+    "megatron.utils": {
+        "check_adlr_autoresume_termination": _RESUMES,
+        "make_data_loader": "pretrain() builds loaders; megatron.data.sampler.build_loader in a custom loop",
+        "print_params_min_max_norm": "grad_norm of metrics.jsonl, and --check-replicas",
+        "report_memory": "memory_mb of metrics.jsonl",
+    },
 }  # fmt: skip
-_BUFFERS = "kept activations need no buffers of their own, so leave it out"
-# Names without the same form here: (module, name) -> what takes its place.
-COUNTERPARTS: dict[tuple[str, str], str] = {
-    ("megatron", "get_adlr_autoresume"): _RESUMES,
-    ("megatron", "get_tensorboard_writer"): "--tensorboard writes events; metrics.jsonl has all numbers",
-    ("megatron.arguments", "parse_args"): "megatron.config.command_line.parse(argv)",
-    **{
-        ("megatron.checkpointing", name): _SAVES
-        for name in (
-            "check_checkpoint_args", "ensure_directory_exists", "get_checkpoint_name", "get_checkpoint_tracker_filename",
-            "get_checkpoint_version", "save_ds_checkpoint", "set_checkpoint_version",
-        )
-    },
-    ("megatron.checkpointing", "load_ict_checkpoint"): _REALM,
-    ("megatron.data.T5_dataset", "EncDecDataset"): "megatron.data.t5_dataset.T5Dataset, or cpm_triples.CPMTripleDataset",
-    ("megatron.data.T5_dataset", "get_indexed_dataset_"): "megatron.data.indexed_dataset.IndexedDataset(prefix)",
-    ("megatron.data.gpt2_dataset", "get_indexed_dataset_"): "megatron.data.indexed_dataset.IndexedDataset(prefix)",
-    **{
-        ("megatron.data.dataset_utils", name): what
-        for name, what in {
-            "build_train_valid_test_datasets": _BERT,
-            "compile_helper": GONE_MODULES["megatron.data.helpers"],
-            "create_masked_lm_predictions": _MASKING,
-            "create_tokens_and_tokentypes": _BERT,
-            "get_a_and_b_segments": _BERT,
-            "get_indexed_dataset_": "megatron.data.indexed_dataset.IndexedDataset(prefix)",
-            "get_train_valid_test_split_": "megatron.data.splits.split_documents(parse_split(split), documents)",
-            "pad_and_convert_to_numpy": _BERT,
-            "truncate_segments": _BERT,
-        }.items()
-    },
-    **{
-        ("megatron.data.indexed_dataset", name): "megatron.data.indexed_dataset.IndexedDataset(prefix)"
-        for name in (
-            "IndexedCachedDataset", "MMapIndexedDataset", "create_doc_idx", "data_file_path", "dataset_exists",
-            "get_available_dataset_impl", "index_file_path", "infer_dataset_impl", "make_dataset", "read_longs",
-        )
-    },
-    **{
-        ("megatron.data.indexed_dataset", name): "megatron.data.indexed_writer.IndexedDatasetBuilder(prefix, dtype)"
-        for name in ("IndexedDatasetBuilder", "MMapIndexedDatasetBuilder", "make_builder", "write_longs")
-    },
-    ("megatron.data.samplers", "DistributedBatchSampler"): "megatron.data.sampler.ConsecutiveSampler",
-    ("megatron.data.samplers", "RandomSampler"): "megatron.data.sampler.ConsecutiveSampler; data sets shuffle by --seed",
-    ("megatron.fp16", "FP16_Module"): "tds.initialize casts a model as --precision says",
-    ("megatron.fp16", "FP16_Optimizer"): "tds.initialize wraps an optimizer as --precision says",
-    ("megatron.fp16.fp16", "FP16_Module"): "tds.initialize casts a model as --precision says",
-    ("megatron.fp16.fp16", "FP16_Optimizer"): "tds.initialize wraps an optimizer as --precision says",
-    **{
-        ("megatron.fp16.fp16util", name): "--precision fp16 converts weights and keeps fp32 masters, so leave it out"
-        for name in (
-            "BN_convert_float", "FP16Model", "convert_module", "convert_network", "master_params_to_model_params",
-            "model_grads_to_master_grads", "network_to_half", "prep_param_lists", "tofp16",
-        )
-    },
-    ("megatron.fp16.fp16util", "clip_grad_norm"): "megatron.mpu.clip_grad_norm",
-    ("megatron.fp16.fp16util", "to_python_float"): "tensor.item()",
-    ("megatron.fp16.loss_scaler", "DynamicLossScaler"): _SCALER,
-    ("megatron.fp16.loss_scaler", "LossScaler"): _SCALER,
-    ("megatron.global_vars", "Timers"): "megatron.training.metrics.Timers",
-    ("megatron.global_vars", "get_adlr_autoresume"): _RESUMES,
-    ("megatron.global_vars", "get_tensorboard_writer"): "--tensorboard writes events; metrics.jsonl has all numbers",
-    ("megatron.global_vars", "rebuild_tokenizer"): _TOKENIZERS,
-    ("megatron.global_vars", "set_global_variables"): "pretrain() sets up what get_args() and the like return",
-    ("megatron.initialize", "initialize_megatron"): "pretrain(...), or megatron.training.start_engine in a custom loop",
-    ("megatron.initialize", "setup_deepspeed_random_and_activation_checkpointing"): "--checkpoint-activations",
-    ("megatron.learning_rates", "AnnealingLR"): "--lr-decay-style, --warmup and --min-lr; megatron.optim.lr",
-    ("megatron.model", "BertModel"): _BERT,
-    ("megatron.model", "DistributedDataParallel"): GONE_MODULES["megatron.model.distributed"],
-    **{("megatron.model.fused_bias_gelu", name): _KERNELS for name in ("bias_gelu_impl", "gelu_impl")},
-    ("megatron.model.fused_softmax", "FusedScaleMaskSoftmax"): _KERNELS,
-    ("megatron.model.gpt2_model", "CrossEntropy"): "megatron.model.loss.TokenLoss",
-    ("megatron.model.gpt2_model", "gpt2_attention_mask_func"): _KERNELS,
-    ("megatron.model.t5_model", "CrossEntropy"): "megatron.model.loss.TokenLoss",
-    ("megatron.model.t5_model", "t5_attention_mask_func"): _KERNELS,
-    **{
-        ("megatron.model.language_model", name): _LAYERS
-        for name in (
-            "Embedding", "EmbeddingPipe", "Pooler", "Seq2SeqEmbeddingPipe", "TransformerLanguageModel",
-            "TransformerSeq2SeqLanguageModel", "get_language_model", "get_seq2seq_language_model",
-        )
-    },
-    ("megatron.model.language_model", "parallel_lm_logits"): "VocabParallelEmbedding.logits(hidden)",
-    **{
-        (module, name): _LAYERS
-        for module in ("megatron.model.transformer", "megatron.model.transformer_seq2seq")
-        for name in (
-            "ParallelSelfAttention", "ParallelTransformer", "ParallelTransformerLayer", "ParallelTransformerLayerPipe",
-            "Seq2SeqParallelTransformer", "bias_dropout_add", "get_bias_dropout_add",
-        )
-    },
-    ("megatron.mpu.random", "init_checkpointed_activations_memory_buffer"): _BUFFERS,
-    ("megatron.mpu.random", "reset_checkpointed_activations_memory_buffer"): _BUFFERS,
-    ("megatron.mpu.utils", "VocabUtility"): "VocabParallelEmbedding.first_row and .rows",
-    ("megatron.mpu.utils", "ensure_divisibility"): "mpu.divide(numerator, denominator), which checks",
-    **{
-        ("megatron.package_info", f"__{name}__"): "importlib.metadata.metadata('megatron-tds')"
-        for name in (
-            "contact_names", "description", "download_url", "keywords", "license", "package_name", "url",
-        )
-    },
-    ("megatron.tokenizer", "build_tokenizer"): _TOKENIZERS,
-    ("megatron.tokenizer.gpt2_tokenization", "GPT2Tokenizer"): f"{_TOKENIZERS} of a vocab.json with merges.txt",
-    ("megatron.tokenizer.t5_tokenization", "GPT2TokenizerwoMerge"): f"{_TOKENIZERS} of a vocab.txt",
-    ("megatron.tokenizer.t5_tokenization", "T5Tokenizer"): f"{_TOKENIZERS}, which pretrain_t5.py gives sentinels",
-    ("megatron.tokenizer.tokenizer", "build_tokenizer"): _TOKENIZERS,
-    ("megatron.training", "get_model"): "megatron.training.build.build_model",
-    ("megatron.utils", "check_adlr_autoresume_termination"): _RESUMES,
-    ("megatron.utils", "make_data_loader"): "pretrain() builds loaders; megatron.data.sampler.build_loader in a custom loop",
-    ("megatron.utils", "print_params_min_max_norm"): "grad_norm of metrics.jsonl, and --check-replicas",
-    ("megatron.utils", "report_memory"): "memory_mb of metrics.jsonl",
-}  # fmt: skip
+COUNTERPARTS = {
+    (module, name): advice
+    for module, table in _COUNTERPARTS.items()
+    for names, advice in table.items()
+    for name in names.split()
+}
 _GONE = {tuple(name.rsplit(".", 1)) for name in GONE_MODULES}  # (package, module)
 _INNER = {tuple(name.rsplit(".", 1)) for name in MODULES}  # (package, module)
 _EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} - MODULES.keys() - {"megatron"}
@@ -207,8 +237,7 @@ def find(module: str, name: str) -> Any:
     Raises ImportError with its counterpart if it has another form here, and AttributeError for an unknown name.
     """
     if (module, name) in HOMES:
-        home, there = HOMES[module, name]
-        return getattr(importlib.import_module(home), there)
+        return getattr(importlib.import_module(HOMES[module, name]), name)
     if (module, name) in COUNTERPARTS:
         raise ImportError(f"{module}.{name} of CPM-Pretrain is not here; instead: {COUNTERPARTS[module, name]}")
     if f"{module}.{name}" in GONE_MODULES:

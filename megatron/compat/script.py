@@ -1,25 +1,32 @@
-"""The task of an entry script of CPM-Pretrain's form, whose provider is given numbers of samples."""
+"""Tasks made of an entry script's functions.
+
+`FunctionsTask` is for any script, `ScriptTask` for one in CPM-Pretrain's form, whose provider of data sets is given
+the numbers of samples.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import mpu
 from ..config import Config
 from ..config.defaults import DEFAULTS
 from ..data.blend import BlendedDataset
 from ..data.gpt2_dataset import GPT2Dataset
+from ..ranks.rank_0 import print_rank_0
 from ..tokenizer import SentinelTokenizer, Tokenizer
-from ..training.functions import FunctionsTask
 from ..training.global_vars import get_tokenizer
-from ..training.task import Batch, Datasets
+from ..training.task import Batch, Datasets, Task, what
 from ..utils import get_ltor_documents_and_position_ids
 from .data import T5Samples
 
+ForwardStep = Callable[[Iterator[Batch] | None, Any], tuple[Tensor, Any]]
+CountTargets = Callable[[Batch | None], Tensor]
+TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
 FAMILIES = {"T5Tokenizer": "t5"}  # model family by the tokenizer type of args_defaults
 
 
@@ -38,6 +45,79 @@ def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     t, batch = config.train, config.train_batch_size(ranks)
     evaluations = t.train_iters // t.eval_interval + 1 if t.eval_interval else 1
     return [t.train_iters * batch, evaluations * t.eval_iters * batch, t.eval_iters * batch]
+
+
+class FunctionsTask(Task):
+    """Task made of a script's functions, which call `get_args()`, `get_tokenizer()` and `get_timers()`."""
+
+    makes_batches = False
+
+    def __init__(
+        self,
+        datasets_provider: Callable[[], Datasets],
+        model_provider: Callable[[], nn.Module],
+        forward_step: ForwardStep | None,
+        defaults: Mapping[str, Any],
+        name: str,
+        count_targets: CountTargets | None = None,
+        tokenizer_provider: TokenizerProvider | None = None,
+    ) -> None:
+        self.datasets_provider, self.model_provider = datasets_provider, model_provider
+        self.forward_step: ForwardStep = forward_step or _no_forward_step
+        self.count_targets = count_targets  # type: ignore[assignment,method-assign]
+        self.tokenizer_provider = tokenizer_provider
+        self.defaults, self.name = defaults, name
+        self._noted = False
+
+    def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
+        return self.tokenizer_provider(config, tokenizer) if self.tokenizer_provider else tokenizer
+
+    def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
+        return self.datasets_provider(), []
+
+    def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
+        return self.model_provider()
+
+    def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
+        """Return the batch unchanged: the script's own functions process it."""
+        return data
+
+    checked_batch = batch
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Return the loss that `forward_step` computes. Raises ValueError if it returns no loss."""
+        found: Any = self.forward_step(None if batch is None else _one_batch(batch), model)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise ValueError(f"forward_step returns {what(found)}: return (loss, anything), as `return loss, {{}}`")
+        loss = found[0]
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise ValueError(f"forward_step returns {what(loss)} as the loss: return a tensor of one number")
+        self._note_what_is_not_logged(found[1])
+        return loss
+
+    def _note_what_is_not_logged(self, named: Any) -> None:
+        """Print once which values next to the loss of `forward_step` go nowhere."""
+        if self._noted or not isinstance(named, dict):
+            return
+        self._noted = True
+        if others := [str(name) for name in named if name != "lm loss"]:
+            print_rank_0(
+                f"note: forward_step returns {', '.join(others)} next to the loss, which no line shows; let the model "
+                f"return such values from get_additional_losses()"
+            )
+
+
+def _no_forward_step(batches: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Any]:
+    """Raise ValueError: only a pipeline, whose loss_fn computes the loss, does without."""
+    raise ValueError(
+        "pretrain() has no forward_step, which a model without a pipeline needs: pass it as the third argument"
+    )
+
+
+def _one_batch(batch: Batch) -> Iterator[Batch]:
+    """Yield the micro-batch of one call of `forward_step`. Raises ValueError for a second one."""
+    yield batch
+    raise ValueError("forward_step reads a second batch in one call: it is called once for each micro-batch")
 
 
 class ScriptTokenizer(SentinelTokenizer):
@@ -71,14 +151,17 @@ class ScriptTask(FunctionsTask):
     Where the data sets are ours, a micro-batch weighs as much as it has targets, so that the loss is the same in every layout.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any] | None], defaults: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        datasets_provider: Callable[..., Datasets],
+        model_provider: Callable[[], nn.Module],
+        forward_step: ForwardStep | None,
+        defaults: Mapping[str, Any],
+        name: str,
+    ) -> None:
         self.family = FAMILIES.get(defaults.get("tokenizer_type", ""))
         own = DEFAULTS[self.family] if self.family else {}
-        datasets_provider, model_provider, forward_step = functions
-        assert datasets_provider is not None and model_provider is not None, "pretrain() demands both"
-        super().__init__(
-            datasets_provider, model_provider, forward_step, None, None, {**own, **defaults}, self.family or name
-        )
+        super().__init__(datasets_provider, model_provider, forward_step, {**own, **defaults}, self.family or name)
         self._count: Callable[[Batch, Config], Tensor] | None = None
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:

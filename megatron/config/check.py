@@ -6,43 +6,55 @@ corpus, training scripts before they import torch.
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .command_line import parse
 from .defaults import DEFAULTS
 from .fields import ConfigError
 from .help import help_if_asked
+from .sections import Config
 
 
-def first_look(family: str) -> None:
-    """Handle `--help` and exit with code 2 on invalid flags, before anything else in a training script.
+def first_look(family: str) -> Config | None:
+    """Return the settings of a training script before it imports anything heavy; exit on `--help` or invalid flags.
 
-    Only rank 0 prints the error. The other ranks continue to the point where all ranks exit.
+    Returns None on all ranks but 0, which parse in `run`, so that only one rank prints an error. The other ranks
+    continue to the point where all ranks exit.
     """
     help_if_asked(family)
-    if os.environ.get("RANK", "0") != "0":
-        return
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if not ranks.isdecimal():
-        return  # initialisation of the ranks refuses this value
+    if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():  # initialisation refuses such a world size
+        return None
+    with _one_sentence(Path(sys.argv[0]).name):
+        return parse(sys.argv[1:], DEFAULTS[family], int(ranks), print_note)
+
+
+def print_note(note: str) -> None:
+    """Print a note on rank 0, before the process group exists."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {note}", flush=True)
+
+
+@contextmanager
+def _one_sentence(script: str) -> Iterator[None]:
+    """Print an error of the block and exit with code 2."""
     try:
-        parse(sys.argv[1:], DEFAULTS[family], int(ranks))
+        yield
     except ConfigError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{script}: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 def main() -> None:
     """Exit with 0 if the flags are valid, else print the training script's error and exit with 2."""
     family, ranks, *argv = sys.argv[1:]
-    try:
+    with _one_sentence(f"pretrain_{family}.py"):
         config = parse(argv, DEFAULTS[family], int(ranks))
         config.parallel.data_parallel_size(int(ranks))
         if (path := config.train.deepspeed_config) and not Path(path).is_file():
             raise ConfigError(f"--deepspeed-config {path}: there is no such file")
-    except ConfigError as error:
-        print(f"pretrain_{family}.py: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

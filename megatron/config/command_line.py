@@ -21,6 +21,8 @@ from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 
 HOME = {f.name: section for section, _, f in settings()}  # section of each setting
+# Former name of a setting -> its name. Flags, files, checkpoints and `get_args()` know both for a version.
+RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
 # Meaning of the word `none` in a file: None, or the default for a setting that holds several words.
 _WITHOUT = dict.fromkeys(_MAY_BE_NONE) | {f.name: f.default for _, s, f in settings() if tuple in types_of(s, f.name)}
@@ -167,6 +169,7 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
         here = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
         names = [f.name for f in fields(SECTIONS[key])] if here is value else list(HOME)
         for name, each in here.items():
+            name = RENAMED.get(name, name)
             if name in names:
                 values[name] = _WITHOUT[name] if each == "none" and name in _WITHOUT else each
             elif other := flag_of(name):
@@ -196,10 +199,11 @@ def parse(
     tell: called with each note on how a foreign flag was translated.
     Raises ConfigError with one sentence, or one line per invalid argument.
     """
-    found, unknown = build_parser().parse_known_args(list(argv))
+    words, notes = _with_new_names(argv)
+    found, unknown = build_parser().parse_known_args(words)
     flags_given = vars(found)
     flags_given.pop("local_rank", None)
-    problems, notes = _unknown(unknown), []
+    problems = _unknown(unknown)
     foreign = flags_given.pop("foreign", {})
     files = [str(presets.find(name, "models")) for name in flags_given.pop("config", [])]
     contents = [("args_defaults", defaults or {}), *((path, read_json(path)) for path in files)]
@@ -227,6 +231,18 @@ def parse(
     for note in notes + line.notes:
         tell(note)
     return config
+
+
+def _with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return `argv` with renamed flags under their new names, and a note on each."""
+    words, notes = [], []
+    for word in argv:
+        old, equals, value = word.partition("=")
+        new = next((flag(name) for former, name in RENAMED.items() if flag(former) == old), old)
+        if new != old:
+            notes.append(f"{old} is now {new}; the next version drops the old name")
+        words.append(new + equals + value)
+    return words, notes
 
 
 def _check_min_lr(config: Config) -> None:
@@ -300,6 +316,7 @@ class Args:
         object.__setattr__(self, "config", config)
 
     def __getattr__(self, name: str) -> Any:
+        name = RENAMED.get(name, name)
         if name in HOME:
             return getattr(getattr(self.config, HOME[name]), name)
         ours = settings_for(name)

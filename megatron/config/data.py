@@ -1,11 +1,18 @@
 """Settings of corpus, objective and samples; the other sections are in `sections.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import objectives
 from .fields import ConfigError, Section, at_least, between, one_of, opt
+
+OF_T5 = ("span-corruption", "prefix-lm")
+OF_DECODERS = ("lm", "sft", "prefix-lm")
+
+
+def objectives_of(family: str | None) -> tuple[str, ...]:
+    """Return a family's objectives, the default first; a custom model (None) has those of decoders."""
+    return OF_T5 if family == "t5" else OF_DECODERS
 
 
 def prefix_of(word: str) -> str:
@@ -67,7 +74,7 @@ class DataConfig(Section):
         "what is learned: lm (each next token), sft (the answers of conversations) or prefix-lm (what follows a beginning that is read both "
         "ways; docs/objectives.md); T5: span-corruption or prefix-lm; "
         "the first of its family if not given",
-        one_of(*objectives.ALL),
+        one_of(*dict.fromkeys((*OF_DECODERS, *OF_T5))),
     )
     span_convention: str = opt(
         "t5",
@@ -99,11 +106,13 @@ class DataConfig(Section):
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if given := getattr(self, name):
                 object.__setattr__(self, name, prefixes_of(given))
-        apart = self.train_data_path or self.valid_data_path or self.test_data_path
-        if apart and self.data_path:
-            raise ConfigError("--data-path is shared out by --split; give it or --train-data-path, not both")
-        if apart and not self.train_data_path:
-            raise ConfigError("--valid-data-path and --test-data-path need --train-data-path")
+
+    def _problems(self) -> Iterator[str]:
+        separate = self.train_data_path or self.valid_data_path or self.test_data_path
+        if separate and self.data_path:
+            yield "--data-path is divided by --split; give it or --train-data-path, not both"
+        if separate and not self.train_data_path:
+            yield "--valid-data-path and --test-data-path need --train-data-path"
 
     @property
     def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:

@@ -3,11 +3,11 @@
 Llama, Qwen and Mistral are combinations of these with the settings that all models share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import ConfigError, Section, at_least, between, more_than, one_of, opt
+from .fields import Section, at_least, between, more_than, one_of, opt
 
 LLAMA = ("llama",)
 SCALINGS = ("linear", "llama3", "yarn")
@@ -61,23 +61,23 @@ class DecoderConfig(Section):
         None, "yarn: of queries and keys; 0.1 ln(--rope-scaling-factor) + 1 if not given", at_least(0), family=LLAMA
     )
 
-    def refuse_scaling(self) -> None:
-        """Raise ConfigError for --rope-scaling parameters that are invalid or unused by the chosen method."""
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with the --rope-scaling parameters: invalid ones, and those that the method ignores."""
         read = _READ_BY.get(self.rope_scaling or "", ())
         if strange := unread(vars(self), self.rope_scaling):
             names = ", ".join("--" + name.replace("_", "-") for name in strange)
-            raise ConfigError(f"{names}: not read by --rope-scaling {self.rope_scaling or '(none)'}; leave it out")
+            yield f"{names}: not read by --rope-scaling {self.rope_scaling or '(none)'}; leave it out"
         if "rope_original_length" in read and self.rope_original_length is None:
-            raise ConfigError(f"--rope-scaling {self.rope_scaling} needs --rope-original-length")
+            yield f"--rope-scaling {self.rope_scaling} needs --rope-original-length"
         if self.rope_scaling == "llama3" and self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            raise ConfigError(
+            yield (
                 f"--rope-high-freq-factor {self.rope_high_freq_factor:g} must be more than --rope-low-freq-factor "
                 f"{self.rope_low_freq_factor:g}"
             )
         if self.rope_scaling == "yarn" and self.rope_theta <= 1:
-            raise ConfigError(f"--rope-theta {self.rope_theta:g} must be more than 1 with --rope-scaling yarn")
+            yield f"--rope-theta {self.rope_theta:g} must be more than 1 with --rope-scaling yarn"
         if self.rope_scaling == "yarn" and not self.rope_beta_fast > self.rope_beta_slow > 0:
-            raise ConfigError(
+            yield (
                 f"--rope-beta-fast {self.rope_beta_fast:g} must be more than --rope-beta-slow {self.rope_beta_slow:g}, "
                 f"and this more than 0"
             )

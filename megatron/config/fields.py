@@ -1,7 +1,8 @@
 """Declaration of settings: each is a field of a frozen dataclass with its help text and its check."""
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from json import JSONDecodeError
 from typing import Any, get_args, get_origin, get_type_hints
@@ -62,10 +63,11 @@ def each_of(*choices: Any) -> Callable[[Any], str | None]:
     return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
 
 
-def is_range(word: str) -> bool:
-    """Return True if `word` is a number `A` or a range `A-B` with A <= B."""
+def range_problem(word: str) -> str | None:
+    """Return an error text unless `word` is a number `A` or a range `A-B` with A <= B."""
     first, dash, last = word.partition("-")
-    return first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
+    right = first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
+    return None if right else "must be a number or a range such as 10-12"
 
 
 def opt(
@@ -81,6 +83,12 @@ def opt(
     free: a model setting that may change when a run resumes.
     """
     return field(default=default, metadata={"help": help, "check": check, "family": family, "free": free})
+
+
+def refuse(*checks: Iterable[str]) -> None:
+    """Raise ConfigError with the first problem that the checks yield, if any."""
+    for problem in itertools.chain(*checks):
+        raise ConfigError(problem)
 
 
 class Section:
@@ -104,6 +112,11 @@ class Section:
             if problem:
                 off = ", or none" if type(None) in kinds else ""
                 raise ConfigError(f"{flag(f.name)} {value} {problem}{off}")
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with the section beyond single values."""
+        return iter(())
 
 
 @functools.cache

@@ -1,11 +1,11 @@
 """Settings of the model's layers; the other sections are in `sections.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .decoder import DecoderConfig
-from .fields import ConfigError, at_least, between, each_of, one_of, opt
+from .fields import at_least, between, each_of, one_of, opt
 
 FAMILIES = ("gpt2", "llama", "t5")
 # Position embeddings that each family supports.
@@ -95,11 +95,11 @@ class ModelConfig(DecoderConfig):
         0,
         "tokens whose logits exist at a time: the output layer is computed with the loss, chunk by chunk, of micro-batches with more "
         "tokens; 0: of all at once, as chunks save memory only where a micro-batch has more tokens than --hidden-size + this (an fp32 "
-        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --unfused cross-entropy computes all",
+        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --reference-ops cross-entropy computes all",
         at_least(0),
         free=True,
     )
-    unfused: tuple[str, ...] = opt(
+    reference_ops: tuple[str, ...] = opt(
         (),
         f"compute these as a textbook writes them, with torch's own gradients: slower, to check numbers by ({', '.join(FUSED)})",
         each_of(*FUSED),
@@ -114,34 +114,33 @@ class ModelConfig(DecoderConfig):
     layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms", between(0, 1))
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), free=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _problems(self) -> Iterator[str]:
         if self.kv_hidden_size is None and self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
+            yield (
                 f"--hidden-size {self.hidden_size} cannot be split among --num-attention-heads "
                 f"{self.num_attention_heads}; choose a multiple or give --kv-hidden-size"
             )
         if self.num_attention_heads % self.key_value_heads:
-            raise ConfigError(
+            yield (
                 f"--num-attention-heads {self.num_attention_heads} cannot be put into groups of --num-key-value-heads "
                 f"{self.key_value_heads}: it must be a multiple"
             )
         if self.family and self.position_embedding not in POSITIONS[self.family]:
-            raise ConfigError(
+            yield (
                 f"--position-embedding {self.position_embedding}: a {self.family} has "
                 f"{' or '.join(POSITIONS[self.family])} positions"
             )
         if self.position_embedding == "rope" and (self.rotary_size % 2 or not self.rotary_size):
-            raise ConfigError(
+            yield (
                 f"rotary positions turn pairs of numbers: --rotary-percent {self.rotary_percent:g} of a head of "
                 f"{self.head_size} (--kv-hidden-size) must be an even number of them, not {self.rotary_size}"
             )
-        self.refuse_scaling()
+        yield from super()._problems()
         if self.relative_attention_per_layer and self.position_embedding != "relative":
-            raise ConfigError(f"--relative-attention-per-layer needs relative positions, not {self.position_embedding}")
+            yield f"--relative-attention-per-layer needs relative positions, not {self.position_embedding}"
         exact = self.relative_attention_num_buckets // 2
         if self.position_embedding == "relative" and self.relative_attention_max_distance <= exact:
-            raise ConfigError(
+            yield (
                 f"--relative-attention-max-distance {self.relative_attention_max_distance}: of --relative-attention-num-buckets "
                 f"{self.relative_attention_num_buckets} the first {exact} are single distances, so it must be more than that"
             )
@@ -180,22 +179,6 @@ class ModelConfig(DecoderConfig):
     def ff_size(self) -> int:
         """Width of the MLP's inner layer."""
         return self.ff_hidden_size or 4 * self.hidden_size
-
-
-def heads_problem(m: ModelConfig, ranks: int) -> str | None:
-    """Return why the key/value heads cannot be split over `ranks` model-parallel ranks, or None.
-
-    With fewer heads than ranks, several ranks hold a part of each head.
-    """
-    heads, knob = m.key_value_heads, f"--model-parallel-size {ranks}"
-    if heads % ranks and ranks % heads:
-        return f"--num-key-value-heads {heads} cannot be split over {knob}: one must be a multiple of the other"
-    if ranks > heads and 2 * heads * m.head_size % ranks:
-        return (
-            f"--num-key-value-heads {heads} x 2 x --kv-hidden-size {m.head_size} cannot be split over {knob}; it must be a "
-            f"multiple"
-        )
-    return None
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:

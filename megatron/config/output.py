@@ -1,8 +1,9 @@
 """Settings of checkpoints and logs; the other sections are in `sections.py`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .fields import ConfigError, Section, at_least, is_range, opt
+from .fields import Section, at_least, opt, range_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,20 +22,19 @@ class CheckpointConfig(Section):
     )
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
     save_at_end: bool = opt(True, "save after the last iteration")
-    failed_saves: int = opt(
-        3, "how many saves in a row may fail, for want of space or so, before the run ends; 0 for none", at_least(0)
+    max_failed_saves: int = opt(
+        3, "how many saves in a row may fail, e.g. on a full disk, before the run ends; 0 for none", at_least(0)
     )
     keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
     keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
     exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))
     exit_interval: int | None = opt(None, "save and end after every so many iterations of the run", at_least(1))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _problems(self) -> Iterator[str]:
         if self.keep_every and self.keep_last is None:
-            raise ConfigError("--keep-every needs --keep-last: without it all checkpoints stay")
+            yield "--keep-every needs --keep-last: without it all checkpoints stay"
         if self.finetune and not self.load:
-            raise ConfigError("--finetune needs --load, which names the checkpoint to take the weights of")
+            yield "--finetune needs --load, which names the checkpoint to take the weights of"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class LogConfig(Section):
     trace_iterations: str | None = opt(
         None,
         "with --trace: the iterations that are kept, e.g. 41-50",
-        lambda value: None if is_range(value) else "is no number and no range as 10-12",
+        range_problem,
     )
     profile: bool = opt(
         False,
@@ -76,21 +76,18 @@ class LogConfig(Section):
     profile_iterations: str | None = opt(
         None,
         "with --profile: the iterations, e.g. 41-43; if not given, three after the first five of this start",
-        lambda value: None if is_range(value) else "is no number and no range as 10-12",
+        range_problem,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _problems(self) -> Iterator[str]:
         if self.tensorboard_dir and self.tensorboard is False:
-            raise ConfigError(
-                "--tensorboard-dir names a folder of events, but --no-tensorboard writes none; leave one out"
-            )
+            yield "--tensorboard-dir names a folder of events, but --no-tensorboard writes none; leave one out"
         if self.trace_iterations and not self.trace:
-            raise ConfigError("--trace-iterations needs --trace")
+            yield "--trace-iterations needs --trace"
         if self.profile_iterations and not self.profile:
-            raise ConfigError("--profile-iterations needs --profile")
+            yield "--profile-iterations needs --profile"
         if self.profile and self.trace:
-            raise ConfigError("--profile keeps what --trace keeps, of its iterations; leave one of them out")
+            yield "--profile records what --trace records, for its iterations; leave one of them out"
 
     @property
     def traced(self) -> tuple[int, int] | None:

@@ -1,182 +1,19 @@
-"""All settings of a run as frozen dataclasses.
+"""The settings of a run: all sections, checks across them, and values derived from several of them.
 
-Flags and the JSON reader in `command_line.py` are generated from the fields. Derived values are properties.
+Flags and the JSON reader in `command_line.py` are generated from the fields of the sections.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
-from . import objectives
-from .data import DataConfig
-from .fields import ConfigError, Section, at_least, between, flag, is_range, one_of, opt
-from .model import ModelConfig, heads_problem
+from .data import DataConfig, objectives_of
+from .fields import ConfigError, flag, refuse
+from .model import ModelConfig
 from .optim import OptimConfig, share_of
 from .output import CheckpointConfig, LogConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(Section):
-    """Settings of the layout over ranks."""
-
-    model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
-    sequence_parallel: bool | None = opt(
-        None,
-        "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent; if not given, on "
-        "accelerators, with a model of ours whose sequences can be split evenly",
-    )
-    async_tensor_model_parallel_allreduce: bool = opt(
-        True, "these ranks sum the gradient of a layer's input while that of its weight is computed, not before it"
-    )
-    context_parallel_size: int = opt(
-        1,
-        "ranks that share out the tokens of each sample, for long ones: attention gathers keys and values of all of them",
-        at_least(1),
-        family=("gpt2", "llama"),
-    )
-    pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
-    partition_method: str = opt(
-        "balanced",
-        "how layers are cut into stages: balanced (by counted work, embedding and logits included), measured (by time, at the "
-        "start), type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8",
-    )
-    pipeline_schedule: str = opt(
-        "1f1b",
-        "order of forward and backward passes: 1f1b, gpipe, interleaved or zb-h1 (tools/draw_schedule.py draws them)",
-        one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
-    )
-    virtual_pipeline_size: int = opt(
-        1, "stretches of layers on each pipeline stage, for --pipeline-schedule interleaved", at_least(1)
-    )
-    pipeline_extra_warmup: int = opt(
-        0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", at_least(0)
-    )
-    pipeline_timeout: float = opt(
-        600.0,
-        "seconds that one pass or message of a pipeline may take before all ranks end with a report",
-        at_least(0.1),
-    )
-    zero_stage: int | None = opt(
-        None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", between(0, 3)
-    )
-    overlap_grad_reduce: bool = opt(
-        True,
-        "add gradients up over replicas during the last backward pass of a step, not after it: without ZeRO, and with its "
-        "stage 1 in fp32 and bf16, which without this flag is DeepSpeed's",
-    )
-    checkpoint_activations: bool = opt(
-        False, "keep only layer inputs and compute activations again in the backward pass"
-    )
-    checkpoint_num_layers: int = opt(1, "layers between two kept inputs", at_least(1))
-    startup_timeout_minutes: float = opt(
-        30.0, "until the first step: how long ranks wait for each other, e.g. for a model to be loaded", at_least(0.01)
-    )
-    distributed_timeout_minutes: float = opt(
-        10.0,
-        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run with a report",
-        at_least(0.01),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pipeline_extra_warmup and self.pipeline_schedule != "1f1b":
-            raise ConfigError(
-                f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {self.pipeline_schedule}"
-            )
-        if (self.virtual_pipeline_size > 1) != (self.pipeline_schedule == "interleaved"):
-            raise ConfigError(
-                f"--virtual-pipeline-size {self.virtual_pipeline_size} does not fit --pipeline-schedule "
-                f"{self.pipeline_schedule}: interleaved needs 2 or more, the others 1"
-            )
-        if self.pipeline_schedule == "zb-h1" and self.checkpoint_activations:
-            raise ConfigError(
-                "--pipeline-schedule zb-h1 would compute activations again for either half of the backward pass; "
-                "use 1f1b with --checkpoint-activations"
-            )
-
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages; 1 without a pipeline."""
-        return max(self.pipe_parallel_size, 1)
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of data-parallel replicas. Raises ConfigError if the grid does not fit `world_size`."""
-        context = f" x --context-parallel-size {self.context_parallel_size}" if self.context_parallel_size > 1 else ""
-        cell = self.stages * self.model_parallel_size * self.context_parallel_size
-        if world_size % cell:
-            raise ConfigError(
-                f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
-                f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}{context}; "
-                f"start a multiple of {cell} ranks"
-            )
-        return world_size // cell
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(Section):
-    """Settings of batches, iterations and precision."""
-
-    batch_size: int = opt(4, "samples of one micro-batch", at_least(1))
-    gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", at_least(1))
-    train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", at_least(0))
-    eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", at_least(0))
-    eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
-    z_loss: float = opt(
-        0.0,
-        "c of c (log Z)^2 for each target, learned from besides the cross entropy so that logits do not drift; 1e-4 is usual. Losses are "
-        "told without it, and it is told apart",
-        at_least(0),
-    )
-    seed: int = opt(1234, "seed of weights, sample order and dropout", at_least(0))
-    precision: str = opt(
-        "auto",
-        "fp32, bf16, fp16 or fp64; auto takes ds_config's, else bf16 where the device is fast at it, else fp32",
-        one_of("auto", "fp32", "bf16", "fp16", "fp64"),
-    )
-    max_skipped_steps: int = opt(
-        10,
-        "end the run when so many steps in a row had a gradient that is not finite and were not applied; those with which "
-        "fp16 looks for its first loss scale do not count",
-        at_least(1),
-    )
-    skip_iterations: tuple[str, ...] | None = opt(
-        None, "iterations to pass over, e.g. 41 or 41-50: their samples count as read, but nothing is learned from them"
-    )
-    skip_samples: tuple[str, ...] | None = opt(
-        None, "samples, e.g. 328-335, whose iterations are passed over; the lines of a run name them"
-    )
-    check_replicas: int = opt(
-        0,
-        "iterations between two comparisons of the copies of weights on different ranks, which every save begins with; 0 for "
-        "only those at saves",
-        at_least(0),
-    )
-    manual_gc_interval: int = opt(
-        100,
-        "iterations between two collections of Python's garbage, on all ranks at once; 0 leaves it to Python",
-        at_least(0),
-    )
-    compile: bool = opt(
-        False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
-    )
-    cpu_matmul: str = opt(
-        "auto",
-        "what multiplies fp32 matrices on a CPU: torch (its BLAS, MKL), onednn; auto takes the faster one, which some "
-        "milliseconds at the first start on a machine find out (kept in ~/.cache/megatron-cpu-matmul.json)",
-        one_of("auto", "torch", "onednn"),
-    )
-    keep_freed_memory: bool = opt(
-        True,
-        "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page again",
-    )
-    deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):
-            for word in ranges or ():
-                if not is_range(word):
-                    raise ConfigError(f"{name} {word} is no number and no range as 10-12")
+from .parallel import ParallelConfig
+from .train import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,108 +29,144 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        m, p = self.model, self.parallel
-        if m.num_attention_heads % p.model_parallel_size:
-            raise ConfigError(
-                f"--num-attention-heads {m.num_attention_heads} cannot be split over --model-parallel-size "
-                f"{p.model_parallel_size}"
-            )
-        if problem := heads_problem(m, p.model_parallel_size):
-            raise ConfigError(problem)
-        if m.ff_size % p.model_parallel_size:
-            raise ConfigError(
-                f"--ff-hidden-size {m.ff_size} cannot be split over --model-parallel-size {p.model_parallel_size}"
-            )
+        refuse(
+            self._splits_over_ranks(),
+            self._recomputation(),
+            self._settings_of_other_families(),
+            self._decay_of_wsd(),
+            self._objectives(),
+            self._settings_of_objectives(),
+            self._stages_without_layers(),
+            self._positions(),
+            self._contexts(),
+        )
+
+    def _splits_over_ranks(self) -> Iterator[str]:
+        m, ranks = self.model, self.parallel.model_parallel_size
+        split = f"cannot be split over --model-parallel-size {ranks}"
+        if m.num_attention_heads % ranks:
+            yield f"--num-attention-heads {m.num_attention_heads} {split}"
+        heads = m.key_value_heads  # with fewer heads than ranks, several ranks hold a part of each head
+        if heads % ranks and ranks % heads:
+            yield f"--num-key-value-heads {heads} {split}: one must be a multiple of the other"
+        if ranks > heads and 2 * heads * m.head_size % ranks:
+            yield f"--num-key-value-heads {heads} x 2 x --kv-hidden-size {m.head_size} {split}; it must be a multiple"
+        if m.ff_size % ranks:
+            yield f"--ff-hidden-size {m.ff_size} {split}"
+
+    def _recomputation(self) -> Iterator[str]:
+        m, p, t = self.model, self.parallel, self.train
+        zero_bubble = p.pipeline_schedule == "zb-h1"
         if m.checkpoint_attention and p.checkpoint_activations:
-            raise ConfigError(
-                "--checkpoint-activations computes whole layers again, attention with them; leave --checkpoint-attention out"
-            )
+            yield "--checkpoint-activations recomputes whole layers with their attention; leave --checkpoint-attention out"
         if m.offload_activations and p.checkpoint_activations:
-            raise ConfigError(
-                "--checkpoint-activations leaves nothing that --offload-activations could move; leave one of them out"
-            )
-        if m.offload_activations and self.train.compile:
-            raise ConfigError(
-                "--offload-activations cannot look into layers that --compile compiles; leave one of them out"
-            )
-        for name, there in (
+            yield "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out"
+        if m.offload_activations and t.compile:
+            yield "--offload-activations cannot look into layers that --compile compiles; leave one of them out"
+        for name, given in (
             ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
             ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
             ("--offload-activations, which keeps them elsewhere", m.offload_activations),
-            ("--compile, which chooses what to recompute itself", self.train.compile),
-            ("--pipeline-schedule zb-h1, which would recompute for either half", p.pipeline_schedule == "zb-h1"),
+            ("--compile, which chooses what to recompute itself", t.compile),
+            ("--pipeline-schedule zb-h1, which would recompute for either half", zero_bubble),
         ):
-            if m.recompute_modules and there:
-                raise ConfigError(f"--recompute-modules cannot be used with {name}; leave one of them out")
-        if m.checkpoint_attention and p.pipeline_schedule == "zb-h1":
-            raise ConfigError(
-                "--pipeline-schedule zb-h1 would compute attention again for either half of the backward pass; use 1f1b "
+            if m.recompute_modules and given:
+                yield f"--recompute-modules cannot be used with {name}; leave one of them out"
+        if m.checkpoint_attention and zero_bubble:
+            yield (
+                "--pipeline-schedule zb-h1 would recompute attention for each half of the backward pass; use 1f1b "
                 "with --checkpoint-attention"
             )
-        self._refuse_other_families()
-        self._refuse_a_long_fall()
-        objectives.refuse_other_objectives(self)
-        layers = m.num_layers + (m.decoder_layers if self.is_t5 else 0)
+
+    def _settings_of_other_families(self) -> Iterator[str]:
+        """List the settings that differ from their default but that this model family ignores."""
+        family = self.model.family
+        ignored = [
+            (flag(f.name), f.metadata["family"])
+            for name, _, f in settings()
+            if family and family not in (f.metadata["family"] or (family,))
+            if getattr(getattr(self, name), f.name) != f.default
+        ]
+        if ignored:
+            names = ", ".join(name for name, _ in ignored)
+            families, them = " and ".join(ignored[0][1]), "them" if len(ignored) > 1 else "it"
+            yield f"{names}: read by {families} only, and this is a {family}; leave {them} out"
+
+    def _decay_of_wsd(self) -> Iterator[str]:
+        o, total = self.optim, self.lr_decay_iters
+        warmup, decay = share_of(o.warmup, total), o.lr_wsd_decay_iters
+        if o.lr_decay_style == "wsd" and decay is not None and warmup + decay > total:
+            yield (
+                f"--lr-wsd-decay-iters {decay} after {warmup} iterations of --warmup is more than the {total} of "
+                f"--lr-decay-iters"
+            )
+
+    def _objectives(self) -> Iterator[str]:
+        m, d, known = self.model, self.data, objectives_of(self.model.family)
+        if d.objective is not None and d.objective not in known:
+            yield f"--objective {d.objective}: a {m.family or 'custom model'} learns {' or '.join(known)}"
+        prefixes = self.objective == "prefix-lm"
+        looks_ahead = "--objective prefix-lm lets a prefix look ahead, which"
+        if prefixes and not self.is_t5 and m.sliding_window is not None:
+            yield (
+                f"{looks_ahead} --sliding-window forbids: leave one of them out, or turn off a file's with "
+                f"--sliding-window none"
+            )
+        if prefixes and self.parallel.context_parallel_size > 1:
+            yield f"{looks_ahead} --context-parallel-size does not support yet: leave one of them out"
+        if d.reset_position_ids and not d.reset_attention_mask:
+            if prefixes and not self.is_t5 and m.position_embedding == "rope":
+                yield (
+                    "--objective prefix-lm with rotary positions: --reset-position-ids needs --reset-attention-mask, too"
+                )
+            if self.is_t5:
+                yield (
+                    "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, "
+                    "or neither"
+                )
+
+    def _settings_of_objectives(self) -> Iterator[str]:
+        d = self.data
+        if d.fim_rate and self.objective != "lm":
+            yield f"--fim-rate rearranges running text, which --objective {self.objective} does not read: leave it out"
+        if d.fim_rate and len(set(d.fim_tokens or ())) != 3:
+            yield "--fim-rate needs --fim-tokens PREFIX MIDDLE SUFFIX, the names of three special tokens"
+        if not d.fim_rate and (d.fim_tokens is not None or d.fim_spm_rate != 0.5):
+            yield "--fim-tokens and --fim-spm-rate have no effect alone: give --fim-rate, too"
+        if self.objective == "sft" and d.eod_mask_loss:
+            yield "--objective sft takes the targets from the corpus: leave --eod-mask-loss out"
+
+    def _stages_without_layers(self) -> Iterator[str]:
+        m, p = self.model, self.parallel
+        layers, flags = m.num_layers, f"--num-layers {m.num_layers}"
+        if self.is_t5:
+            layers, flags = layers + m.decoder_layers, f"{flags} + --num-decoder-layers {m.decoder_layers}"
         if p.stages * p.virtual_pipeline_size > layers:
             chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
-            flags = f"--num-layers {m.num_layers}" + (
-                f" + --num-decoder-layers {m.decoder_layers}" if self.is_t5 else ""
+            yield (
+                f"--pipe-parallel-size {p.pipe_parallel_size}{chunks} is more than {flags}: some stages would have no layer"
             )
-            raise ConfigError(
-                f"--pipe-parallel-size {p.pipe_parallel_size}{chunks} is more than {flags}: "
-                f"some stages would have no layer"
-            )
-        self._refuse_too_few_positions()
-        self._refuse_uneven_contexts()
 
-    def _refuse_too_few_positions(self) -> None:
-        """Raise ConfigError for a sequence that is longer than --max-position-embeddings."""
+    def _positions(self) -> Iterator[str]:
         d, positions = self.data, self.model.max_position_embeddings
         lengths: dict[str, int | None] = {"--seq-length": d.seq_length}
         if self.is_t5 and d.enc_seq_length:
             lengths = {"--enc-seq-length": d.enc_seq_length, "--dec-seq-length": d.dec_seq_length}
         for name, length in lengths.items():
             if positions is not None and length is not None and length > positions:
-                raise ConfigError(f"{name} {length} exceeds --max-position-embeddings {positions}; raise the latter")
+                yield f"{name} {length} exceeds --max-position-embeddings {positions}; raise the latter"
 
-    def _refuse_a_long_fall(self) -> None:
-        """Raise ConfigError for a WSD schedule whose final decay would begin before its warmup ends."""
-        o, total = self.optim, self.lr_decay_iters
-        warmup, fall = share_of(o.warmup, total), o.lr_wsd_decay_iters
-        if o.lr_decay_style == "wsd" and fall is not None and warmup + fall > total:
-            raise ConfigError(
-                f"--lr-wsd-decay-iters {fall} after {warmup} iterations of --warmup is more than the {total} of --lr-decay-iters"
-            )
-
-    def _refuse_uneven_contexts(self) -> None:
-        """Raise ConfigError for a sequence that cannot be split evenly over --context-parallel-size ranks."""
+    def _contexts(self) -> Iterator[str]:
         c, t, s = self.parallel.context_parallel_size, self.parallel.model_parallel_size, self.data.seq_length
         if c > 1 and s % (2 * c):
-            raise ConfigError(
-                f"--seq-length {s} is no multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two equal stretches "
-                f"of a sequence"
+            yield (
+                f"--seq-length {s} is no multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two "
+                f"slices of a sequence, all of one length"
             )
         if c > 1 and self.parallel.sequence_parallel and s % (c * t):
-            raise ConfigError(
-                f"--seq-length {s} is no multiple of {c * t}, over which --context-parallel-size {c} and --sequence-parallel with "
-                f"--model-parallel-size {t} share it out"
-            )
-
-    def _refuse_other_families(self) -> None:
-        """Raise ConfigError listing the settings that differ from their default but that this model family ignores."""
-        family = self.model.family
-        strange = [
-            (flag(f.name), f.metadata["family"])
-            for name, section, f in settings()
-            if family
-            and f.metadata["family"] is not None
-            and family not in f.metadata["family"]
-            and getattr(getattr(self, name), f.name) != f.default
-        ]
-        if strange:
-            names = ", ".join(name for name, _ in strange)
-            raise ConfigError(
-                f"{names}: read by {' and '.join(strange[0][1])} only, and this is a {family}; leave {'them' if len(strange) > 1 else 'it'} out"
+            yield (
+                f"--seq-length {s} is no multiple of {c * t}, over which --context-parallel-size {c} and "
+                f"--sequence-parallel with --model-parallel-size {t} shard it"
             )
 
     def splits_sequences(self, accelerated: bool) -> bool:
@@ -316,7 +189,7 @@ class Config:
     @property
     def objective(self) -> str:
         """Training objective, resolved to the family's default."""
-        return self.data.objective or objectives.objectives_of(self.model.family)[0]
+        return self.data.objective or objectives_of(self.model.family)[0]
 
     @property
     def is_t5(self) -> bool:

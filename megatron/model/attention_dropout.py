@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron import mpu
 
-from .chunks import Chunk, Chunks
-from .masks import added_mask, causal_mask
+from .masks import added_mask
+from .pieces import Pieces
 
 
 def attention_with_dropout(
@@ -32,35 +32,30 @@ def attention_with_dropout(
 
 
 def by_document(
-    query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, scale: float, p: float, stream: mpu.Stream
+    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, p: float, stream: mpu.Stream
 ) -> Tensor:
-    """Compute attention with dropout chunk by chunk: query [b, n, q, d] -> [b, n, q, d]; every key is in one chunk.
+    """Compute attention with dropout piece by piece: query [b, n, q, d] -> [b, n, q, d]; every key is in one piece.
 
-    Each chunk takes its part of one mask for all q x k weights, so dropout does not depend on the chunks.
+    Each piece takes its part of one mask for all q x k weights, so dropout does not depend on the pieces.
     """
     kept = stream.keep_mask((*query.shape[:3], key.shape[2]), p, query.device, torch.bool)
     rows = []
     for i, (of_row, *inputs) in enumerate(zip(kept, query, key, value, strict=True)):
-        here = [chunk for chunk in chunks.found if chunk.row.start == i]
-        of_queries, of_keys = [_length(chunk.queries) for chunk in here], [_length(chunk.keys) for chunk in here]
-        pieces = (x.split(sizes, 1) for x, sizes in zip(inputs, (of_queries, of_keys, of_keys), strict=True))
+        here = [piece for piece in pieces.found if piece.row.start == i]
+        of_queries, of_keys = [_length(piece.queries) for piece in here], [_length(piece.keys) for piece in here]
+        parts = (x.split(sizes, 1) for x, sizes in zip(inputs, (of_queries, of_keys, of_keys), strict=True))
         found = []
-        for chunk, q, k, v in zip(here, *pieces, strict=True):
-            factors = of_row[:, chunk.queries, chunk.keys].to(query.dtype).div_(1 - p or 1.0)
-            found.append(_attend(q, k, v, _added(chunk, chunks.causal, q.dtype), scale, factors.mul))
+        for piece, q, k, v in zip(here, *parts, strict=True):
+            factors = of_row[:, piece.queries, piece.keys].to(query.dtype).div_(1 - p or 1.0)
+            sees = piece.visible(query.device)
+            added = None if sees is None else added_mask(sees, q.dtype)[0]
+            found.append(_attend(q, k, v, added, scale, factors.mul))
         rows.append(torch.cat(found, 1))
     return torch.stack(rows)
 
 
-def _length(stretch: slice) -> int:
-    return int(stretch.stop - stretch.start)
-
-
-def _added(chunk: Chunk, causal: bool, dtype: torch.dtype) -> Tensor | None:
-    sees, length = chunk.mask, _length(chunk.queries)
-    if sees is None and causal:
-        sees = causal_mask(length, length, torch.device("cpu"))
-    return None if sees is None else added_mask(sees, dtype)[0]
+def _length(tokens: slice) -> int:
+    return int(tokens.stop - tokens.start)
 
 
 def _attend(

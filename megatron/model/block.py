@@ -10,11 +10,12 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config import DataConfig, ModelConfig
+from megatron.config import ModelConfig
 
 from .attention import CrossAttention, KeyValueCache, SelfAttention
-from .context_attention import Views, views_of
-from .masks import Documents, window_mask, within
+from .attention_kernels import Mask
+from .context_attention import views_of
+from .masks import DocumentRole, Documents, document_scope, window_mask
 from .mlp import ParallelMLP
 from .norm import build_norm
 from .offload import offloaded
@@ -77,7 +78,7 @@ class TransformerLayer(nn.Module):
     def layer(
         self,
         hidden: Tensor,
-        mask: Documents | Views | Tensor | None,
+        mask: Mask,
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
@@ -93,7 +94,7 @@ class TransformerLayer(nn.Module):
     def _layer(
         self,
         hidden: Tensor,
-        mask: Documents | Views | Tensor | None,
+        mask: Mask,
         bias: Tensor | None,
         encoded: Encoded | None,
         caches: Caches | None,
@@ -122,16 +123,13 @@ class TransformerLayer(nn.Module):
 class Block(TransformerLayer):
     """Layer of a decoder-only model. `name` is its name in the whole model.
 
-    data: --reset-position-ids and --reset-attention-mask decide whether document ids serve rotary positions,
-    the mask, or both.
+    role: what document ids decide; by default only the mask.
     """
 
-    def __init__(self, config: ModelConfig, name: str, data: DataConfig | None = None) -> None:
+    def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:
         super().__init__(config, name, branches=2 * config.num_layers)
         self.config, self.window, self.rotary = config, config.sliding_window, config.position_embedding == "rope"
-        self.restart = data is not None and data.reset_position_ids
-        apart = data is None or data.reset_attention_mask or data.objective not in (None, "lm")
-        self.positions_only = self.rotary and self.restart and not apart
+        self.role = role or DocumentRole()
 
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
         """Run the layer on (hidden [s, b, h], document ids [b, s] or empty) and return both.
@@ -146,12 +144,12 @@ class Block(TransformerLayer):
             )
         hidden, document_ids = inputs
         s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0
-        documents = None if self.positions_only else within(document_ids, causal=True)
-        mask: Documents | Views | Tensor | None = documents
+        documents = document_scope(document_ids, causal=True) if self.role.attention else None
+        mask: Mask = documents
         if self.context.size > 1:
             mask = views_of(document_ids, s, self.window, documents, self.context)
         elif self.window is not None:
             mask = window_mask(document_ids, s, seen, self.window, documents)
-        restart = self.restart and not caches
+        restart = self.role.positions and not caches
         turn = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
         return self.layer(hidden, mask, caches=caches, turn=turn), document_ids

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config import Config, ModelConfig
+from megatron.config import ModelConfig
 
 from .block import Dropout
 from .layers import global_parameters
+from .masks import DocumentRole
 from .norm import build_norm
 
 
@@ -26,7 +27,8 @@ class WordEmbedding(nn.Module):
             multiple=config.make_vocab_size_divisible_by,
         )
         self.sequence = mpu.sequence_axis()
-        self.chunk = config.logits_chunk_size if "cross-entropy" not in config.unfused else 0
+        self.factor = config.hidden_size**-0.5 if config.scale_tied_logits else 1.0
+        self.chunk = config.logits_chunk_size if "cross-entropy" not in config.reference_ops else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others).
@@ -39,62 +41,64 @@ class WordEmbedding(nn.Module):
 
     def output(self, hidden: Tensor) -> Tensor | mpu.DeferredLogits:
         """Return logits [s, b, v/t] of hidden [s, b, h], padding included; deferred if they exceed one chunk."""
+        hidden = hidden * self.factor if self.factor != 1.0 else hidden
         if self.chunk and mpu.whole_length(hidden, self.sequence) * hidden.shape[1] > self.chunk:
             return self.word_embeddings.deferred_logits(hidden, self.chunk)
         return self.word_embeddings.logits(hidden)
 
     @staticmethod
-    def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, Tensor]) -> Tensor | mpu.DeferredLogits:
-        """Return what `output` computes from (hidden [s, b, h], document ids)."""
+    def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
+        """Return what `output` computes from (hidden [s, b, h], ...)."""
         return embedding.output(inputs[0])
 
 
-class PositionEmbedding(nn.Module):
-    """Learned vector added for each position, then dropout."""
+class ModelStart(nn.Module):
+    """Start of a model or of one of its stacks: learned positions, if the model has them, and dropout.
 
-    looks_up = True
+    positions: number of learned positions. name: name of the dropout stream.
+    """
 
     def __init__(self, config: ModelConfig, positions: int, name: str) -> None:
         super().__init__()
-        self.positions = positions
-        weight = nn.Parameter(torch.empty(positions, config.hidden_size))
-        self.sequence, self.context = mpu.sequence_axis(), mpu.context_axis()
-        self.weight = mpu.declare(weight, mpu.normal(config.init_method_std), sequence=self.sequence)
+        self.positions, self.sequence = positions, mpu.sequence_axis()
+        self.weight: nn.Parameter | None = None
+        if config.position_embedding == "learned":
+            weight = nn.Parameter(torch.empty(positions, config.hidden_size))
+            self.weight = mpu.declare(weight, mpu.normal(config.init_method_std), sequence=self.sequence)
         self.dropout = Dropout(config.hidden_dropout, name)
 
-    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Add positions: (hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids)."""
-        hidden, position_ids, document_ids = inputs
-        if position_ids.shape[-1] > self.positions:
-            raise ValueError(
-                f"a sequence of {position_ids.shape[-1]} tokens is longer than the {self.positions} learned positions"
-            )
-        own = mpu.own_tokens(position_ids.t(), 0, self.context)
-        vectors = nn.functional.embedding(mpu.local_shard(own, axis=self.sequence), self.weight)
-        return self.dropout(hidden + vectors), document_ids
+    def refuse_more_than(self, length: int) -> None:
+        """Raise ValueError if a sequence of `length` tokens has more positions than the table."""
+        if length > self.positions:
+            raise ValueError(f"a sequence of {length} tokens is longer than the {self.positions} learned positions")
+
+    def vectors(self, places: Tensor) -> Tensor:
+        """Look up the vectors of positions [s, b] or [s, 1] -> [s, b or 1, h], with sequence parallelism [s/t, ...]."""
+        assert self.weight is not None
+        return nn.functional.embedding(mpu.local_shard(places, axis=self.sequence), self.weight)
 
 
-class RotaryStart(nn.Module):
-    """Start of a model with rotary positions: only dropout, because blocks rotate queries and keys themselves.
+class DecoderStart(ModelStart):
+    """Start of a decoder-only model. With rotary positions blocks rotate queries and keys themselves.
 
-    With --reset-position-ids blocks count positions by document. Without --reset-attention-mask no document
-    ids are given, so they are derived here from positions that restart at 0, and serve only to count
-    positions. Other positions are not supported.
+    role: what document ids decide. If they only count positions, none are given: they are derived here from
+    positions that restart at 0. Other positions are not supported with rotary positions.
     """
 
-    def __init__(self, config: Config, name: str) -> None:
-        super().__init__()
-        d = config.data
-        self.makes_ids = d.reset_position_ids and not d.reset_attention_mask and config.objective == "lm"
-        self.dropout = Dropout(config.model.hidden_dropout, name)
+    def __init__(self, config: ModelConfig, positions: int, name: str, role: DocumentRole) -> None:
+        super().__init__(config, positions, name)
+        self.role, self.context = role, mpu.context_axis()
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Apply dropout: (hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids).
+        """Add positions: (hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids).
 
         Raises ValueError for document ids that contradict the flags.
         """
         hidden, position_ids, document_ids = inputs
-        if self.makes_ids:
+        if self.weight is not None:
+            self.refuse_more_than(position_ids.shape[-1])
+            hidden = hidden + self.vectors(mpu.own_tokens(position_ids.t(), 0, self.context))
+        elif not self.role.attention:
             if document_ids.numel():
                 raise ValueError(
                     "document ids keep documents apart, but --reset-position-ids is given without --reset-attention-mask"
@@ -103,25 +107,22 @@ class RotaryStart(nn.Module):
         return self.dropout(hidden), document_ids
 
 
-class FinalNorm(nn.Module):
-    """Norm after the last layer of a pre-norm model."""
+class StackNorm(nn.Module):
+    """Norm after the last layer of a stack of a pre-norm model."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = build_norm(config)
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Normalise the hidden states of (hidden [s, b, h], document ids)."""
-        hidden, document_ids = inputs
-        return self.norm(hidden), document_ids
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Normalise the hidden states of (hidden [s, b, h], ...)."""
+        hidden, *rest = inputs
+        return self.norm(hidden), *rest
 
 
 def embedding_weights(model: nn.Module) -> set[nn.Parameter]:
     """Return the token and position tables, including an output weight that is tied to one of them."""
-    tables = [
-        m
-        for m in model.modules()
-        if isinstance(m, (nn.Embedding, mpu.VocabParallelEmbedding)) or hasattr(m, "looks_up")
-    ]
+    kinds = nn.Embedding, mpu.VocabParallelEmbedding, ModelStart
+    tables = [module for module in model.modules() if isinstance(module, kinds)]
     found = {p for table in tables for p in table.parameters(recurse=False)}
     return found - {p for name, p in global_parameters(model) if name.startswith("head.")}

@@ -9,7 +9,6 @@ Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
 from collections.abc import Callable, Container
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ from megatron import mpu
 from megatron.config import Config
 
 from .block import Block
-from .embedding import FinalNorm, PositionEmbedding, RotaryStart, WordEmbedding
+from .embedding import DecoderStart, StackNorm, WordEmbedding
 from .layers import Layer, LayerStack
-from .loss import TokenLoss
-from .masks import no_documents
+from .loss import IsText, TokenLoss
+from .masks import DocumentRole, no_documents
 from .work import block_work, lengths
 
 
@@ -34,9 +33,8 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
         raise ValueError(
             "--position-embedding relative is for T5; GPT-2 has learned positions, Llama rotary ones (rope)"
         )
-    start = Layer("position_embedding", PositionEmbedding, (m, config.positions, "position_embedding"))
-    if m.position_embedding == "rope":
-        start = Layer("start", RotaryStart, (config, "start"))
+    role = role_of(config)
+    start = "start" if m.position_embedding == "rope" else "position_embedding"
     names, work = [f"layers.{i}" for i in range(m.num_layers)], block_work(m, config.data.seq_length)
     return [
         Layer(
@@ -46,18 +44,26 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
             tied="embedding" if m.tie_embeddings else None,
             puts_out=("hidden", "position_ids", "document_ids"),
         ),
-        start,
-        *(Layer(name, Block, (m, name, config.data), repeated=True, work=work) for name in names),
-        Layer("final_norm", FinalNorm, (m,)),
-        output_layer(config, vocab_size, WordEmbedding.logits),
+        Layer(start, DecoderStart, (m, config.positions, start, role)),
+        *(Layer(name, Block, (m, name, role), repeated=True, work=work) for name in names),
+        Layer("final_norm", StackNorm, (m,)),
+        output_layer(config, vocab_size),
     ]
 
 
-def output_layer(config: Config, vocab_size: int, call: Callable[[Any, Any], Any]) -> Layer:
+def role_of(config: Config) -> DocumentRole:
+    """Return what document ids decide. --reset-position-ids alone makes them only count rotary positions."""
+    d, rotary = config.data, config.model.position_embedding == "rope"
+    apart = d.reset_attention_mask or config.objective != "lm"
+    return DocumentRole(attention=apart or not (rotary and d.reset_position_ids), positions=d.reset_position_ids)
+
+
+def output_layer(config: Config, vocab_size: int) -> Layer:
     """Return a model's last layer: logits from the embedding's weight or (--no-tie-embeddings) from a separate one."""
     m, (encoder, decoder) = config.model, lengths(config)
     tied, work = "embedding" if m.tie_embeddings else None, (decoder or encoder) * m.hidden_size * vocab_size
-    return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=call, puts_out=("logits",), work=work)
+    args, logits = (m, vocab_size), WordEmbedding.logits
+    return Layer("head", WordEmbedding, args, tied=tied, call=logits, puts_out=("logits",), work=work)
 
 
 def vocab_size_of(config: Config) -> int:
@@ -67,19 +73,46 @@ def vocab_size_of(config: Config) -> int:
     return config.model.vocab_size
 
 
-class GPT2Model(LayerStack):
-    """GPT-2 without a pipeline: this rank's shard of every layer.
+class LanguageModel(LayerStack):
+    """Language model without a pipeline: this rank's shard of every layer, and the loss.
 
+    list_layers: returns the layers by (settings, vocabulary size).
     parallel_output: leave logits sharded over the model-parallel ranks, [b, s, v/t] with padding, as the loss
     expects them. Otherwise gather them and remove the padding, [b, s, v].
-    own: see LayerStack.
+    own: see LayerStack. is_text: see TokenLoss.
     """
 
+    def __init__(
+        self,
+        list_layers: Callable[[Config, int], list[Layer]],
+        config: Config,
+        parallel_output: bool,
+        own: Container[int] | None,
+        is_text: IsText | None = None,
+    ) -> None:
+        vocab_size = vocab_size_of(config)
+        super().__init__(list_layers(config, vocab_size), config.train.seed, config.recomputed_layers, own)
+        self.vocab_size, self.parallel_output = vocab_size, parallel_output
+        self.loss_fn: TokenLoss = TokenLoss.by(config, vocab_size, is_text)
+        self._axis = mpu.get_mesh().model
+
+    def compute(self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
+        """Run the layers; return logits [b, s, v/t] or [b, s, v], or the loss of labels [b, s], see `TokenLoss.of_labels`."""
+        logits = self.run(inputs)  # [s, b, v/t]
+        if labels is not None:
+            return self.loss_fn.of_labels(logits, labels, loss_mask)
+        logits = mpu.whole_logits(logits).transpose(0, 1)
+        if self.parallel_output:
+            return logits
+        return mpu.gather_from_model_parallel_region(logits, self._axis)[..., : self.vocab_size]
+
+
+class GPT2Model(LanguageModel):
+    """GPT-2 without a pipeline. parallel_output, own: see LanguageModel."""
+
     def __init__(self, config: Config, parallel_output: bool = True, own: Container[int] | None = None) -> None:
-        self.vocab_size = vocab_size_of(config)
-        super().__init__(gpt2_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
-        self.parallel_output, self.context = parallel_output, mpu.context_axis()
-        self.loss_fn: TokenLoss = TokenLoss.by(config, self.vocab_size)
+        super().__init__(gpt2_layers, config, parallel_output, own)
+        self.context = mpu.context_axis()
 
     def forward(
         self,
@@ -96,7 +129,7 @@ class GPT2Model(LayerStack):
         A loss can be differentiated once: its backward pass overwrites the logits, which a hook may have kept
         (see TokenLoss).
         position_ids: [b, s], by default counted from 0. For rotary models they may only restart at 0, see
-        `RotaryStart`.
+        `DecoderStart`.
         document_ids: [b, s], the number of the document to which each token's attention is restricted; by
         default one document.
         With context parallelism tokens, labels and loss mask are this rank's, [b, s/c]; position and document
@@ -107,7 +140,4 @@ class GPT2Model(LayerStack):
             position_ids = torch.arange(own * self.context.size, device=tokens.device).expand(b, -1)
         if document_ids is None:
             document_ids = no_documents(tokens.device)
-        logits: Any = self.run((tokens, position_ids, document_ids))  # [s, b, v/t]
-        if labels is not None:
-            return self.loss_fn.of_labels(logits, labels, loss_mask)
-        return self.output(logits, self.vocab_size, self.parallel_output)
+        return self.compute((tokens, position_ids, document_ids), labels, loss_mask)

@@ -11,7 +11,8 @@ Shapes: s sequence, b batch, n query heads of this rank, g groups (key-value hea
 queries per group, d width of a head.
 """
 
-import math
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ from torch import Tensor
 from megatron import mpu
 
 from .rotary import Rotation, rotate, rotate_into
+
+
+def repeat_heads(query: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Repeat keys or values [b, g, s, d] to [b, n, s, d], once per head of query [b, n, q, d]."""
+    each = query.shape[1] // heads[0].shape[1]
+    return heads if each == 1 else tuple(x.repeat_interleave(each, dim=1) for x in heads)
+
+
+def sum_repeated(groups: int, *gradients: Tensor) -> tuple[Tensor, ...]:
+    """Sum gradients [b, n, s, d] of repeated heads to [b, g, s, d]. groups: g."""
+    if gradients[0].shape[1] == groups:
+        return gradients
+    return tuple(x.view(len(x), groups, -1, *x.shape[2:]).sum(2) for x in gradients)
 
 
 def by_head(fused: Tensor, groups: int, size: int) -> Tensor:
@@ -38,70 +52,87 @@ def own_queries(fused: Tensor, size: int, sharers: mpu.Axis) -> Tensor:
     return torch.cat([whole[:, :, own * sharers.rank :][:, :, :own], whole[:, :, -2:]], 2).flatten(2)
 
 
-def cut_groups(
-    fused: Tensor, groups: int, size: int, turn: Rotation | None, plain: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [s, b, g (p + 2) d] into queries [b, n, s, d] and keys and values, [b, g, s, d] each, in one buffer.
+def split_heads(
+    fused: Tensor,
+    groups: int,
+    size: int,
+    parts: tuple[int, ...],
+    turn: Rotation | None = None,
+    *,
+    one_buffer: bool = False,
+    plain: bool = False,
+) -> tuple[Tensor, ...]:
+    """Split [s, b, g sum(parts) d] into one tensor [b, g part, s, d] for each part.
 
-    groups, size: g and d. turn: rotation of queries and keys. plain: use torch's operations, whose results
-    need not share a buffer.
+    groups, size: g and d. parts: heads of each part in a group: (p, 1, 1) for queries, keys and values.
+    turn: rotation of the first two parts.
+    one_buffer: copy the parts into one buffer, so that one recipe can recompute all three (`recompute.py`).
+    Otherwise they are views, and each part has one head in a group.
+    plain: use torch's operations, whose results need not share a buffer.
     """
     if plain or torch.compiler.is_compiling():  # a compiler does it in one pass
-        parts = by_head(fused, groups, size)
-        query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
-        found = rotate(query, turn), rotate(key, turn), value
+        found = tuple(part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts))
+        found = (*(rotate(part, turn) for part in found[:2]), *found[2:])
     elif fused.requires_grad and torch.is_grad_enabled():
-        found = _CutGroups.apply(fused, groups, size, turn)  # type: ignore[no-untyped-call]
+        found = _Split.apply(fused, groups, size, parts, turn, one_buffer)  # type: ignore[no-untyped-call]
     else:
-        found = _cut(by_head(fused, groups, size), turn)
-    query, key, value = (each.permute(1, 2, 0, 3) for each in found)
-    return query, key, value
+        found = _split(by_head(fused, groups, size), parts, turn, one_buffer)
+    return tuple(part.permute(1, 2, 0, 3) for part in found)
 
 
-def _cut(parts: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [s, b, g, p + 2, d] into queries [s, b, n, d] and keys and values [s, b, g, d].
-
-    They share one buffer, so that one recipe can recompute all three (`recompute.py`).
-    """
-    s, b, g, each, d = parts.shape
-    shapes = [(s, b, g, each - 2, d), (s, b, g, 1, d), (s, b, g, 1, d)]
-    memory, begins = parts.new_empty(parts.numel()), (0, s * b * g * (each - 2) * d, s * b * g * (each - 1) * d)
-    query, key, value = (
-        memory.narrow(0, begin, math.prod(shape)).view(shape) for begin, shape in zip(begins, shapes, strict=True)
-    )
-    rotate_into(query, parts[..., :-2, :], turn)
-    rotate_into(key, parts[..., -2:-1, :], turn)
-    value.copy_(parts[..., -1:, :])
-    return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+def _split(by_group: Tensor, parts: tuple[int, ...], turn: Rotation | None, one_buffer: bool) -> tuple[Tensor, ...]:
+    """Split [s, b, g, sum(parts), d] into one tensor [s, b, g part, d] for each part."""
+    cut = list(_cut(by_group, parts))
+    if one_buffer:
+        memory = torch.split(by_group.new_empty(by_group.numel()), [part.numel() for part in cut])
+        places = [place.view(part.shape) for place, part in zip(memory, cut, strict=True)]
+        for place, part, angles in zip(places, cut, _turns(parts, turn), strict=True):
+            rotate_into(place, part, angles)
+        cut = places
+    return tuple(part.flatten(2, 3) for part in cut)
 
 
-class _CutGroups(torch.autograd.Function):
+def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield a view [s, b, g, part, d] of each part; autograd lets a view be written to if it is made just before."""
+    for part, end in zip(parts, accumulate(parts), strict=True):
+        yield by_group.narrow(3, end - part, part)
+
+
+def _turns(parts: tuple[int, ...], turn: Rotation | None) -> tuple[Rotation | None, ...]:
+    return (turn, turn, None)[: len(parts)]
+
+
+class _Split(torch.autograd.Function):
     """Split of a projection whose backward pass writes each gradient, rotated back, to its place.
 
-    Autograd would stack the gradients and then rearrange the stack.
+    Autograd would stack the gradients and then rearrange the stack, which copies each gradient twice.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, fused: Tensor, groups: int, size: int, turn: Rotation | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.turn = turn
+        ctx: Any,
+        fused: Tensor,
+        groups: int,
+        size: int,
+        parts: tuple[int, ...],
+        turn: Rotation | None,
+        one_buffer: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.parts, ctx.turn = parts, turn
         ctx.set_materialize_grads(False)
-        parts = by_head(fused, groups, size)
-        ctx.shape = parts.shape
-        return _cut(parts, turn)
+        by_group = by_head(fused, groups, size)
+        ctx.shape = by_group.shape
+        return _split(by_group, parts, turn, one_buffer)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         known = next((grad for grad in grads if grad is not None), None)
         if known is None:
-            return None, None, None, None
+            return None, None, None, None, None, None
         whole = known.new_empty(ctx.shape)
-        groups, each = ctx.shape[2:4]
-        for grad, begin, end, turn in zip(grads, (0, -2, -1), (-2, -1, each), (ctx.turn, ctx.turn, None), strict=True):
-            place = whole[..., begin:end, :]
+        for grad, place, turn in zip(grads, _cut(whole, ctx.parts), _turns(ctx.parts, ctx.turn), strict=True):
             if grad is None:
                 place.zero_()
             else:
-                rotate_into(place, grad.view(*grad.shape[:2], groups, -1, grad.shape[-1]), turn, back=True)
-        return whole.flatten(2), None, None, None
+                rotate_into(place, grad.view(place.shape), turn, back=True)
+        return whole.flatten(2), None, None, None, None, None

@@ -5,8 +5,6 @@ Names are global: `layers.3.attention.dense.weight` is the same parameter in eve
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +14,6 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron._torch import persistent_buffers
-
-_after_each: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("after each layer", default=None)
-
-
-@contextmanager
-def after_each_layer(then: Callable[[nn.Module], None] | None) -> Iterator[None]:
-    """Make each LayerStack built inside call `then(layer)` after initialising a layer, before building the next."""
-    token = _after_each.set(then)
-    try:
-        yield
-    finally:
-        _after_each.reset(token)
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,7 @@ class Layer:
 
         `init_weights` fills declared parameters afterwards.
         """
-        with mpu.filled_later(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
+        with mpu.defer_init(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
             return self.cls(*self.args)
 
 
@@ -109,6 +95,12 @@ def _elsewhere(inputs: Any, *more: Any) -> Any:
     raise RuntimeError("this layer is on another pipeline stage")
 
 
+def global_names(layers: Sequence[Layer]) -> list[str]:
+    """Return the global name of each layer's module; tied layers share that of the first."""
+    first = {layer.tied: layer.name for layer in reversed(layers)}
+    return [first[layer.tied] if layer.tied else layer.name for layer in layers]
+
+
 class AuxLossMixin:
     """Model whose loss function may report values besides the loss."""
 
@@ -119,7 +111,7 @@ class AuxLossMixin:
 
         DeepSpeed calls this method on pipeline modules.
         """
-        return getattr(self.loss_fn, "aside", {})
+        return getattr(self.loss_fn, "aux", {})
 
 
 class LayerStack(AuxLossMixin, nn.Module):
@@ -134,40 +126,30 @@ class LayerStack(AuxLossMixin, nn.Module):
         self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
     ) -> None:
         super().__init__()
-        self._chunk, self._rng, self._axis = checkpoint_num_layers, mpu.get_rng(), mpu.get_mesh().model
+        self._chunk, self._rng = checkpoint_num_layers, mpu.get_rng()
         self.steps: list[tuple[Layer, Callable[..., Any]]] = []
-        self._named: list[tuple[str, nn.Module]] = []
-        shared: dict[str, nn.Module] = {}
-        first = {layer.tied: layer.name for layer in reversed(layers) if layer.tied}
-        for i, layer in enumerate(layers):
-            if own is not None and i not in own:
-                self.steps.append((layer, _elsewhere))
-                continue
-            module = shared.get(layer.tied) if layer.tied else None
-            if module is None:
-                module = layer.build(seed)
-                name = first[layer.tied] if layer.tied else layer.name
-                self._add(name, module, seed)
-                if layer.tied:
-                    shared[layer.tied] = module
-            self.steps.append((layer, partial(layer.call, module) if layer.call else module))
+        self._built: list[tuple[str, nn.Module]] = []
+        for i, (layer, name) in enumerate(zip(layers, global_names(layers), strict=True)):
+            call: Callable[..., Any] = _elsewhere
+            if own is None or i in own:
+                built: dict[str, Any] = dict(self._built)
+                module = built[name] if name in built else self._build(layer, name, seed)
+                call = partial(layer.call, module) if layer.call else module
+            self.steps.append((layer, call))
 
-    def _add(self, name: str, module: nn.Module, seed: int) -> None:
+    def _build(self, layer: Layer, name: str, seed: int) -> nn.Module:
+        module = layer.build(seed)
         attach(self, name, module)
-        self._named.append((name, module))
+        self._built.append((name, module))
         _fill(((f"{name}.{path}", p) for path, p in module.named_parameters()), seed)
-        then = _after_each.get()
+        then = mpu.parallel_context().after_layer
         if then is not None:
             then(module)
+        return module
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (global name, module) of every layer built here, tied ones once."""
-        yield from self._named
-
-    def output(self, logits: Tensor | mpu.DeferredLogits, vocab_size: int, parallel: bool) -> Tensor:
-        """Transpose logits [s, b, v/t] to [b, s, v/t] (parallel), or gather them without padding to [b, s, v]."""
-        logits = mpu.whole_logits(logits).transpose(0, 1)
-        return logits if parallel else mpu.gather_from_model_parallel_region(logits, self._axis)[..., :vocab_size]
+        yield from self._built
 
     def run(self, inputs: Any) -> Any:
         """Run all layers in order."""

@@ -48,12 +48,12 @@ class TokenLoss:
         self.axis = mpu.get_mesh().model
         # Values of the last micro-batch: sums over its text (without gradients) or the z-loss of its targets
         # (with them).
-        self.aside: dict[str, Tensor] = {}
+        self.aux: dict[str, Tensor] = {}
 
     @classmethod
     def by(cls, config: Config, vocab_size: int, is_text: IsText | None = None) -> "TokenLoss":
         """Build the loss that the settings define, for a model whose logits have no other use."""
-        fused = "cross-entropy" not in config.model.unfused
+        fused = "cross-entropy" not in config.model.reference_ops
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
     def of_labels(self, logits: Logits, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
@@ -70,9 +70,9 @@ class TokenLoss:
             across = labels.t()
             tokens = across.reshape(1, -1)
             found = [self._seen(chunk.unsqueeze(1), tokens[:, rows]) for rows, chunk in logits.chunks()]
-            self.aside = {name: torch.stack([aside[name] for _, aside in found]).sum() for name in found[0][1]}
+            self.aux = {name: torch.stack([aux[name] for _, aux in found]).sum() for name in found[0][1]}
             return torch.cat([losses for losses, _ in found], dim=1).view(across.shape).t()
-        losses, self.aside = self._seen(mpu.whole_logits(logits), labels)
+        losses, self.aux = self._seen(mpu.whole_logits(logits), labels)
         return losses
 
     def _seen(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -122,7 +122,7 @@ class TokenLoss:
             total, z = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
         else:
             total, z = ((each * loss_mask).sum() for each in self._both(logits, labels))
-        self.aside = {"z_loss": z} if self.z_loss else {}
+        self.aux = {"z_loss": z} if self.z_loss else {}
         return total
 
     def count_targets(self, targets: Targets) -> Tensor:

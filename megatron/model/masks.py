@@ -47,7 +47,17 @@ class Documents(NamedTuple):
                 )
 
 
-def within(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:
+class DocumentRole(NamedTuple):
+    """What the document ids of a decoder-only model decide: which tokens a token attends to, and rotary positions.
+
+    attention: tokens attend only within their document. positions: positions are counted from 0 in each document.
+    """
+
+    attention: bool = True
+    positions: bool = False
+
+
+def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:
     """Return ids [b, q] and [b, k] as Documents, or None if every query sees all keys.
 
     Raises ValueError if the ids are in fact a mask.
@@ -82,7 +92,7 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
     if not queries.numel():
         return None
     _check(queries)
-    return follows(queries, ("mask", causal), keys, lambda: _mask(queries, keys, causal))
+    return cached_on(queries, ("mask", causal), keys, lambda: _mask(queries, keys, causal))
 
 
 def _check(queries: Tensor) -> None:
@@ -98,12 +108,12 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     Layers share it as well. Otherwise torch would make one for each layer and save it for the backward pass.
     """
-    return follows(
+    return cached_on(
         mask, ("added", dtype), None, lambda: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     )
 
 
-def follows(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
+def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
     """Return `make()` of the present values of `owner` and `other` [...], computed once and cached on `owner`."""
     if torch.compiler.is_compiling():  # a compiler fuses it into one kernel
         return make()
@@ -148,7 +158,7 @@ def window_mask(
     if mask is None:
         return near
     key = "window", queries, seen, window, mask.causal
-    return follows(mask.queries, key, mask.keys, lambda: near & mask.mask())
+    return cached_on(mask.queries, key, mask.keys, lambda: near & mask.mask())
 
 
 @lru_cache(maxsize=2)

@@ -92,7 +92,7 @@ class ParallelMLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         # A ReLU saves its output itself, so recomputing it would save no memory.
         self.activation_again = "activation" in config.recompute_modules and config.activation != "relu"
-        if config.activation in config.unfused:
+        if config.activation in config.reference_ops:
             self.activation = UNFUSED[config.activation]
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
             config.hidden_size,

@@ -55,7 +55,7 @@ def build_head_norm(config: ModelConfig) -> nn.Module:
 
     Its gradients are summed over the model-parallel ranks, which hold different heads.
     """
-    kind = nn.RMSNorm if "rms-norm" in config.unfused else norm_class(config.kernels, True) or RMSNorm
+    kind = nn.RMSNorm if "rms-norm" in config.reference_ops else norm_class(config.kernels, True) or RMSNorm
     norm: Any = kind(config.head_size, eps=config.layernorm_epsilon)
     mpu.declare(norm.weight, mpu.ones, sequence=mpu.get_mesh().model)
     return norm  # type: ignore[no-any-return]
@@ -67,7 +67,7 @@ def build_norm(config: ModelConfig) -> nn.Module:
     Every rank holds a copy of its weights.
     """
     rms = config.normalization == "rmsnorm"
-    if rms and "rms-norm" in config.unfused:
+    if rms and "rms-norm" in config.reference_ops:
         kind: Any = nn.RMSNorm
     else:
         kind = norm_class(config.kernels, rms) or (RMSNorm if rms else nn.LayerNorm)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import Documents, begins, follows
+from .masks import Documents, begins, cached_on
 
 
 def serves(query: Tensor, documents: Documents) -> bool:
@@ -47,7 +47,7 @@ def borders(documents: Documents) -> Tensor | None:
     The number of documents is read from the device here, once for all layers. A list of fixed length would
     need room for as many documents as tokens, and the kernel launches blocks for each entry.
     """
-    return follows(documents.queries, ("borders",), None, lambda: _borders(documents.queries))
+    return cached_on(documents.queries, ("borders",), None, lambda: _borders(documents.queries))
 
 
 def _borders(ids: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron import mpu
 from megatron.config import Config
@@ -15,7 +15,7 @@ from tds.layer_times import cut_by_time
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .gpt2 import gpt2_layers, vocab_size_of
-from .layers import AuxLossMixin, Layer, init_weights, run
+from .layers import AuxLossMixin, Layer, global_names, init_weights, run
 from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
@@ -62,8 +62,8 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         )
         self._chunk, self._rng = config.recomputed_layers, mpu.get_rng()
         self._layers = [layers[index] for index in self.indices]
-        first_with = {layer.tied: layer.name for layer in reversed(layers) if layer.tied}
-        self._names = [first_with[layer.tied] if layer.tied else layer.name for layer in self._layers]
+        names = global_names(layers)
+        self._names = [names[index] for index in self.indices]
         puts_out = [_boundaries_after(layers[stop - 1]) for _, stop in self.bounds]
         takes_in = [_boundaries_after(layers[start - 1]) if start else None for start, _ in self.bounds]
         self.boundaries: Any = puts_out if self.chunks > 1 else puts_out[0]
@@ -72,12 +72,8 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (global name, module) of every layer of this stage, tied ones once."""
-        seen = set()
-        for name, call in zip(self._names, self.forward_funcs, strict=True):
-            module = call.args[0] if isinstance(call, partial) else call
-            if name not in seen:
-                seen.add(name)
-                yield name, module
+        calls = [call.args[0] if isinstance(call, partial) else call for call in self.forward_funcs]
+        yield from dict(zip(self._names, calls, strict=True)).items()
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run one chunk on the batch or the previous stage's output; return the next stage's input or the logits."""
@@ -125,6 +121,14 @@ def _boundaries_after(layer: Layer) -> list[Boundary]:
     return [replace(b, split=False) for b in found] if whole else found
 
 
+# Path of the shared weight in the modules of each tie.
+TIED_WEIGHTS = {
+    "embedding": "word_embeddings.weight",
+    "encoder_positions": "weight",
+    "decoder_positions": "weight",
+}
+
+
 class GPT2ModelPipe(LayerStackPipe):
     """GPT-2 over pipeline stages. Inputs: (tokens [b, s], position ids [b, s], document ids [b, s] or empty).
 
@@ -133,14 +137,11 @@ class GPT2ModelPipe(LayerStackPipe):
     """
 
     def __init__(self, config: Config) -> None:
-        vocab_size = vocab_size_of(config)
-        super().__init__(
-            gpt2_layers(config, vocab_size),
-            config,
-            tied_weights={"embedding": "word_embeddings.weight"},
-            loss_fn=TokenLoss.by(config, vocab_size),
-            example=_example(config),
-        )
+        vocab_size, b, s = vocab_size_of(config), config.train.batch_size, config.data.seq_length
+        tokens, positions = torch.zeros(b, s // mpu.context_axis().size).long(), torch.zeros(b, s).long()
+        example = tokens, positions, no_documents(tokens.device)
+        loss = TokenLoss.by(config, vocab_size)
+        super().__init__(gpt2_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)
 
 
 class T5ModelPipe(LayerStackPipe):
@@ -153,28 +154,9 @@ class T5ModelPipe(LayerStackPipe):
     """
 
     def __init__(self, config: Config, is_text: IsText | None = None) -> None:
-        vocab_size = vocab_size_of(config)
-        b, d = config.train.batch_size, config.data
-        tokens = torch.zeros(b, d.enc_seq_length or d.seq_length, dtype=torch.int64)
-        wanted = torch.zeros(b, d.dec_seq_length or d.seq_length // 4, dtype=torch.int32)
-        super().__init__(
-            t5_layers(config, vocab_size),
-            config,
-            tied_weights={
-                "embedding": "word_embeddings.weight",
-                "encoder_positions": "weight",
-                "decoder_positions": "weight",
-            },
-            loss_fn=TokenLoss.by(config, vocab_size, is_text),
-            example=(tokens, wanted, no_documents(tokens.device), no_documents(tokens.device)),
-        )
-
-
-def _example(config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a micro-batch of zeros as the inputs of the first layer, for cuts by measured time."""
-    b, s = config.train.batch_size, config.data.seq_length
-    return (
-        torch.zeros(b, s // mpu.context_axis().size, dtype=torch.int64),
-        torch.zeros(b, s, dtype=torch.int64),
-        torch.zeros(0, dtype=torch.int32),
-    )
+        vocab_size, b, d = vocab_size_of(config), config.train.batch_size, config.data
+        encoder = torch.zeros(b, d.enc_seq_length or d.seq_length).long()
+        decoder = torch.zeros(b, d.dec_seq_length or d.seq_length // 4).int()
+        example = encoder, decoder, *[no_documents(encoder.device)] * 2
+        loss = TokenLoss.by(config, vocab_size, is_text)
+        super().__init__(t5_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)

@@ -57,7 +57,7 @@ class RelativePositions(nn.Module):
 def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, causal: bool) -> Tensor:
     """Look up the bias of the last `queries` of `keys` positions in table [r, n/t] -> [1, n/t, q, k]."""
     count, furthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
-    if "relative-positions" in config.unfused:
+    if "relative-positions" in config.reference_ops:
         seen = torch.arange(keys, device=table.device)
         each = buckets(seen - seen[keys - queries :].unsqueeze(1), count, furthest, causal)  # [q, k]
         return F.embedding(each, table).permute(2, 0, 1).unsqueeze(0)

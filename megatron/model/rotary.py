@@ -16,7 +16,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 from megatron.config.decoder import OF_ANGLES
 
-from .masks import follows, positions_in_documents
+from .masks import cached_on, positions_in_documents
 
 
 class Rotation(NamedTuple):
@@ -103,7 +103,7 @@ def rotation(
     # decoding.
     angles = m.rotary_size, *[getattr(m, name) for name in OF_ANGLES]
     share = None if context is None else (context.rank, context.size)
-    return Rotation(*follows(document_ids, ("rotation", length, seen, restart, share, angles), None, make))
+    return Rotation(*cached_on(document_ids, ("rotation", length, seen, restart, share, angles), None, make))
 
 
 def rotate(x: Tensor, turn: Rotation | None) -> Tensor:

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config, ModelConfig
 
-from .block import Caches, Dropout, Encoded, TransformerLayer
-from .embedding import WordEmbedding
-from .gpt2 import output_layer, vocab_size_of
-from .layers import Layer, LayerStack
-from .loss import IsText, TokenLoss
-from .masks import no_documents, positions_in_documents, within
-from .norm import build_norm
+from .block import Caches, Encoded, TransformerLayer
+from .embedding import ModelStart, StackNorm, WordEmbedding
+from .gpt2 import LanguageModel, output_layer
+from .layers import Layer
+from .loss import IsText
+from .masks import document_scope, no_documents, positions_in_documents
 from .relative import RelativePositions, position_bias
 from .work import block_work, lengths
 
@@ -51,39 +50,15 @@ def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
     return embedding.word_embeddings(tokens.long().t()), encoded, *documents
 
 
-class Head:
-    """Output layer: (hidden [q, b, h], ...) -> logits [q, b, v/t], possibly deferred.
+class StackStart(ModelStart):
+    """Start of one of the two stacks. ids_at: index of the document ids among the inputs.
 
-    It is called with the embedding whose weight it uses, and scales hidden states if the settings ask for it.
+    restart: positions are counted from 0 in each document.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.factor = config.hidden_size**-0.5 if config.scale_tied_logits else 1.0
-
-    def __call__(self, embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
-        """Compute what `WordEmbedding.output` returns from (hidden [q, b, h], ...)."""
-        hidden = inputs[0] * self.factor if self.factor != 1.0 else inputs[0]
-        return embedding.output(hidden)
-
-
-class StackStart(nn.Module):
-    """Start of a stack: learned positions, if the model has them, and dropout.
-
-    ids_at: index of the document ids among the inputs.
-    """
-
-    looks_up = True
-
-    def __init__(self, config: Config, name: str, ids_at: int) -> None:
-        super().__init__()
-        self.ids_at, self.restart = ids_at, config.data.reset_position_ids
-        self.dropout = Dropout(config.model.hidden_dropout, name)
-        self.weight: nn.Parameter | None = None
-        self.sequence = mpu.sequence_axis()
-        if config.model.position_embedding == "learned":
-            weight = nn.Parameter(torch.empty(config.positions, config.model.hidden_size))
-            init_method = mpu.normal(config.model.init_method_std)
-            self.weight = mpu.declare(weight, init_method, sequence=self.sequence)
+    def __init__(self, config: ModelConfig, positions: int, name: str, ids_at: int, restart: bool) -> None:
+        super().__init__(config, positions, name)
+        self.ids_at, self.restart = ids_at, restart
 
     def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
         """Add positions to (hidden [s, b, h], ...), then apply dropout.
@@ -93,16 +68,13 @@ class StackStart(nn.Module):
         hidden, *rest = inputs
         if self.weight is not None:
             total = seen + mpu.whole_length(hidden, self.sequence)
-            if total > len(self.weight):
-                raise ValueError(
-                    f"a sequence of {total} tokens is longer than the {len(self.weight)} learned positions"
-                )
+            self.refuse_more_than(total)
             document_ids = inputs[self.ids_at]
             if self.restart and document_ids.numel():
-                place = positions_in_documents(document_ids).t()  # [s, b]
+                places = positions_in_documents(document_ids).t()  # [s, b]
             else:
-                place = torch.arange(seen, total, device=hidden.device).unsqueeze(1)  # [s, 1]
-            hidden = hidden + nn.functional.embedding(mpu.local_shard(place, axis=self.sequence), self.weight)
+                places = torch.arange(seen, total, device=hidden.device).unsqueeze(1)  # [s, 1]
+            hidden = hidden + self.vectors(places)
         return self.dropout(hidden), *rest
 
 
@@ -124,7 +96,7 @@ class EncoderBlock(TransformerLayer):
         hidden, tokens, encoder_ids, decoder_ids, *table = inputs
         s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], s, s, self.config, causal=False) if table else None
-        return self.layer(hidden, within(encoder_ids), bias), tokens, encoder_ids, decoder_ids
+        return self.layer(hidden, document_scope(encoder_ids), bias), tokens, encoder_ids, decoder_ids
 
 
 class DecoderBlock(TransformerLayer):
@@ -146,21 +118,8 @@ class DecoderBlock(TransformerLayer):
         seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table[0], q, seen + q, self.config, causal=True) if table else None
-        mask, cross = within(decoder_ids, causal=True), within(decoder_ids, encoder_ids)
+        mask, cross = document_scope(decoder_ids, causal=True), document_scope(decoder_ids, encoder_ids)
         return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, encoder_ids, decoder_ids
-
-
-class StackNorm(nn.Module):
-    """Norm after a stack."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.norm = build_norm(config)
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Normalise the hidden states of (hidden [s, b, h], ...)."""
-        hidden, *rest = inputs
-        return self.norm(hidden), *rest
 
 
 class DecoderNorm(StackNorm):
@@ -195,28 +154,30 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
             layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True, work=work))
         return layers
 
+    def start(stack: str, ids_at: int) -> Layer:
+        name, puts_out = f"{stack}.start", ENCODING if stack == "encoder" else DECODING
+        args = m, config.positions, name, ids_at, config.data.reset_position_ids
+        return Layer(name, StackStart, args, puts_out=puts_out)
+
     def embedding(name: str, call: Any, puts_out: tuple[str, ...]) -> Layer:
         return Layer(name, WordEmbedding, (m, vocab_size), tied="embedding", call=call, puts_out=puts_out)
 
     encoder, decoder = lengths(config)
     return [
         embedding("embedding", embed_encoder, ENCODING),
-        Layer("encoder.start", StackStart, (config, "encoder.start", 2), puts_out=ENCODING),
+        start("encoder", 2),
         *stack("encoder", EncoderBlock, m.num_layers, ENCODING, block_work(m, encoder)),
         Layer("encoder.final_norm", StackNorm, (m,), puts_out=("encoded", *ENCODING[1:])),
         embedding("decoder.embedding", embed_decoder, DECODING),
-        Layer("decoder.start", StackStart, (config, "decoder.start", 3), puts_out=DECODING),
+        start("decoder", 3),
         *stack("decoder", DecoderBlock, m.decoder_layers, DECODING, block_work(m, decoder, encoder)),
         Layer("decoder.final_norm", DecoderNorm, (m,), puts_out=("hidden",)),
-        output_layer(config, vocab_size, Head(m)),
+        output_layer(config, vocab_size),
     ]
 
 
-class T5Model(LayerStack):
-    """T5 without a pipeline: this rank's shard of every layer.
-
-    parallel_output, own: as in GPT2Model. is_text: see TokenLoss.
-    """
+class T5Model(LanguageModel):
+    """T5 without a pipeline. parallel_output, own, is_text: see LanguageModel."""
 
     def __init__(
         self,
@@ -225,10 +186,7 @@ class T5Model(LayerStack):
         own: Container[int] | None = None,
         is_text: IsText | None = None,
     ) -> None:
-        self.vocab_size = vocab_size_of(config)
-        super().__init__(t5_layers(config, self.vocab_size), config.train.seed, config.recomputed_layers, own)
-        self.parallel_output = parallel_output
-        self.loss_fn: TokenLoss = TokenLoss.by(config, self.vocab_size, is_text)
+        super().__init__(t5_layers, config, parallel_output, own, is_text)
 
     def forward(
         self,
@@ -250,9 +208,5 @@ class T5Model(LayerStack):
         none = no_documents(encoder_tokens.device)
         encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids
         decoder_document_ids = none if decoder_document_ids is None else decoder_document_ids
-        logits: Any = self.run(
-            (encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids)
-        )  # [q, b, v/t]
-        if labels is not None:
-            return self.loss_fn.of_labels(logits, labels, loss_mask)
-        return self.output(logits, self.vocab_size, self.parallel_output)
+        inputs = encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids
+        return self.compute(inputs, labels, loss_mask)

@@ -4,6 +4,9 @@
 look it up again. All functions take plain values, none takes a configuration object.
 """
 
+import warnings
+from typing import TYPE_CHECKING, Any
+
 import torch.distributed as dist
 
 from .._torch import onednn_is_there
@@ -12,7 +15,7 @@ from .context import gather_context, own_tokens, stretches, sum_to_own_context, 
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses, vocab_parallel_right
 from .data import broadcast_data
 from .dropout import Stream
-from .grads import clip_grad_norm, counts_here, grad_norm
+from .grads import clip_grad_norm, counts_here, grad_norm, is_split
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
 from .linear import is_asked_for
 from .linear_cross_entropy import DeferredLogits, whole_logits
@@ -23,8 +26,7 @@ from .mappings import (
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import Axis, Mesh, Options, Surroundings, built_with, neighbours
-from .original import (
+from .megatron_compat import (
     LayerNorm,
     checkpoint,
     divide,
@@ -35,7 +37,19 @@ from .original import (
     set_model_parallel_world_size,
     split_tensor_along_last_dim,
 )
-from .parameters import InitMethod, ParamSpec, declare, filled_later, is_split, normal, ones, spec_of, undrawn, zeros
+from .mesh import (
+    Axis,
+    Mesh,
+    Options,
+    ParallelContext,
+    after_each_layer,
+    built_with,
+    defer_init,
+    neighbours,
+    parallel_context,
+    skip_init,
+)
+from .parameters import InitMethod, ParamSpec, declare, normal, ones, spec_of, zeros
 from .random import RngStreams, derive_seed, seeded
 from .sequence import (
     gather_from_sequence_parallel_region,
@@ -72,7 +86,7 @@ def initialize_model_parallel(
     stages, data = max(pipe_parallel_size, 1), world // cell
     topology = Topology(pipe=stages, data=data, model=model_parallel_size, context=context_parallel_size)
     mesh = Mesh.build(topology)
-    _mesh.enter(Surroundings(mesh, options or Options(), mesh.streams(seed)))
+    _mesh.enter(_mesh.context_on(mesh, options, seed))
     return mesh
 
 
@@ -93,17 +107,17 @@ def get_mesh() -> Mesh:
 
 def get_options() -> Options:
     """Return the options that layers built now would use."""
-    return _mesh.surroundings().options
+    return _mesh.parallel_context().options
 
 
 def get_rng() -> RngStreams:
     """Return the dropout streams that layers built now would draw from."""
-    return _mesh.surroundings().rng
+    return _mesh.parallel_context().rng
 
 
 def sequence_axis() -> Axis:
     """Return the sequence-parallel axis of layers built now: the model axis, or an axis of this rank alone."""
-    return _mesh.surroundings().sequence
+    return _mesh.parallel_context().sequence
 
 
 def context_axis() -> Axis:
@@ -196,6 +210,18 @@ def _of_these(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _mesh.group_of_members(ranks)
 
 
+_HOMES = {"filled_later": "defer_init", "undrawn": "skip_init"}  # old name -> new name
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return what an old name means. It works, with a warning, until the next minor version."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"mpu.{name} is now mpu.{_HOMES[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_HOMES[name]]
+
+
 __all__ = [
     "Axis",
     "ColumnParallelLinear",
@@ -205,12 +231,14 @@ __all__ = [
     "LayerNorm",
     "Mesh",
     "Options",
+    "ParallelContext",
     "ParamSpec",
     "RngStreams",
     "Stream",
     "RowParallelLinear",
     "Topology",
     "VocabParallelEmbedding",
+    "after_each_layer",
     "broadcast_data",
     "built_with",
     "checkpoint",
@@ -219,10 +247,10 @@ __all__ = [
     "copy_to_model_parallel_region",
     "counts_here",
     "declare",
+    "defer_init",
     "derive_seed",
     "destroy_model_parallel",
     "divide",
-    "filled_later",
     "gather_context",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
@@ -258,6 +286,7 @@ __all__ = [
     "own_tokens",
     "pad_sequence",
     "padded_vocab_size",
+    "parallel_context",
     "reduce_from_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
@@ -266,11 +295,11 @@ __all__ = [
     "sequence_axis",
     "set_model_parallel_rank",
     "set_model_parallel_world_size",
+    "skip_init",
     "spec_of",
     "split_tensor_along_last_dim",
     "stretches",
     "sum_to_own_context",
-    "undrawn",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_losses",
     "vocab_parallel_right",

@@ -11,6 +11,13 @@ from .mesh import Mesh, current
 # tds is imported inside functions: it imports DeepSpeed, which takes seconds that only training should pay.
 
 
+def is_split(parameter: nn.Parameter) -> bool:
+    """Return whether `parameter` is marked as sharded over model-parallel ranks, see `tds.clip`."""
+    from tds import clip
+
+    return clip.is_split(parameter)
+
+
 def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
     """Return whether this rank counts `parameter` in sums over the model's parameters, see `tds.clip`."""
     from tds import clip

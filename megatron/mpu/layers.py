@@ -19,8 +19,8 @@ from .mappings import (
     gather_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import ALONE, Axis, Options, surroundings
-from .parameters import NORMAL, InitMethod, declare
+from .mesh import ALONE, Axis, Options, parallel_context
+from .parameters import NORMAL, InitMethod, declare, spec_of
 from .sequence import reduce_scatter_to_sequence_parallel_region
 from .traced import is_traced, traced_reduce
 
@@ -67,7 +67,7 @@ class VocabParallelEmbedding(nn.Module):
         options: Options | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.options = axis or surroundings().mesh.model, options or surroundings().options
+        self.axis, self.options = axis or parallel_context().mesh.model, options or parallel_context().options
         self.vocab_size = vocab_size
         self.rows = padded_vocab_size(vocab_size, multiple, self.axis.size) // self.axis.size
         self.first_row = self.axis.rank * self.rows
@@ -81,7 +81,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up integer ids [...] -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]."""
-        self.weight.looked_up = True  # type: ignore[attr-defined]  # see `_taker` in linear.py
+        spec_of(self.weight).used_as_embedding = True
         self._refuse_strange(ids)
         if self.axis.size == 1:
             return F.embedding(ids, self.weight)
@@ -151,7 +151,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         _refuse_strides(stride, keep_master_weight_for_test)
-        self.axis, self.options = axis or surroundings().mesh.model, options or surroundings().options
+        self.axis, self.options = axis or parallel_context().mesh.model, options or parallel_context().options
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         columns = _divide(output_size, self.axis, "an output size of")
         weight = nn.Parameter(torch.empty(columns, input_size))
@@ -194,7 +194,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         _refuse_strides(stride, keep_master_weight_for_test)
-        self.axis, self.options = axis or surroundings().mesh.model, options or surroundings().options
+        self.axis, self.options = axis or parallel_context().mesh.model, options or parallel_context().options
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         rows = _divide(input_size, self.axis, "an input size of")
         weight = nn.Parameter(torch.empty(output_size, rows))

@@ -11,6 +11,7 @@ of CPUs other than Intel's; oneDNN, which torch bundles, uses all of it.
 Shapes: ... s, b sequence and batch or any others, i features in, o features out, t model-parallel ranks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from .._torch import onednn_linear, will_run
 from .mesh import Axis, Options
+from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 from .traced import is_traced, traced_gather
 
@@ -34,36 +36,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     weight: [o/t, i]. bias: [o/t]. `by_onednn` decides between oneDNN and torch's BLAS.
     """
     onednn = by_onednn(x, options)
-    if axis.size == 1 and not onednn and _taker(x, weight, options) is None:
+    accumulate = _accumulate_wgrad(x, weight, options)
+    if axis.size == 1 and not onednn and accumulate is None:
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
         x = traced_gather(x, axis, options.sequence_parallel) if is_traced(axis) else x
         return _in_graph(x, weight, bias) if onednn else F.linear(x, weight, bias)
-    return _own_linear(x, weight, bias, axis, options, onednn)
+    sequence = options.sequence_axis(axis)
+    return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, accumulate)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _taker(x: Tensor, weight: Tensor, options: Options) -> Any:
-    """Return `weight.take_product`, the callable that accepts both factors of the weight's gradient, or None.
+def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
+    """Return the weight's `ParamSpec.accumulate_wgrad`, or None if autograd must add its gradient.
 
-    It is None under autocast, compilers and oneDNN, which leave all gradients to autograd. It is also None
-    for a weight that an embedding looks up, too: autograd sums both gradients before it accumulates them.
+    Autograd adds gradients under autocast, compilers and oneDNN. It also does for a weight that an embedding looks
+    up, too: it sums both gradients before it accumulates them.
     """
-    take = getattr(weight, "take_product", None)
-    if take is None or torch.compiler.is_compiling() or options.onednn or hasattr(weight, "looked_up"):
+    if torch.compiler.is_compiling() or options.onednn or torch.is_autocast_enabled(x.device.type):
         return None
-    return None if torch.is_autocast_enabled(x.device.type) else take
+    spec = spec_of(weight)
+    return None if spec.used_as_embedding else spec.accumulate_wgrad
 
 
 def by_onednn(x: Tensor, options: Options) -> bool:
     """Return whether oneDNN multiplies x [..., i]: if enabled, for fp32 on a CPU and at least FEWEST_ROWS rows."""
     rows = x.shape[:-1].numel()
     return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
-
-
-def _own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options, onednn: bool) -> Tensor:
-    sequence = options.sequence_axis(axis)
-    take = _taker(x, weight, options)
-    return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, take)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
@@ -153,9 +151,10 @@ class _Linear(torch.autograd.Function):
         sequence: Axis,
         overlap: bool,
         onednn: bool,
-        take: Any,
+        accumulate: Callable[[Tensor, Tensor], bool] | None,
     ) -> Tensor:
-        ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn, ctx.take = axis, sequence, overlap, onednn, take
+        ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn = axis, sequence, overlap, onednn
+        ctx.accumulate = accumulate
         ctx.save_for_backward(x, weight)
         return product(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
 
@@ -181,15 +180,17 @@ class _Linear(torch.autograd.Function):
 
 
 def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Return the transpose of grad [s b, o] times x [s b, i]; None if `ctx.take` accepted both factors.
+    """Return the transpose of grad [s b, o] times x [s b, i]; None if `ctx.accumulate` accepted both factors.
 
-    `ctx.take` runs the matmul itself and adds it to a sum in one pass over memory.
+    It runs the matmul itself and adds it to a sum in one pass over memory.
     """
-    apart = ctx.take is None or torch.is_grad_enabled() or not _is_added_up(ctx, 1)
-    return transposed_product(grad, x, ctx.onednn) if apart or not ctx.take(grad.t(), x) else None
+    autograd_adds = ctx.accumulate is None or torch.is_grad_enabled() or not _is_accumulated(ctx, 1)
+    if not autograd_adds and ctx.accumulate(grad.t(), x):
+        return None
+    return transposed_product(grad, x, ctx.onednn)
 
 
-def _is_added_up(ctx: Any, i: int) -> bool:
+def _is_accumulated(ctx: Any, i: int) -> bool:
     """Return whether this backward pass accumulates the gradient of input `i` into `.grad`.
 
     torch.autograd.grad returns gradients instead.

@@ -1,14 +1,15 @@
-"""Process groups of this rank (Mesh) and how layers use them (Options).
+"""Process groups of this rank (Mesh), how layers use them (Options), and what layers built now take over.
 
-The defaults of new layers are the only global state of mpu.
+The current `ParallelContext` is the only global state of mpu.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from .random import RngStreams
 from .topology import Topology
@@ -130,12 +131,21 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """Defaults of layers that are built now: mesh, options and dropout streams."""
+class ParallelContext:
+    """What layers built now take over: their ranks, options and dropout streams, and how weights are initialised.
+
+    defer_init: declared parameters stay uninitialised; the caller fills them later by global name.
+    skip_init: seeded initialisation is skipped, for a model whose weights are all loaded from a file next. Draws
+    from torch's generator still happen, because they decide what a user's layer draws afterwards.
+    after_layer: called with each layer of a model after its initialisation, before the next layer is built.
+    """
 
     mesh: Mesh = field(default_factory=Mesh)
     options: Options = Options()
     rng: RngStreams = field(default_factory=RngStreams)
+    defer_init: bool = False
+    skip_init: bool = False
+    after_layer: Callable[[nn.Module], None] | None = None
 
     @property
     def sequence(self) -> Axis:
@@ -151,47 +161,78 @@ def group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 class _Current:
-    here: Surroundings | None = None
+    context: ParallelContext | None = None
 
 
-def enter(here: Surroundings | None) -> None:
-    """Make `here` the defaults of layers built from now on."""
-    _Current.here = here
-
-
-@contextmanager
-def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> Iterator[Surroundings]:
-    """Build layers inside on `mesh` with `options`, which they keep for good; restore the previous defaults afterwards.
-
-    Models on several meshes can so live in one process. seed: seed of the dropout streams of layers built
-    inside.
-    """
-    before = _Current.here
-    here = Surroundings(mesh, options or Options(), mesh.streams(seed))
-    enter(here)
-    try:
-        yield here
-    finally:
-        enter(before)
+def enter(context: ParallelContext | None) -> None:
+    """Make `context` the one of layers built from now on."""
+    _Current.context = context
 
 
 def is_initialized() -> bool:
     """Return whether this process has entered a mesh."""
-    return _Current.here is not None
+    return _Current.context is not None
 
 
-def surroundings() -> Surroundings:
-    """Return the defaults of layers built now; a single process needs no mesh and is alone on every axis.
+def parallel_context() -> ParallelContext:
+    """Return the context of layers built now; a single process needs no mesh and is alone on every axis.
 
     Raises RuntimeError if several ranks run and no mesh has been entered.
     """
-    if _Current.here is None:
+    if _Current.context is None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError("no mesh yet: call mpu.initialize_model_parallel() before building layers")
-        _Current.here = Surroundings()
-    return _Current.here
+        _Current.context = ParallelContext()
+    return _Current.context
 
 
 def current() -> Mesh:
-    """Return the mesh of `surroundings()`."""
-    return surroundings().mesh
+    """Return the mesh of `parallel_context()`."""
+    return parallel_context().mesh
+
+
+def context_on(mesh: Mesh, options: Options | None, seed: int) -> ParallelContext:
+    """Return the current context with another mesh. seed: seed of its dropout streams."""
+    before = _Current.context or ParallelContext()
+    return replace(before, mesh=mesh, options=options or Options(), rng=mesh.streams(seed))
+
+
+@contextmanager
+def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> Iterator[ParallelContext]:
+    """Build layers inside on `mesh` with `options`, which they keep for good; restore the previous context afterwards.
+
+    Models on several meshes can so live in one process. seed: seed of the dropout streams of layers built
+    inside.
+    """
+    before, context = _Current.context, context_on(mesh, options, seed)
+    enter(context)
+    try:
+        yield context
+    finally:
+        enter(before)
+
+
+@contextmanager
+def _changed(name: str, value: Any) -> Iterator[None]:
+    """Change one field of the context inside the block; a mesh that is entered inside stays entered."""
+    before = getattr(parallel_context(), name)
+    enter(replace(parallel_context(), **{name: value}))
+    try:
+        yield
+    finally:
+        enter(replace(parallel_context(), **{name: before}))
+
+
+def defer_init() -> AbstractContextManager[None]:
+    """Leave parameters declared inside the block uninitialised; see `ParallelContext.defer_init`."""
+    return _changed("defer_init", True)
+
+
+def skip_init() -> AbstractContextManager[None]:
+    """Skip seeded initialisation inside the block; see `ParallelContext.skip_init`."""
+    return _changed("skip_init", True)
+
+
+def after_each_layer(then: Callable[[nn.Module], None] | None) -> AbstractContextManager[None]:
+    """Make each LayerStack built inside call `then(layer)`; see `ParallelContext.after_layer`."""
+    return _changed("after_layer", then)

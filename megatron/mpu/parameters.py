@@ -6,9 +6,8 @@ at the whole parameter fill it whole, and each rank keeps its part.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,17 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .mappings import all_reduce
-from .mesh import Axis
+from .mesh import Axis, parallel_context
 from .random import derive_seed, seeded
 
 InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
 
 zeros: InitMethod = nn.init.zeros_
 ones: InitMethod = nn.init.ones_
-
-_filled_later: ContextVar[bool] = ContextVar("filled later", default=False)
-_undrawn: ContextVar[bool] = ContextVar("undrawn", default=False)
-
 
 # These draw each element without looking at the others or at the shape.
 _BY_NUMBER = (
@@ -57,9 +52,9 @@ class Rows(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParamSpec:
-    """Record of this rank's part of a parameter.
+    """Record of this rank's part of a parameter, attached to it as `parameter.spec`.
 
     Shapes: [local] of this rank's part, padding included; [full] of the whole parameter, without padding.
     init_method: draws the initial values; None keeps those that the module has set.
@@ -68,6 +63,9 @@ class ParamSpec:
     rank, size: index of this part, and number of parts.
     shared_along_sequence: every rank holds a copy and sees only its shard of the sequence, so gradients are
     summed over the ranks.
+    used_as_embedding: this rank looks up rows of the parameter, so autograd has a second gradient to add.
+    accumulate_wgrad: accepts both factors of the gradient of a linear layer's weight, [o, n] and [n, i], and adds
+    their product to the gradient itself, unless it returns False. An optimizer sets it.
     """
 
     local_shape: tuple[int, ...]
@@ -77,6 +75,8 @@ class ParamSpec:
     rank: int = 0
     size: int = 1
     shared_along_sequence: bool = False
+    used_as_embedding: bool = False
+    accumulate_wgrad: Callable[[Tensor, Tensor], bool] | None = None
 
     @property
     def split(self) -> bool:
@@ -123,9 +123,9 @@ class ParamSpec:
         """Draw the initial values of `parameter` [local]; with a seed, from that, leaving torch's generator unchanged.
 
         Does nothing if no initialiser was declared or the parameter is on the meta device. With a seed, also
-        does nothing inside `undrawn`.
+        does nothing inside `skip_init`.
         """
-        if self.init_method is None or parameter.is_meta or (_undrawn.get() and seed is not None):
+        if self.init_method is None or parameter.is_meta or (seed is not None and parallel_context().skip_init):
             return
         if seed is not None and getattr(self.init_method, "func", self.init_method) in _BY_NUMBER:
             self._fill_by_rows(parameter, self.init_method, seed)
@@ -151,8 +151,8 @@ class ParamSpec:
             parameter.narrow(dim, low - begin, high - low).copy_(stretch.narrow(dim, low - at, high - low))
 
 
-def spec_of(parameter: nn.Parameter) -> ParamSpec:
-    """Return the record of `parameter`; an undeclared parameter counts as a copy on every rank.
+def spec_of(parameter: Tensor) -> ParamSpec:
+    """Return the record of `parameter` [local]; an undeclared parameter counts as a copy on every rank.
 
     Its shape is the full one, even if ZeRO-3 has partitioned it.
     """
@@ -160,14 +160,6 @@ def spec_of(parameter: nn.Parameter) -> ParamSpec:
     if isinstance(spec, ParamSpec):
         return spec
     return ParamSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)))
-
-
-def is_split(parameter: nn.Parameter) -> bool:
-    """Return whether `parameter` is marked as sharded over model-parallel ranks.
-
-    DeepSpeed reads two attribute names for this mark, and users set either.
-    """
-    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
 
 def declare(
@@ -198,29 +190,6 @@ def declare(
     parameter.tensor_model_parallel = spec.split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
     if shared and sequence is not None:
         parameter.register_hook(partial(all_reduce, axis=sequence))  # type: ignore[no-untyped-call]
-    if not _filled_later.get():
+    if not parallel_context().defer_init:
         spec.fill(parameter)
     return parameter
-
-
-@contextmanager
-def filled_later() -> Iterator[None]:
-    """Leave parameters declared inside the block uninitialised; the caller fills them later by global name."""
-    token = _filled_later.set(True)
-    try:
-        yield
-    finally:
-        _filled_later.reset(token)
-
-
-@contextmanager
-def undrawn() -> Iterator[None]:
-    """Skip seeded initialisation inside the block, for a model whose weights are all loaded from a file next.
-
-    Draws from torch's generator still happen, because they decide what a user's layer draws afterwards.
-    """
-    token = _undrawn.set(True)
-    try:
-        yield
-    finally:
-        _undrawn.reset(token)

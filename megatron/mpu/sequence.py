@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import mappings
-from .mesh import Axis, surroundings
+from .mesh import Axis, parallel_context
 
 # Newer torch versions have these two collectives under new names.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -41,7 +41,7 @@ def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None)
 
     Returns `x` itself if they already do.
     """
-    axis = axis or surroundings().sequence
+    axis = axis or parallel_context().sequence
     missing = -x.shape[dim] % axis.size
     if not missing:
         return x
@@ -52,7 +52,7 @@ def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None)
 
 def whole_length(x: Tensor, axis: Axis | None = None) -> int:
     """Return the length s of the whole sequence; x is [s, ...] or, with sequence parallelism, [s/t, ...]."""
-    axis = axis or surroundings().sequence
+    axis = axis or parallel_context().sequence
     return x.shape[0] * axis.size
 
 
@@ -100,7 +100,7 @@ def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
 
     Without sequence parallelism it is `x` itself.
     """
-    axis = axis or surroundings().sequence
+    axis = axis or parallel_context().sequence
     if axis.size == 1:
         return x
     length = stretch_length(x.shape[dim], axis)
@@ -135,5 +135,5 @@ def scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> 
 
 
 def _apply(x: Tensor, axis: Axis | None, there: mappings.Way, back: mappings.Way) -> Tensor:
-    axis = axis or surroundings().sequence
+    axis = axis or parallel_context().sequence
     return mappings.over_ranks(x, axis, there, back) if axis.size > 1 else x

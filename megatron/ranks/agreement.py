@@ -4,6 +4,7 @@ import hashlib
 import platform
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,28 @@ from .. import mpu
 from ..config import Config, settings
 from ..config.fields import flag
 from ..model.layers import global_parameters
-from .errors import RunError
+from .errors import RunError, complaint
+from .objects import gather_objects
 
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
 AT_ONCE = 1 << 20
+
+
+@contextmanager
+def all_ranks() -> Iterator[None]:
+    """Raise one RunError on all ranks if the block fails on any of them, so that none hangs. A collective at its end.
+
+    The block must not contain a collective that a rank could miss by failing before it. The message is that of
+    the lowest rank that failed. Only errors in user input (ValueError, OSError) count: others are bugs and pass.
+    """
+    problem = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        problem = complaint(error)
+    for rank, text in enumerate(gather_objects(problem)):
+        if text is not None:
+            raise RunError(text if rank == 0 else f"rank {rank}: {text}")
 
 
 def settings_and_versions(config: Config) -> dict[str, str]:
@@ -55,10 +74,9 @@ def same_everywhere(values: Mapping[str, str] | None) -> None:
     if dist.get_world_size() == 1:
         return
     digest = None if values is None else hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
-    if len({each for each in _gather(digest) if each}) <= 1:
+    if len({each for each in gather_objects(digest) if each}) <= 1:
         return
-    told = enumerate(_gather(None if values is None else dict(values)))
-    everywhere: dict[int, Mapping[str, str]] = {rank: each for rank, each in told if each is not None}
+    everywhere = {rank: each for rank, each in enumerate(gather_objects(values)) if each is not None}
     said = []
     for name in dict.fromkeys(name for each in everywhere.values() for name in each):
         here = [each.get(name, "not known") for each in everywhere.values()]
@@ -81,12 +99,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:8]))}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def _gather(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 # ------------------------------------------------------------------------------------ weights
@@ -127,10 +139,8 @@ def check_replicas(engine: Any) -> None:
     same = _alike(whole, mesh.data, device) if not any(k[2] is not None for k in mine) else True
     same = _alike(copies, mesh.model, device) and same
     ties = _ties(model)
-    if mesh.pipe.size > 1:
-        told: list[Any] = [None] * mesh.pipe.size
-        dist.all_gather_object(told, {name: mine[key] for name, key in ties.items()}, mesh.pipe.group)
-        same = same and all(len({each[n] for each in told if n in each}) == 1 for each in told for n in each)
+    stages = gather_objects({name: mine[key] for name, key in ties.items()}, mesh.pipe)
+    same = same and all(len({each[n] for each in stages if n in each}) == 1 for each in stages for n in each)
     bad = torch.tensor([float(not same)], device=device)
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     if bad.item():
@@ -178,9 +188,8 @@ def _alike(number: int, axis: mpu.Axis, device: torch.device) -> bool:
 def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
     """Describe the first weight that differs, and the ranks on which it does."""
     stage = mpu.get_mesh().pipe.rank
-    everywhere: list[dict[Hashable, int]] = _gather(
-        {(key if key[0] in ties else (*key, stage)): value for key, value in mine.items()}
-    )
+    own: dict[Hashable, int] = {(key if key[0] in ties else (*key, stage)): value for key, value in mine.items()}
+    everywhere = gather_objects(own)
     for key in dict.fromkeys(key for each in everywhere for key in each):
         ranks = [rank for rank, each in enumerate(everywhere) if key in each]
         values = [everywhere[rank][key] for rank in ranks]

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from .. import mpu
 from .._torch import onednn_linear
 from ..atomic import own_folder, write_text
 from ..config.fields import ConfigError
+from .objects import from_rank_0
 from .rank_0 import is_rank_0
 
 ROWS, WIDTH, ROUNDS = 256, 512, 15
@@ -31,10 +31,7 @@ def by_onednn(wanted: str, device: torch.device) -> bool:
         raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
     if wanted != "auto" or device.type != "cpu" or not mpu.onednn_is_there():
         return wanted == "onednn"
-    told = [remembered(cache_file(), this_cpu(), speedup) if is_rank_0() else 0.0]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(told)
-    return told[0] >= WORTH
+    return from_rank_0(is_rank_0() and remembered(cache_file(), this_cpu(), speedup) >= WORTH)
 
 
 def speedup() -> float:

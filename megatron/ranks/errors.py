@@ -6,15 +6,10 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-import torch.distributed as dist
+from typing import NoReturn
 
 from ..config.fields import describe
-
-T = TypeVar("T")
 
 _MEGATRON = Path(__file__).resolve().parent.parent
 _OURS = (f"{_MEGATRON}{os.sep}", f"{_MEGATRON.parent / 'tds'}{os.sep}")
@@ -23,28 +18,6 @@ _LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
 
 class RunError(RuntimeError):
     """A failure on some rank, raised alike on all ranks."""
-
-
-def on_all_ranks(action: Callable[[], T]) -> T:
-    """Run `action` on every rank and return its result; if it fails on any rank, raise on all so that none hangs.
-
-    `action` must not contain a collective that a rank could miss by failing before it.
-    Raises RunError with the message of the lowest rank that failed, for errors in user input (ValueError,
-    OSError). Other exceptions are bugs and pass through.
-    """
-    problem, result = None, None
-    try:
-        result = action()
-    except (ValueError, OSError) as error:
-        problem = complaint(error)
-    problems: list[Any] = [problem]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            raise RunError(text if rank == 0 else f"rank {rank}: {text}")
-    return result  # type: ignore[return-value]
 
 
 def complaint(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tds
-from tds import advice
+from tds import messages
 
 from .. import mpu
 from .._torch import set_default_timeout, set_timeout_of_groups
@@ -49,7 +49,7 @@ def initialize_megatron(config: Config) -> torch.device:
     different settings or versions.
     """
     config.parallel.data_parallel_size(world_size())
-    advice.ways |= FLAGS
+    messages.ways |= FLAGS
     if "RANK" not in os.environ:
         # Without a launcher, this process is a world of its own.
         with socket.socket() as probe:

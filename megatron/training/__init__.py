@@ -7,16 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..compat.pretrain import pretrain
     from .build import start_engine
     from .entry import run
-    from .functions import pretrain
     from .loop import Run, evaluate, train
     from .setup import set_up
     from .task import Task
 
 _HOMES = {
-    "Run": "loop", "Task": "task", "evaluate": "loop", "pretrain": "functions", "run": "entry", "set_up": "setup",
-    "start_engine": "build", "train": "loop",
+    "Run": ".loop", "Task": ".task", "evaluate": ".loop", "pretrain": "..compat.pretrain", "run": ".entry",
+    "set_up": ".setup", "start_engine": ".build", "train": ".loop",
 }  # fmt: skip
 
 __all__ = ["Run", "Task", "evaluate", "pretrain", "run", "set_up", "start_engine", "train"]
@@ -25,4 +25,4 @@ __all__ = ["Run", "Task", "evaluate", "pretrain", "run", "set_up", "start_engine
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -16,14 +16,14 @@ from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
 from ..model.embedding import embedding_weights
-from ..model.layers import after_each_layer, global_parameters
+from ..model.layers import global_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module
+from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
-from ..ranks.errors import on_all_ranks
 from ..ranks.initialize import initialize_megatron
 from .compiling import compile_layers
-from .engine import Engine, PipeEngine, PlainEngine
+from .engine import Engine, NoPipeEngine, PipeEngine
 from .global_vars import publish
 from .metrics import Timers
 from .task import Task, check_task, checked_model
@@ -54,8 +54,8 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Toke
     Under ZeRO 3 each of our layers is partitioned as soon as it is built, so no rank ever holds all of them.
     """
     cut = zero3_partitioner(resolved.deepspeed, mpu, DTYPES[resolved.precision])
-    with tds.pipe.seeded_layers(config.train.seed), after_each_layer(cut):
-        model = on_all_ranks(lambda: checked_model(task, config, tokenizer))
+    with all_ranks(), tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
+        model = checked_model(task, config, tokenizer)
     if cut is not None:
         cut(model)  # modules that a user built around our layers: DeepSpeed casts and moves all or nothing
     return model
@@ -71,7 +71,8 @@ def build_engine(
 ) -> Engine:
     """Return DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
     compile_layers(model, config)
-    pipeline = on_all_ranks(lambda: _checked(model, task, config))
+    with all_ranks():
+        pipeline = _checked(model, task, config)
     if not pipeline and config.parallel.pipe_parallel_size:  # an entry script may build a plain model for size 1
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
@@ -87,11 +88,11 @@ def build_engine(
         zero_state.use_fp64(engine)
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
-    batch_of = partial(task.checked_batch, config=config, tokenizer=tokenizer)
+    batch_fn = partial(task.checked_batch, config=config, tokenizer=tokenizer)
     if not pipeline:
-        return PlainEngine(engine, resolved, config.train.gas, task, batch_of, timers)
+        return NoPipeEngine(engine, resolved, config.train.gas, task, batch_fn, timers)
     if not hasattr(model, "_megatron_batch_fn"):
-        engine.set_batch_fn(batch_of)
+        engine.set_batch_fn(batch_fn)
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
 
 

@@ -6,16 +6,14 @@ In each replica, the first and the last stage read, with one model-parallel rank
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import torch.distributed as dist
-
 from .. import mpu
 from ..checkpointing.relocation import look_of
 from ..config import Config
 from ..data.corpora import made_with, prefixes_of
 from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
-from ..ranks.agreement import same_everywhere
-from ..ranks.errors import on_all_ranks
+from ..ranks.agreement import all_ranks, same_everywhere
+from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from .engine import Batches
 from .task import Datasets, Task, checked_datasets
@@ -60,34 +58,35 @@ def open_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> Dataset
     For a task with `reads_alone`, rank 0 checks the corpora first. The other ranks rely on that, and compare
     the sizes and ends of their files with rank 0's.
     """
-    on_all_ranks(lambda: _check_tokenizer(config, tokenizer) if is_rank_0() else None)
+    with all_ranks():
+        if is_rank_0():
+            _check_tokenizer(config, tokenizer)
     if task.reads_alone:
         datasets = _open_where_read(task, config, tokenizer)
     else:
-        datasets, notes = on_all_ranks(lambda: checked_datasets(task, config, tokenizer))
+        with all_ranks():
+            datasets, notes = checked_datasets(task, config, tokenizer)
         _say(notes)
-    same_everywhere(on_all_ranks(lambda: _looks(config) if reads() or not task.reads_alone else None))
+    with all_ranks():
+        fingerprints = _looks(config) if reads() or not task.reads_alone else None
+    same_everywhere(fingerprints)
     return datasets
 
 
 def _open_where_read(task: Task, config: Config, tokenizer: "Tokenizer") -> Datasets:
     checked: dict[str, bool] = {}
-
-    def opened() -> tuple[Datasets, list[str]]:
-        with checked_once(checked):
-            return checked_datasets(task, config, tokenizer)
-
-    made = on_all_ranks(lambda: opened() if is_rank_0() else None)
-    told: list[Any] = [None]
-    if made is not None:
-        told = [(checked, [dataset is not None and RemoteDataset(lengths_of(dataset)) for dataset in made[0]])]
-        _say(made[1])
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(told)
-    found, parts = told[0]
+    datasets: Any = ()
+    with all_ranks(), checked_once(checked):
+        if is_rank_0():
+            datasets, notes = checked_datasets(task, config, tokenizer)
+            _say(notes)
+    placeholders = tuple(each if each is None else RemoteDataset(lengths_of(each)) for each in datasets)
+    found, placeholders = from_rank_0((checked, placeholders))
     checked.update(found)
-    mine = on_all_ranks(lambda: opened() if reads() and not is_rank_0() else made)
-    return mine[0] if mine else cast(Datasets, tuple(part or None for part in parts))
+    with all_ranks(), checked_once(checked):
+        if reads() and not is_rank_0():
+            datasets, _ = checked_datasets(task, config, tokenizer)
+    return cast(Datasets, datasets or placeholders)
 
 
 def _say(notes: Sequence[str]) -> None:
@@ -96,16 +95,16 @@ def _say(notes: Sequence[str]) -> None:
 
 
 def read(
-    dataset: Any, config: Config, consumed_samples: int, passed_over: Callable[[int], bool] | None = None
+    dataset: Any, config: Config, consumed_samples: int, skips: Callable[[int], bool] | None = None
 ) -> Batches | None:
     """Return this rank's micro-batches from a sample on; None if other ranks send its data or it needs none.
 
-    passed_over: see the sampler.
+    skips: the sampler's `passed_over`.
     """
     if not reads():
         return None
     t, share = config.train, mpu.get_mesh().share
-    sampler = ConsecutiveSampler(t.batch_size, t.gas, *share, consumed_samples, passed_over)
+    sampler = ConsecutiveSampler(t.batch_size, t.gas, *share, consumed_samples, skips)
     return iter(build_loader(dataset, sampler, config.data.num_workers))
 
 

@@ -7,6 +7,7 @@ counted before the first backward pass, so gradients have the right scale from t
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,8 +23,10 @@ from tds.reducer import GradReducer
 
 from .. import mpu
 from ..config.ds_config import Resolved
+from ..ranks.objects import gather_objects
 from .metrics import Timers
 from .task import Task, what
+from .watch import StepWatch
 
 Batches = Iterator[dict[str, Tensor]]
 
@@ -34,14 +37,14 @@ class Step(NamedTuple):
     Both may be tensors on the device that are still being computed; reading them waits. If grad_norm is not
     finite, the step was skipped: weights, moments and the optimizer's step count are unchanged on all ranks.
     skipped: True if the host already knows that the step was skipped.
-    aside: the model's additional losses, averaged over targets, by name.
+    aux: the model's additional losses, averaged over targets, by name.
     """
 
     loss: Tensor
     grad_norm: Tensor | float
     loss_scale: float | None
     skipped: bool
-    aside: Mapping[str, Tensor] = {}
+    aux: Mapping[str, Tensor] = {}
 
 
 class Engine(Protocol):
@@ -83,12 +86,12 @@ def _set_lr(engine: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-def _result(engine: Any, loss: Tensor, norm: Any, aside: Mapping[str, Tensor]) -> Step:
+def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
     skipped = zero_state.was_skipped(engine)
     norm = math.inf if skipped else norm if norm is not None else 0.0
     if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns it on the CPU if its optimizer is offloaded
         norm = norm.to(loss.device)
-    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aside)
+    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux)
 
 
 class PipeEngine:
@@ -107,14 +110,14 @@ class PipeEngine:
         with self.timers("train batch"):
             ds.train_batch(batches)
         ds.set_dataiterator(None)  # a kept iterator would keep its worker processes alive
-        aside = {name: total / ds.num_targets for name, total in self._aside().items()}
-        return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aside)
+        aux = {name: total / ds.num_targets for name, total in self._aux().items()}
+        return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval_batch(batches)
-        aside = {name: total.item() for name, total in self._aside().items()}
-        return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aside}
+        aux = {name: total.item() for name, total in self._aux().items()}
+        return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aux}
 
     def busy(self, timed: Mapping[str, float]) -> float:
         """Return the seconds that this stage worked; 0 on accelerators, where stages record no times."""
@@ -125,7 +128,7 @@ class PipeEngine:
     def times(self) -> dict[str, float]:
         return dict(self.deepspeed.progress.take())
 
-    def _aside(self) -> dict[str, Tensor]:
+    def _aux(self) -> dict[str, Tensor]:
         """Return the sums of the additional losses over the last global batch."""
         micros = self.deepspeed.micro_batches * self.deepspeed.dp_world_size
         return {name: mean.double() * micros for name, mean in self.deepspeed.additional_losses.items()}
@@ -135,11 +138,14 @@ class PipeEngine:
         return torch.stack(list(self.deepspeed.named_losses.values())).sum()
 
 
-class PlainEngine:
+class NoPipeEngine:
     """Engine without a pipeline: every rank runs all layers.
 
     All micro-batches of a step are prepared before the first forward pass.
+    watch: ends all ranks if one fails or stalls in a step.
     """
+
+    watch: StepWatch | None = None
 
     def __init__(
         self,
@@ -147,11 +153,11 @@ class PlainEngine:
         resolved: Resolved,
         gas: int,
         task: Task,
-        batch_of: Callable[[dict[str, Tensor] | None], Any],
+        batch_fn: Callable[[dict[str, Tensor] | None], Any],
         timers: Timers,
     ) -> None:
         self.deepspeed, self.gas, self.timers = engine, gas, timers
-        self.loss, self.count_targets, self.batch_of = task.checked_loss, task.count_targets, batch_of
+        self.loss, self.count_targets, self.batch_fn = task.checked_loss, task.count_targets, batch_fn
         self.data = mpu.get_mesh().data
         # Without ZeRO, DeepSpeed does not report the gradient norm, nor compute it as we define it in a
         # parallel grid.
@@ -170,7 +176,7 @@ class PlainEngine:
         self._names: dict[str, tuple[str, ...]] = {}  # names of additional losses, see `_agreed`
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
-        with trace.span("train_batch", "step"):
+        with self._watched("training"), trace.span("train_batch", "step"):
             return self._train_batch(batches, lr)
 
     def _train_batch(self, batches: Batches | None, lr: float) -> Step:
@@ -179,17 +185,17 @@ class PlainEngine:
         ds.train()
         made, targets = self._read(batches)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
-        aside: defaultdict[str, Any] = defaultdict(float)
+        aux: defaultdict[str, Any] = defaultdict(float)
         norm = None
         for micro, batch in enumerate(made):
             last = micro == self.gas - 1
             with self.timers("forward"):
-                loss = self.loss(ds, batch)
+                loss = self._loss(ds, batch)
             if not loss.requires_grad:
                 raise ValueError("the loss does not depend on the model's parameters, or was detached from them")
             total += loss.detach().double()
-            for name, value in self._aside().items():
-                aside[name] += torch.as_tensor(value, dtype=torch.float64, device=ds.device).detach()
+            for name, value in self._aux().items():
+                aux[name] += torch.as_tensor(value, dtype=torch.float64, device=ds.device).detach()
             with self.timers("backward"):
                 if self.reducer and last:
                     self.reducer.arm()
@@ -204,34 +210,45 @@ class PlainEngine:
                     norm = self._norm_of_shares(ds)
                     ds.distributed.clip(norm, self.clip_grad)
                 ds.step()
-        names = self._agreed(aside, "training")
-        loss, *others = (self._sum(torch.stack([total, *(aside[name] for name in names)])) / targets).unbind()
+        names = self._agreed(aux, "training")
+        loss, *others = (self._sum(torch.stack([total, *(aux[name] for name in names)])) / targets).unbind()
         known = ds.get_global_grad_norm() if norm is None else norm
         return _result(ds, loss, known, dict(zip(names, others, strict=True)))
 
+    def _watched(self, part: str) -> AbstractContextManager[None]:
+        return self.watch.step(part) if self.watch else nullcontext()
+
+    def _loss(self, model: Any, batch: Any) -> Tensor:
+        if self.watch:
+            self.watch.micro_batch()
+        return self.loss(model, batch)
+
     @torch.no_grad()
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        with self._watched("evaluation"):
+            return self._eval_batch(batches)
+
+    def _eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval()
         made, targets = self._read(batches)
         loss = torch.zeros((), dtype=torch.float64, device=ds.device)
-        aside: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
+        aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
         for batch in made:
-            loss += self.loss(ds.module, batch).double()
-            for name, value in self._aside().items():
-                aside[name] += value
-        sums = {"loss": loss, **{name: aside[name] for name in self._agreed(aside, "evaluation")}}
+            loss += self._loss(ds.module, batch).double()
+            for name, value in self._aux().items():
+                aux[name] += value
+        sums = {"loss": loss, **{name: aux[name] for name in self._agreed(aux, "evaluation")}}
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
 
-    def _agreed(self, aside: Mapping[str, Any], when: str) -> tuple[str, ...]:
+    def _agreed(self, aux: Mapping[str, Any], when: str) -> tuple[str, ...]:
         """Return the names of additional losses in all-reduce order. Raises ValueError if the names change."""
-        names = tuple(sorted(aside))
+        names = tuple(sorted(aux))
         if self.data.size == 1:
             return names
         if when not in self._names:
-            told: list[Any] = [None] * self.data.size
-            dist.all_gather_object(told, names, group=self.data.group)
-            self._names[when] = tuple(sorted({name for each in told for name in each}))
+            every = gather_objects(names, self.data)
+            self._names[when] = tuple(sorted({name for each in every for name in each}))
         if names != self._names[when]:
             raise ValueError(
                 f"get_additional_losses() names {', '.join(names) or 'nothing'} in this step of {when}, but {', '.join(self._names[when]) or 'nothing'} "
@@ -239,7 +256,7 @@ class PlainEngine:
             )
         return names
 
-    def _aside(self) -> dict[str, Tensor]:
+    def _aux(self) -> dict[str, Tensor]:
         """Return the additional losses of the last micro-batch."""
         return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
 
@@ -258,7 +275,7 @@ class PlainEngine:
         with self.timers("data"):
             read = [next(batches) if batches is not None else None for _ in range(self.gas)]
         with self.timers("targets"):
-            made = [self.batch_of(data) for data in read]
+            made = [self.batch_fn(data) for data in read]
             if self.count_targets is None:
                 return made, torch.tensor(float(self.gas * self.data.size), dtype=torch.float64)
             total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tds.diagnose import Watchdog, out_of_memory
 from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
 
+from ..config import Config
+from ..config.check import print_note
 from ..config.command_line import parse
 from ..config.ds_config import resolve
 from ..config.fields import ConfigError
@@ -29,9 +31,10 @@ from .task import Task, check_task
 CONTINUES = "training continues, and metrics.jsonl has the numbers"
 
 
-def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> None:
+def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config: Config | None = None) -> None:
     """Train `task` with the settings of the command line; a second call with the same run directory resumes.
 
+    config: the settings if they are parsed already; `argv` is then ignored.
     exit: end the process when done, as `unittest.main` does. The code is 0 for success, 2 for a mistake on the
     command line and 1 for any other user error; errors print one sentence. With False it returns or raises.
     """
@@ -42,7 +45,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
         try:
             refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")
-            config = parse(argv, task.defaults, world_size(), _tell)
+            config = config or parse(argv, task.defaults, world_size(), print_note)
             refuse_missing(task, config)
             resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
             code = 1
@@ -66,12 +69,6 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True) -> Non
         if exit:
             exit_now(0)
     dist.destroy_process_group()
-
-
-def _tell(note: str) -> None:
-    """Print a note on rank 0, before the process group exists."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"note: {note}", flush=True)
 
 
 def _complain(error: BaseException, everywhere: bool) -> None:

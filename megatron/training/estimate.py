@@ -63,3 +63,17 @@ def _parts(memory: Memory) -> str:
 def _offloads(resolved: Resolved) -> bool:
     section: dict[str, Any] = resolved.deepspeed.get("zero_optimization", {})
     return any(name.startswith("offload") for name in section)
+
+
+def memory_advice(parameters: int, config: Config, precision: str) -> str:
+    """Return what takes memory and which flags reduce it, for the message on an out-of-memory error."""
+    moments = 1 if config.optim.optimizer == "sgd" else 2
+    width = {"fp64": 8, "fp32": 4}.get(precision)
+    each = (
+        width * (2 + moments) if width else 2 + 4 * (2 + moments)
+    )  # weight, gradient and moments; below fp32 also a low-precision copy of the weight
+    return (
+        f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by --zero-stage, "
+        f"--model-parallel-size and --pipe-parallel-size; activations take the rest: --batch-size {config.train.batch_size} down and "
+        f"--gas up, --checkpoint-activations, --offload-activations"
+    )

@@ -2,15 +2,20 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tds.optimizer_state import local_piece
 
 from .. import mpu
 from ..model.layers import global_parameters
+from ..ranks.objects import gather_objects
+from .data_ranks import read
+from .health import Fault
+from .run_state import Run
+
+GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, as a checkpoint keeps its own)"
 
 
 class Finding(NamedTuple):
@@ -19,6 +24,28 @@ class Finding(NamedTuple):
     share: int  # index of the share of samples that this rank computed
     weight: str | None
     gradient: str | None
+
+
+def explain(run: Run, fault: Fault) -> str:
+    """Return why the run ends and what to do; recompute the iteration to name a rank and a parameter. A collective."""
+    samples, t = fault.samples, run.config.train
+
+    def again() -> None:
+        mpu.get_rng().begin(samples.iteration - 1)
+        run.engine.train_batch(read(run.datasets[0], run.config, samples.first_sample), 0.0)
+
+    if not fault.streak:
+        return f"the loss became {fault.loss} at {samples}, its gradient did not; {GENTLER} may help"
+    found = find(run.engine.deepspeed.module, again)
+    why = words(found, samples.first_sample, t.batch_size * t.gas)
+    begin = samples.iteration - fault.streak + 1
+    skip = f"--skip-iterations {begin}-{samples.iteration} goes on past them, {GENTLER} may keep them away"
+    if fault.scale is not None:
+        return (
+            f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at {samples}: {why}; "
+            f"take --precision bf16 or fp32, or {GENTLER}"
+        )
+    return f"{fault.streak} steps in a row were not applied, the last one at {samples}: {why}; {skip}"
 
 
 def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
@@ -40,11 +67,7 @@ def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
         hook.remove()
     gradients = [name for name, _ in every if name in bad]
     mine = Finding(mpu.get_mesh().share.number, next(iter(weights), None), next(iter(gradients), None))
-    found: list[Any] = [mine]
-    if dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    return found
+    return gather_objects(mine)
 
 
 def _finite(x: Tensor) -> bool:

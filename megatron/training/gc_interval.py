@@ -6,8 +6,12 @@ Automatic collection runs at different times on different ranks, and each time a
 import gc
 from types import TracebackType
 
+from .engine import Step
+from .health import SampleRange
+from .hooks import Hook, due
 
-class Garbage:
+
+class Garbage(Hook):
     """Context manager around the loop that collects garbage only at every `interval`-th iteration.
 
     The loop itself creates no cyclic garbage, but user code may. Objects that exist at the start, mostly of
@@ -36,7 +40,6 @@ class Garbage:
             if self._was_on:
                 gc.enable()
 
-    def after(self, iteration: int) -> None:
-        """Collect garbage if due; called at the end of each iteration."""
-        if self._interval and iteration % self._interval == 0:
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        if due(samples.iteration, self._interval):
             gc.collect()

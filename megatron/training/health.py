@@ -31,7 +31,7 @@ class SampleRange(NamedTuple):
 class Spike(NamedTuple):
     """A loss far above those before it."""
 
-    taken: SampleRange
+    samples: SampleRange
     loss: float
     median: float
 
@@ -46,14 +46,14 @@ class Interval(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Reason why a run cannot continue: skipped steps up to `taken`, or a non-finite loss there.
+    """Reason why a run cannot continue: skipped steps up to `samples`, or a non-finite loss there.
 
     Skipped steps are a reason if too many occur in a row, or if fp16's loss scale is at its minimum.
 
     streak: skipped steps in a row, without those of fp16's initial search for a loss scale.
     """
 
-    taken: SampleRange
+    samples: SampleRange
     streak: int
     loss: float
     scale: float | None  # the loss scale, if it is at its minimum
@@ -78,14 +78,14 @@ class Health:
         self._before: deque[float] = deque(maxlen=REMEMBERED)
         self.fault: Fault | None = None
 
-    def add(self, step: Step, taken: SampleRange, state: TrainState) -> None:
+    def add(self, step: Step, samples: SampleRange, state: TrainState) -> None:
         """Add a step.
 
         state: state of the run after the step.
         """
-        self._unread.append((step, taken, replace(state)))
+        self._unread.append((step, samples, replace(state)))
 
-    def passed_over(self, state: TrainState) -> None:
+    def skip(self, state: TrainState) -> None:
         """Record an iteration that was skipped on request; the state stays good if it was good."""
         self.read()
         if not self._streak:
@@ -106,20 +106,20 @@ class Health:
         known = iter(torch.stack(tensors).tolist() if tensors else [])
         numbers = [next(known) if isinstance(value, Tensor) else value for value in values]
         found = Interval([], [], 0, [])
-        for (step, taken, state), loss, norm in zip(unread, numbers[::2], numbers[1::2], strict=True):
+        for (step, samples, state), loss, norm in zip(unread, numbers[::2], numbers[1::2], strict=True):
             applied = math.isfinite(norm) and not step.skipped
-            self._judge(step, taken, loss, applied)
+            self._judge(step, samples, loss, applied)
             if math.isfinite(loss):
                 found.losses.append(loss)
             if applied:
                 self._good = state
                 found.norms.append(norm)
-                found.spikes.extend(self._spikes(taken, loss))
+                found.spikes.extend(self._spikes(samples, loss))
             else:
                 found = found._replace(skipped=found.skipped + 1)
         return found
 
-    def _judge(self, step: Step, taken: SampleRange, loss: float, applied: bool) -> None:
+    def _judge(self, step: Step, samples: SampleRange, loss: float, applied: bool) -> None:
         at_the_end = not applied and self._least is not None and self._scale == step.loss_scale == self._least
         self._scale = step.loss_scale
         if applied:
@@ -127,9 +127,9 @@ class Health:
         elif not self._starts:  # fp16's initial scale is far too high, and each skipped step lowers it
             self._streak += 1
         if self.fault is None and (at_the_end or self._streak >= self._most or (applied and not math.isfinite(loss))):
-            self.fault = Fault(taken, self._streak, loss, self._least if at_the_end else None)
+            self.fault = Fault(samples, self._streak, loss, self._least if at_the_end else None)
 
-    def _spikes(self, taken: SampleRange, loss: float) -> list[Spike]:
+    def _spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
         """Return the loss as a spike if it exceeds the median of recent losses by more than their noise explains.
 
         Noise is measured by the median absolute deviation (Hampel 1974), which single spikes do not affect.
@@ -139,6 +139,6 @@ class Health:
             median = statistics.median(self._before)
             noise = 1.4826 * statistics.median(abs(each - median) for each in self._before)
             if loss - median > max(DEVIATIONS * noise, SHARE * abs(median)):
-                found = [Spike(taken, loss, median)]
+                found = [Spike(samples, loss, median)]
         self._before.append(loss)
         return found

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,65 +11,73 @@ import torch.distributed as dist
 from tds.diagnose import Watchdog
 
 from .. import mpu
-from ..checkpointing import PatientSaver, Saver, find_start, start_or_resume
+from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.files import clear
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
 from ..model.layers import count_parameters
 from ..ranks import device as device_module
-from ..ranks.agreement import same_everywhere
-from ..ranks.errors import on_all_ranks
+from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.initialize import initialize_megatron, steps_begin
+from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder, writers
 from .build import build_engine, build_model
 from .data_ranks import open_datasets
-from .estimate import estimate
+from .engine import NoPipeEngine
+from .estimate import estimate, memory_advice
 from .global_vars import publish
-from .loop import Run
 from .metrics import MetricsWriter, Timers
 from .run_lock import RunLock
+from .run_state import Run
 from .task import Task, what
-from .watch import memory_advice, watched
+from .watch import StepWatch
 
 
 def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     """Return the run of `task`, new or resumed, ready to train. Raises RunError on every rank if it cannot start."""
     device = initialize_megatron(config)
     timers = Timers(device)
-    default_run_dir = _default_run_dir(task.name)  # a collective, which must stay outside of `on_all_ranks`
-    config, tokenizer, run_dir = on_all_ranks(lambda: _prepare(task, config, default_run_dir))
+    default_run_dir = f"runs/{task.name}-{from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
+    with all_ranks():
+        config, tokenizer, run_dir = _prepare(task, config, default_run_dir)
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     publish(config, tokenizer, timers)
-    on_all_ranks(lambda: writers.check(config.log) if is_rank_0() else None)
-    locks = on_all_ranks(lambda: run_folder.lock(config, run_dir) if is_rank_0() else [])
+    locks: list[RunLock] = []
+    with all_ranks():
+        if is_rank_0():
+            writers.check(config.log)
+            locks = run_folder.lock(config, run_dir)
     try:
         _say_what_runs(config, resolved, device, locks)
         datasets = open_datasets(task, config, tokenizer)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
-        said = on_all_ranks(lambda: estimate(task, config, resolved, device, mpu.get_topology().world_size()))
-        for line in said:
+        with all_ranks():
+            estimates = estimate(task, config, resolved, device, mpu.get_topology().world_size())
+        for line in estimates:
             print_rank_0(line)
-        with mpu.undrawn() if start.path else nullcontext():
+        with mpu.skip_init() if start.path else nullcontext():
             model = build_model(task, config, resolved, tokenizer)
         parameters = count_parameters(model)
         engine = build_engine(model, task, config, resolved, tokenizer, timers)
-        engine = watched(engine, 60 * config.parallel.distributed_timeout_minutes)
+        if isinstance(engine, NoPipeEngine) and dist.get_world_size() > 1:
+            engine.watch = StepWatch(60 * config.parallel.distributed_timeout_minutes, device)
         Watchdog.advice = memory_advice(parameters, config, resolved.precision)
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
-        metrics = on_all_ranks(lambda: _accepted(config, run_dir, save_dir, state.iteration, locks))
+        with all_ranks():
+            metrics = _accepted(config, run_dir, save_dir, state.iteration, locks)
     except BaseException:
         run_folder.release(locks)
         raise
     publish(config, tokenizer, timers)  # again, as a resumed run has its checkpoint's schedule
     steps_begin(config)
-    if not said:  # without an estimate, which would include the number
+    if not estimates:  # without an estimate, which would include the number
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
-    patient = PatientSaver(saver, config.checkpoint.failed_saves)
+    retrying = RetryingSaver(saver, config.checkpoint.max_failed_saves)
     return Run(
         config,
         resolved,
@@ -78,7 +85,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         engine,
         datasets,
         state,
-        patient,
+        retrying,
         timers,
         metrics,
         tokenizer,
@@ -118,14 +125,6 @@ def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, 
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
     run_dir = config.log.run_dir or config.checkpoint.save or default_run_dir
     return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
-
-
-def _default_run_dir(name: str) -> str:
-    """Return runs/<name>-<time>, the same on all ranks."""
-    stamp: list[Any] = [time.strftime("%Y%m%d-%H%M%S")]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(stamp)
-    return f"runs/{name}-{stamp[0]}"
 
 
 def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:

@@ -14,6 +14,8 @@ from .. import mpu
 from ..config import Config
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from . import profile
+from .hooks import Hook
+from .log import TrainingLog
 
 MOST_MERGED = 64  # ranks; the files of more take hundreds of megabytes: merge them with tools/draw_schedule.py
 
@@ -39,6 +41,17 @@ class Recorder(Protocol):
 
     def iteration(self, number: int) -> bool | None:
         """Announce an iteration; return True if that did work whose time belongs to no iteration."""
+
+
+class Recording(Hook):
+    """Iterations that --trace and --profile record."""
+
+    def __init__(self, recorder: Recorder | None, log: TrainingLog) -> None:
+        self._recorder, self._log = recorder, log
+
+    def before_step(self, iteration: int) -> None:
+        if self._recorder and self._recorder.iteration(iteration):
+            self._log.restart()
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.relocation import keep_roles, kept_beside
 from megatron.checkpointing.save import write_checkpoint
-from megatron.checkpointing.shapes import check_model
 from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.config.command_line import with_values
@@ -29,6 +28,7 @@ from megatron.tokenizer.base import read_object
 from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS, generation_beside
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
+from megatron_tools.shapes import check_model
 
 from .export_roles import bare_roles, generation_settings, model_ids
 from .export_tokenizer import Chat, chat_of, write_tokenizer
@@ -44,10 +44,10 @@ EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
       then: transformers.AutoModelForCausalLM.from_pretrained("exported")
   python tools/convert_checkpoint.py --load runs/t5 --output exported --dtype bf16 --max-shard-size 2
-  python tools/convert_checkpoint.py --from-hf downloaded/ --output runs/mine/checkpoints --vocab-file downloaded/tokenizer.json
-      then: python pretrain_gpt2.py --config runs/mine/checkpoints/settings.json --load runs/mine/checkpoints --data-path ...
-      (a Llama, Qwen or Mistral with pretrain_llama.py; the command prints which)
-  python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints --vocab-file bpe_3w_new/"""
+  python tools/convert_checkpoint.py --from-hf downloaded/ --output runs/mine/checkpoints
+      then: the command that it prints: python pretrain_gpt2.py --config runs/mine/checkpoints/settings.json ...
+  python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints \\
+      --vocab-file bpe_3w_new/"""
 
 
 def export(args: argparse.Namespace) -> None:
@@ -62,7 +62,9 @@ def export(args: argparse.Namespace) -> None:
     chat = chat_of(config, tokenizer, vocab_file) if tokenizer else Chat(None, None)
     described, generation = _described(reader, config, tokenizer, vocab_file, chat, args.dtype)
     if config.model.family == "llama" and config.model.hidden_dropout:
-        print(f"note: --hidden-dropout {config.model.hidden_dropout} has no place in their config.json; it is left out")
+        print(
+            f"note: --hidden-dropout {config.model.hidden_dropout} is not exported: Llama's config.json has no dropout"
+        )
 
     def shape(name: str) -> list[int]:
         return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
@@ -78,7 +80,7 @@ def export(args: argparse.Namespace) -> None:
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
         (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
         (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
-        notes = ["the folder has no tokenizer, as none came with this model; --vocab-file adds one"]
+        notes = ["the folder contains no tokenizer, because the model came without one; --vocab-file adds one"]
         if tokenizer:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
         for note in notes:
@@ -121,17 +123,19 @@ def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None)
     if given is None and not reader.tokenizer:
         return None
     if given is None or not Path(given).exists():
-        raise ValueError(f"{reader.path}: the tokenizer {given or 'of the run'} is not there; give --vocab-file")
+        raise ValueError(f"{reader.path}: the tokenizer {given or 'of the run'} does not exist; give --vocab-file")
     tokenizer = load_tokenizer(given, config.data.tokenizer_type)
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
     reader.check_tokenizer(tokenizer.fingerprint)
     if tokenizer.vocab_size > (rows := config.model.vocab_size or 0):
-        raise ValueError(f"{reader.path}: the model has {rows} tokens, its tokenizer {tokenizer.vocab_size}")
+        raise ValueError(
+            f"{reader.path}: the tokenizer has {tokenizer.vocab_size} tokens, more than the model's {rows}"
+        )
     return tokenizer
 
 
-def bring_in(args: argparse.Namespace) -> None:
+def import_checkpoint(args: argparse.Namespace) -> None:
     """Import a checkpoint in another format as one of ours at iteration 0."""
     output = Path(args.output)
     if output.exists() and any(output.iterdir()):
@@ -148,7 +152,9 @@ def bring_in(args: argparse.Namespace) -> None:
     settings = output / "settings.json"
     _write_settings(settings, config)
     script = f"pretrain_{config.model.family}.py"
-    print(f"to train on: python {script} --config {settings} --load {args.output} --data-path ... --run-dir ...")
+    print(
+        f"to continue training: python {script} --config {settings} --load {args.output} --data-path ... --run-dir ..."
+    )
 
 
 def _write_settings(path: Path, config: Config) -> None:
@@ -181,9 +187,9 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
         usual = theirs.values["pad_token_id"] in (0, None) and theirs.values["eos_token_id"] in (1, [1], None)
         if theirs.config.is_t5 and not (usual and theirs.values["decoder_start_token_id"] in (0, None)):
             raise ValueError(
-                f"{theirs.path} pads, begins and ends with ids of its own, but holds no tokenizer: give --vocab-file"
+                f"{theirs.path} has unusual ids for padding, start or end, but contains no tokenizer; give --vocab-file"
             )
-        print(f"note: there is no tokenizer in {theirs.path}; training and writing will need --vocab-file")
+        print(f"note: there is no tokenizer in {theirs.path}; training and generation need --vocab-file")
         return {}, ""
     found = load_tokenizer(path)
     if vocab_file and there:
@@ -205,16 +211,16 @@ def _extra_ids(vocab_file: Path, free: int) -> int:
     That is `extra_ids` if it is given, else 100 or as many as the model has rows for.
     """
     nearby = vocab_file.with_name("tokenizer_config.json")
-    said = read_object(nearby).get("extra_ids") if nearby.is_file() else None
-    if said is None:
+    given = read_object(nearby).get("extra_ids") if nearby.is_file() else None
+    if given is None:
         if 0 < free < 100:
             print(
-                f"note: {vocab_file} does not say how many sentinels it has; taken for {free}, for which the model has rows"
+                f"note: {vocab_file} does not give the number of sentinels; assuming {free}, the model's remaining rows"
             )
         return min(100, max(free, 1))
-    if type(said) is not int or said < 1:
-        raise ValueError(f"{nearby}: extra_ids is {said!r}; a T5 needs sentinels, of which 1 or more must be said")
-    return said
+    if type(given) is not int or given < 1:
+        raise ValueError(f"{nearby}: extra_ids is {given!r}, but a T5 needs at least one sentinel")
+    return given
 
 
 def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
@@ -223,11 +229,11 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     settings = settings_of(theirs, args.num_attention_heads)
     refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
     rows, fingerprint = settings["vocab_size"], ""
-    print(f"query, key and value: in the order of checkpoint version {theirs.version:g}, {theirs.told_by}")
+    print(f"order of query, key and value: checkpoint version {theirs.version:g}, {theirs.version_source}")
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file)
         if tokenizer.vocab_size > rows:
-            raise ValueError(f"{args.vocab_file} has {tokenizer.vocab_size} tokens, the model {rows}")
+            raise ValueError(f"{args.vocab_file} has {tokenizer.vocab_size} tokens, more than the model's {rows}")
         fingerprint = tokenizer.fingerprint
         settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # other rows are padding
     config = with_values(Config(), settings)
@@ -247,7 +253,7 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
     def make() -> Tensor:
         tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
         if not tensor.isfinite().all():
-            print(f"note: {' and '.join(match.theirs)} hold NaN or Inf")
+            print(f"note: {' and '.join(match.theirs)} contain NaN or Inf")
         return tensor
 
     # Joining empty tensors gives the shape without reading any weights.
@@ -279,10 +285,10 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
     else:
         found, expected = model(tokens), other(tokens).logits
     worst, spread = float((found - expected).abs().max()), float(expected.max() - expected.min())
-    print(f"largest difference of a logit: {worst:.1e} (logits reach over {spread:.1e})")
+    print(f"largest logit difference: {worst:.1e} (range of the logits: {spread:.1e})")
     if not worst <= 1e-5 * spread:
         raise ValueError(
-            f"{folder} is not the same model: its logits differ by {worst:.1e}, where they reach over {spread:.1e}"
+            f"{folder} is not the same model: its logits differ by {worst:.1e} (their range is {spread:.1e})"
         )
 
 
@@ -296,53 +302,55 @@ def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
     for text in texts_of(tokenizer):
         ours, found = tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]
         if ours != found:
-            raise ValueError(f"{folder}: of {text[:40]!r} AutoTokenizer makes the ids {found[:8]}, not {ours[:8]}")
+            raise ValueError(f"{folder}: AutoTokenizer encodes {text[:40]!r} as {found[:8]}, not {ours[:8]}")
 
 
 def main(args: argparse.Namespace) -> None:
     if sum(map(bool, (args.load, args.from_hf, args.from_megatron))) != 1:
-        raise ValueError(
-            "give one of --load (a run to be exported), --from-hf and --from-megatron (a folder of theirs)"
-        )
+        raise ValueError("give one of --load (a run to export), --from-hf and --from-megatron (a folder to import)")
     for flag in ("checkpoint_version", "num_layers", "num_attention_heads"):
         if getattr(args, flag) is not None and not args.from_megatron:
-            raise ValueError(f"--{flag.replace('_', '-')} belongs to --from-megatron")
+            raise ValueError(f"--{flag.replace('_', '-')} needs --from-megatron")
     if args.verify and args.from_megatron:
-        raise ValueError("--verify compares with transformers, which do not read --from-megatron; leave it out")
+        raise ValueError("--verify compares with transformers, which cannot read --from-megatron; omit --verify")
     if not 0 < args.max_shard_size < math.inf:
-        raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a number of GB")
+        raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a positive number of GB")
     if args.load:
         export(args)
     else:
-        bring_in(args)
+        import_checkpoint(args)
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--load", help="a run directory, or one of its checkpoints, to be exported")
-    add("--from-hf", help="a folder with config.json and safetensors, to become a checkpoint of ours")
+    add("--load", help="run directory or checkpoint to export")
+    add("--from-hf", help="folder with config.json and safetensors to import as a checkpoint")
     add(
         "--from-megatron",
-        help="a folder of CPM-1, CPM-Pretrain, Megatron-LM (GPT) or DeepSpeed with mp_rank_* or layer_* files, likewise",
+        help="folder with mp_rank_* or layer_* files of CPM-1, CPM-Pretrain, Megatron-LM (GPT) or DeepSpeed to import",
     )
-    add("--num-attention-heads", type=int, help="of --from-megatron, where its files do not tell: 32 for CPM-1-large")
+    add(
+        "--num-attention-heads",
+        type=int,
+        help="attention heads of the --from-megatron model, if its files do not record them: 32 for CPM-1-large",
+    )
     add(
         "--num-layers",
         type=int,
-        help="of --from-megatron with a file a layer, where nothing tells how many there should be",
+        help="layers of the --from-megatron model, if it has one file per layer and no record of the number",
     )
     add(
         "--checkpoint-version",
         type=int,
         choices=range(4),
-        help="of --from-megatron, where its files do not tell: how queries, keys and values are ordered; "
-        f"{ORDERS}; of CPM-Pretrain: 2 for a run that was never resumed, 0 after a resume",
+        help="order of query, key and value in the --from-megatron files, if they do not record it: "
+        f"{ORDERS}; for CPM-Pretrain, 2 if the run was never resumed, else 0",
     )
-    add("--output", required=True, help="the new folder; of --from-* the folder of checkpoints")
-    add("--vocab-file", help="the tokenizer (default: the run's)")
-    add("--dtype", choices=DTYPES, default="fp32", help="of the exported weights (default: fp32)")
-    add("--max-shard-size", type=float, default=5.0, help="largest file, in GB (default: 5)")
+    add("--output", required=True, help="new folder: the exported model, or with --from-* the folder of checkpoints")
+    add("--vocab-file", help="tokenizer (default: that of the run or the imported folder)")
+    add("--dtype", choices=DTYPES, default="fp32", help="dtype of the exported weights (default: fp32)")
+    add("--max-shard-size", type=float, default=5.0, help="largest exported file in GB (default: 5)")
     add(
         "--verify", action="store_true", help="run the same tokens through both models and compare (needs transformers)"
     )

@@ -77,7 +77,7 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
     return described
 
 
-def named_class(settings: Mapping[str, Any], source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
+def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
     """Return the settings that keep AutoTokenizer from replacing the class.
 
     is_json: the folder has a tokenizer.json.
@@ -128,10 +128,10 @@ def generation_settings(
     ids: Mapping[str, Any], tokenizer: Tokenizer, source: Path, turn_end: int | None
 ) -> dict[str, Any]:
     """Return generation_config.json: original settings, ids from config.json, and every id that ends an answer."""
-    said = ends_beside(source)
-    came = said if isinstance(said, list) else [] if said is None else [said]
-    known = [i for i in came if type(i) is int and 0 <= i < tokenizer.vocab_size]
+    given = ends_beside(source)
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    known = [i for i in listed if type(i) is int and 0 <= i < tokenizer.vocab_size]
     ends = known if tokenizer.eod in known else [tokenizer.eod]
     ends = list(dict.fromkeys([*ends, *([] if turn_end is None else [turn_end])]))
-    one = len(ends) == 1 and not isinstance(said, list)
+    one = len(ends) == 1 and not isinstance(given, list)
     return {**ids, **generation_beside(source), "eos_token_id": ends[0] if one else ends}

@@ -5,6 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_utils.chat_templates import (
+    NAMED,
+    ChatML,
+    is_undated,
+    missing_marks,
+    own_template,
+    template_of_corpus,
+    turn_end,
+)
 from data_utils.inspect_data import of_conversations
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of
@@ -18,12 +27,11 @@ from megatron.tokenizer.beside import (
     settings_beside,
     token_beside,
 )
-from megatron.tokenizer.chat import NAMED, ChatML, is_undated, missing_marks, own_template, template_of_corpus, turn_end
 from megatron.tokenizer.load import file_of
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 
 from .export_roles import REPLACED, named_class, tokenizer_settings
-from .hf_tokenizer import as_theirs, is_t5_model
+from .hf_tokenizer import is_t5_model, to_hf_tokenizer
 
 
 class Chat(NamedTuple):
@@ -42,7 +50,7 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     """Return the chat format of the conversations that the run was trained on, else that of the tokenizer."""
     if config.is_t5:
         return Chat(None, None)
-    own, notes = own_template(vocab_file), _left_out(vocab_file)
+    own, notes = own_template(vocab_file), _skipped_templates(vocab_file)
     if config.objective != "sft":
         return Chat(own, None, tuple(notes))
     data = config.data
@@ -50,29 +58,28 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     abouts = [about for _, about in of_conversations(config)]
     if not abouts:
         notes.append(
-            f"no sidecar of {', '.join(prefixes) or 'the corpora'} is there to say how conversations were written: "
-            f"{'the chat template is the one of the tokenizer' if own else 'no chat template is written'}, and "
-            f"eos_token_id has no end of a turn"
+            f"{', '.join(prefixes) or 'the run'} has no sidecar file with the chat template: "
+            f"{'that of the tokenizer' if own else 'none'} is exported, and eos_token_id lacks an end-of-turn token"
         )
         return Chat(own, None, tuple(notes))
     source, date, end = str(abouts[0]["chat_template"]), abouts[0].get("chat_date"), None
     if any(about["chat_template"] != source for about in abouts):
-        notes.append("the corpora of this run have different chat templates; that of the first is written")
+        notes.append("the corpora of this run have different chat templates; that of the first is exported")
     if date:
-        notes.append(f"chat_template.jinja writes the date of the day on which it is used; the run learned with {date}")
+        notes.append(f"chat_template.jinja inserts the current date; the run was trained with {date}")
     elif is_undated(abouts[0]):
         notes.append(
-            "chat_template.jinja writes the date of the day on which it is used; the run learned without one, as templates knew no "
+            "chat_template.jinja inserts the current date; the run was trained without one, because templates had no "
             "strftime_now when its corpus was made"
         )
     try:
         end = turn_end(template_of_corpus(abouts[0], tokenizer, vocab_file), tokenizer)
     except ValueError as error:
-        notes.append(f"eos_token_id has no end of a turn: {error}")
+        notes.append(f"eos_token_id lacks an end-of-turn token: {error}")
     return Chat(source, end, tuple(notes))
 
 
-def _left_out(vocab_file: str) -> list[str]:
+def _skipped_templates(vocab_file: str) -> list[str]:
     path = file_of(vocab_file)
     several = settings_beside(path).get("chat_template")
     names = (
@@ -81,7 +88,7 @@ def _left_out(vocab_file: str) -> list[str]:
         else []
     )
     names += [file.name for file in sorted(path.with_name(MORE_TEMPLATES).glob("*.jinja"))]
-    return [f"more chat templates of the tokenizer are left out: {', '.join(names)}"] if names else []
+    return [f"further chat templates of the tokenizer are not exported: {', '.join(names)}"] if names else []
 
 
 def write_tokenizer(
@@ -92,7 +99,7 @@ def write_tokenizer(
     If transformers would read a different tokenizer, a placeholder is written so that it reads none.
     """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    source, theirs = file_of(vocab_file), as_theirs(base)
+    source, theirs = file_of(vocab_file), to_hf_tokenizer(base)
     if theirs is not None:
         positions = config.positions if config.model.position_embedding == "learned" else None
         described = tokenizer_settings(base, source, positions)
@@ -104,11 +111,11 @@ def write_tokenizer(
             placeholder = json.dumps(placeholder_of(source.name), indent=2)
             (folder / "tokenizer.json").write_text(placeholder, encoding="utf-8")
             return [
-                f"transformers has no tokenizer with the ids of {source.name} (of the kind {base.name}), so its AutoTokenizer "
-                f"refuses this folder; use the file with this project's tokenizers",
-                *(["no chat template is written, as it would be of no use without that"] if chat.source else []),
+                f"transformers has no tokenizer with the ids of {source.name} ({base.name}), so AutoTokenizer rejects "
+                f"this folder; load {source.name} with this project's tokenizers",
+                *(["no chat template is exported, because it needs such a tokenizer"] if chat.source else []),
             ]
-    described |= named_class(described, source, model_type, theirs is not None)
+    described |= named_class(source, model_type, theirs is not None)
     for file in TOKEN_FILES:
         if source.with_name(file).is_file():
             (folder / file).write_bytes(source.with_name(file).read_bytes())
@@ -161,8 +168,8 @@ def _write_template(folder: Path, tokenizer: Tokenizer, chat: Chat) -> list[str]
     source = chat.source
     if source == ChatML.source:
         if missing := missing_marks(ChatML(), tokenizer):
-            why = f"{' and '.join(missing)} of chatml are text in this tokenizer, which transformers may cut otherwise"
-            return [*chat.notes, f"no chat_template.jinja is written: {why}"]
+            why = f"{' and '.join(missing)} are text in this tokenizer, which transformers may tokenize differently"
+            return [*chat.notes, f"chat_template.jinja is not exported: chatml's {why}"]
         source = ChatML.jinja
     (folder / TEMPLATE).write_text(source, encoding="utf-8")
     return list(chat.notes)

@@ -30,6 +30,10 @@ _T5 = {
     "tie_word_embeddings": True, "scale_decoder_outputs": None, "pad_token_id": 0, "eos_token_id": 1,
     "decoder_start_token_id": None, "is_encoder_decoder": True, "n_positions": None,
 }  # fmt: skip
+_MT5 = {
+    **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}  # fmt: skip
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
@@ -60,20 +64,14 @@ FAMILIES = {
     "mt5": Family(
         "MT5ForConditionalGeneration",
         ("MT5ForConditionalGeneration", "T5ForConditionalGeneration", "MT5Model"),
-        {
-            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
-            "decoder_start_token_id": 0,
-        },
+        _MT5,
         _T5_ALIASES,
         _DEAD_TABLE,
     ),
     "umt5": Family(
         "UMT5ForConditionalGeneration",
         ("UMT5ForConditionalGeneration", "UMT5Model"),
-        {
-            **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
-            "decoder_start_token_id": 0,
-        },
+        _MT5,
         _T5_ALIASES,
     ),
     **hf_llama.FAMILIES,
@@ -87,14 +85,15 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"{where} describes a model of type {kind!r}; {', '.join(FAMILIES)} can be converted")
+        raise ValueError(f"{where}: model_type is {kind!r}; only {', '.join(FAMILIES)} can be converted")
     family, named = FAMILIES[kind], content.get("architectures") or []
     if not isinstance(named, list):
         raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
     for name in named:
         if name not in family.architectures:
             raise ValueError(
-                f"{where} is of a {name}; of {kind}, {' and '.join(family.architectures)} can be converted"
+                f"{where}: architectures names {name}; of {kind}, only {' and '.join(family.architectures)} can be "
+                f"converted"
             )
     values = dict(family.defaults)
     given: dict[str, str] = {}
@@ -102,19 +101,19 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
         name = family.aliases.get(key, key)
         if name in values:
             if name in given and values[name] != value:
-                raise ValueError(f"{where}: {given[name]} is {values[name]}, but {key}, the same thing, is {value}")
+                raise ValueError(f"{where}: {given[name]} is {values[name]}, but its alias {key} is {value}")
             check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
             given[name], values[name] = key, value
         elif name in MUST and value not in (MUST[name], None):
             raise ValueError(f"{where}: {key} is {value}; only models with {MUST[name]} can be converted")
         elif name not in MUST and name not in HARMLESS and not is_off(key, value) and not changes_nothing(key):
             raise ValueError(
-                f"{where}: the key {key} ({value!r}) is not known here, and may change what the model computes; if it does "
-                f"not, take it out of the file"
+                f"{where}: the key {key} ({value!r}) is unknown and may change what the model computes; if it does "
+                f"not, remove it from the file"
             )
     wanted = family.defaults["is_encoder_decoder"]
     if values["is_encoder_decoder"] not in (wanted, None):
-        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, of a {kind} it is {wanted}")
+        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {wanted} for {kind}")
     if "scale_decoder_outputs" in given:  # null means false; without the key the family decides
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}
@@ -138,11 +137,12 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
         notes = []
         if values["embd_pdrop"] != values["resid_pdrop"]:
             notes.append(
-                f"embd_pdrop {values['embd_pdrop']} is not resid_pdrop {values['resid_pdrop']}; training on uses "
+                f"embd_pdrop {values['embd_pdrop']} is not resid_pdrop {values['resid_pdrop']}; further training uses "
                 f"--hidden-dropout {values['resid_pdrop']} for both"
             )
         return {
-            "family": "gpt2", "num_layers": values["n_layer"], "hidden_size": values["n_embd"], "num_attention_heads": values["n_head"],
+            "family": "gpt2", "num_layers": values["n_layer"], "hidden_size": values["n_embd"],
+            "num_attention_heads": values["n_head"],
             "ff_hidden_size": values["n_inner"], "vocab_size": values["vocab_size"],
             "max_position_embeddings": values["n_positions"], "seq_length": values["n_positions"],
             "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["resid_pdrop"],
@@ -157,8 +157,10 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
         "relative_attention_num_buckets": values["relative_attention_num_buckets"],
         "relative_attention_max_distance": values["relative_attention_max_distance"],
         "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["dropout_rate"],
-        "attention_dropout": values["dropout_rate"], "activation": _t5_activation(values, where), "tie_embeddings": tied,
-        "scale_tied_logits": _scales_logits(values), "relative_attention_per_layer": values["model_type"] == "umt5", "position_embedding": "relative", "normalization": "rmsnorm",
+        "attention_dropout": values["dropout_rate"], "activation": _t5_activation(values, where),
+        "tie_embeddings": tied,
+        "scale_tied_logits": _scales_logits(values), "relative_attention_per_layer": values["model_type"] == "umt5",
+        "position_embedding": "relative", "normalization": "rmsnorm",
         "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512, "span_convention": "t5",
     }, _notes_on_scale(values)  # fmt: skip
 
@@ -173,7 +175,7 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
     if not gated:
         return found
     if found != "gelu-tanh":
-        raise ValueError(f"{where}: a gated {found} (feed_forward_proj {project}) cannot be converted; gated-gelu can")
+        raise ValueError(f"{where}: feed_forward_proj {project} is a gated {found}; only gated-gelu can be converted")
     return "gated-gelu"
 
 
@@ -184,16 +186,16 @@ def _scales_logits(values: Mapping[str, Any]) -> bool:
     """
     if values["model_type"] in ("mt5", "umt5"):
         return bool(values["model_type"] == "umt5")
-    said = values["scale_decoder_outputs"]
-    return bool(said if said is not None else values["tie_word_embeddings"] is not False)
+    scaled = values["scale_decoder_outputs"]
+    return bool(scaled if scaled is not None else values["tie_word_embeddings"] is not False)
 
 
 def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
     if values["model_type"] != "umt5" or values["tie_word_embeddings"] is not False:
         return []
     return [
-        "tie_word_embeddings is false: transformers 5 scales the logits of every UMT5, transformers 4 those of a tied one only; "
-        "they are scaled here (--no-scale-tied-logits trains on without)"
+        "tie_word_embeddings is false: transformers 5 scales the logits of every UMT5, transformers 4 only if tied; "
+        "they are scaled here (--no-scale-tied-logits disables it)"
     ]
 
 
@@ -203,7 +205,9 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
     Raises ValueError if the tokenizer has more tokens than the model, or other end, padding or start ids.
     """
     if tokenizer.vocab_size > values["vocab_size"]:
-        raise ValueError(f"{where}: the model has {values['vocab_size']} tokens, its tokenizer {tokenizer.vocab_size}")
+        raise ValueError(
+            f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, more than vocab_size {values['vocab_size']}"
+        )
     ends = values["eos_token_id"] if isinstance(values["eos_token_id"], list) else [values["eos_token_id"]]
     if (
         "eos_token_id" in given
@@ -215,7 +219,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
         )
     notes = []
     if len(ends) > 1:
-        notes = [f"eos_token_id names {ends}; here a text ends with {tokenizer.eod} only"]
+        notes = [f"eos_token_id lists {ends}; here only {tokenizer.eod} ends a text"]
     if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
         return notes
     if values["pad_token_id"] != tokenizer.pad:
@@ -225,7 +229,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
     start = values["decoder_start_token_id"]
     if start not in (None, tokenizer.pad):
         raise ValueError(
-            f"{where}: decoder_start_token_id is {start}; here a decoder begins with the padding, {tokenizer.pad}"
+            f"{where}: decoder_start_token_id is {start}; here a decoder starts with the padding token, {tokenizer.pad}"
         )
     return notes
 
@@ -244,7 +248,8 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
         (m.head_size * m.num_attention_heads != m.hidden_size, f"--kv-hidden-size {m.kv_hidden_size}"),
     ], "GPT-2")  # fmt: skip
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size, "n_positions": positions,
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size,
+        "n_positions": positions,
         "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ff_size,
         "activation_function": _their_activation(m), "scale_attn_weights": m.scale_attention,
         "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
@@ -260,7 +265,10 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.activation == "swiglu", "--activation swiglu"),
         (m.hidden_bias, "--hidden-bias"),
-        (m.relative_attention_per_layer and not m.scale_tied_logits, "--relative-attention-per-layer --no-scale-tied-logits"),
+        (
+            m.relative_attention_per_layer and not m.scale_tied_logits,
+            "--relative-attention-per-layer --no-scale-tied-logits",
+        ),
     ], "T5")  # fmt: skip
     kind = "umt5" if m.relative_attention_per_layer else "t5"
     return {
@@ -269,7 +277,8 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         "num_decoder_layers": m.decoder_layers, "num_heads": m.num_attention_heads,
         "relative_attention_num_buckets": m.relative_attention_num_buckets,
         "relative_attention_max_distance": m.relative_attention_max_distance, "dropout_rate": m.hidden_dropout,
-        "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": _their_activation(m), "is_encoder_decoder": True,
+        "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": _their_activation(m),
+        "is_encoder_decoder": True,
         "tie_word_embeddings": m.tie_embeddings, "scale_decoder_outputs": m.scale_tied_logits,
         "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": DTYPES[dtype],
     }  # fmt: skip

@@ -12,13 +12,13 @@ from torch import Tensor
 from megatron import mpu
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import open_tensors
-from megatron.checkpointing.shapes import whole_shapes
 from megatron.checkpointing.stream import Entry, write_entries
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.fields import ConfigError
 from megatron.model.layers import global_parameters
 from megatron.tokenizer.base import read_object
+from megatron_tools.shapes import whole_shapes
 
 from .hf_config import FAMILIES, read_config, settings_of, unread_keys
 from .hf_names import Match, matches_of
@@ -28,7 +28,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
 HEAD = "lm_head.weight"
 # Names of the embedding matrix; a file may hold it under any of them.
 EMBEDDINGS = (
-    "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD,
+    "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight", HEAD,
 )  # fmt: skip
 PREFIX = re.compile(r"^(transformer|model)\.")  # files of a model without its head lack this prefix
 CONSTANT = re.compile(
@@ -73,14 +74,14 @@ class FolderReader:
             self._where: Mapping[str, str] = _weight_map(index)
             if single and set(self._where.values()) != {"model.safetensors"}:
                 raise ValueError(
-                    f"{folder} holds model.safetensors and model.safetensors.index.json of other files: one of them is left "
-                    f"over from another model (transformers reads the first); remove it"
+                    f"{folder} contains model.safetensors and a model.safetensors.index.json of other files: one is "
+                    f"left over from another model; remove it (transformers reads the first)"
                 )
         elif single:
             self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
             raise ValueError(
-                f"{folder} holds no model.safetensors; weights in pickled files are not read: save them with "
+                f"{folder} contains no model.safetensors; pickled weights are not read, so save them with "
                 f"save_pretrained(..., safe_serialization=True)"
             )
 
@@ -100,7 +101,7 @@ class FolderReader:
     def shapes(self) -> list[list[int]]:
         """Return the shapes of all tensors in the folder's files."""
         files = [self._open(name) for name in sorted(set(self._where.values()))]
-        return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118  # no mapping
+        return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118
 
     def holds(self, name: str) -> bool:
         """Return whether the files hold a tensor under this name, with or without its prefix."""
@@ -120,11 +121,11 @@ class FolderReader:
         """Return the open file that holds a tensor, and the tensor's name in it."""
         found = self._name(name)
         if found is None:
-            raise ValueError(f"{self.folder} holds no tensor {name}")
+            raise ValueError(f"{self.folder} contains no tensor {name}")
         self._asked.add(found)
         file = self._open(self._where[found])
-        if found not in file.keys():  # noqa: SIM118  # no mapping
-            raise ValueError(f"{self.folder / self._where[found]} lacks {found}, which the index says it holds")
+        if found not in file.keys():  # noqa: SIM118
+            raise ValueError(f"{self.folder / self._where[found]} lacks {found}, which the index lists there")
         return file, found
 
     def shape(self, name: str) -> list[int]:
@@ -133,8 +134,8 @@ class FolderReader:
         tensor = file.get_slice(found)
         if tensor.get_dtype() not in FLOATS:
             raise ValueError(
-                f"{self.folder / self._where[found]} holds {found} as {tensor.get_dtype()}, which are quantized numbers: save the "
-                f"model again in one of {', '.join(FLOATS)}"
+                f"{self.folder / self._where[found]}: {found} is quantized ({tensor.get_dtype()}); save the model "
+                f"again in one of {', '.join(FLOATS)}"
             )
         shape: list[int] = tensor.get_shape()
         return shape
@@ -150,7 +151,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Return tensor name -> file name from an index. Raises ValueError for a file outside the index's folder."""
     found = read_object(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(f, str) and f == Path(f).name for f in found.values()):
-        raise ValueError(f"{index}: weight_map must give, for each tensor, the name of a file in the same folder")
+        raise ValueError(f"{index}: weight_map must map each tensor to the name of a file in the same folder")
     return found
 
 
@@ -171,7 +172,7 @@ def entries_of(
                 if tensor.isfinite().all() and not tensor.to(DTYPES[dtype]).isfinite().all():
                     largest = float(tensor.abs().max())
                     raise ValueError(
-                        f"{match.theirs[i]} reaches {largest:.3g}, more than {dtype} holds; choose another --dtype"
+                        f"{match.theirs[i]} reaches {largest:.3g}, which overflows {dtype}; choose another --dtype"
                     )
                 return tensor
 
@@ -195,16 +196,14 @@ class Folder:
     def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
         self.path, where = path, path / "config.json"
         if not where.is_file():
-            raise ValueError(f"{where} does not exist: {path} is not a model of Hugging Face")
+            raise ValueError(f"{where} does not exist: {path} is not a Hugging Face model")
         self.given = read_object(where)
         self.values = read_config(self.given, where)
         self.tensors = FolderReader(path)
         refuse_absurd_sizes(self.values, self.tensors.shapes(), where)
         settings, self.notes = settings_of(self.values, self._tied(), where)
         if unread := unread_keys(self.given):
-            self.notes.append(
-                f"{where} has keys that change nothing in a {self.values['model_type']}: {', '.join(unread)}"
-            )
+            self.notes.append(f"{where} has keys without effect in a {self.values['model_type']}: {', '.join(unread)}")
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
@@ -223,13 +222,13 @@ class Folder:
         first = next((name for name in there if name != HEAD), None)
         for name in there:
             if first and name != HEAD and not torch.equal(self.tensors.read(name), self.tensors.read(first)):
-                raise ValueError(f"{self.path}: {name} and {first} differ, but a model here has one embedding")
+                raise ValueError(f"{self.path}: {name} and {first} differ, but models here have one input embedding")
         if first and HEAD in there:
             return torch.equal(self.tensors.read(HEAD), self.tensors.read(first))
         if not self.values["tie_word_embeddings"]:
             raise ValueError(
-                f"{self.path}/config.json says tie_word_embeddings false, but there is "
-                f"{'no ' + HEAD if first else 'no embedding'} among the tensors"
+                f"{self.path}/config.json has tie_word_embeddings false, but the files contain no "
+                f"{HEAD if first else 'embedding'}"
             )
         return True
 
@@ -242,13 +241,13 @@ class Folder:
             ):
                 found = self.tensors.shape(name)
                 if found != list(part.shape):
-                    raise ValueError(f"{self.path}: {name} has shape {found}, by config.json it has {list(part.shape)}")
+                    raise ValueError(
+                        f"{self.path}: {name} has shape {found}, but config.json implies {list(part.shape)}"
+                    )
         extra = self.tensors.unread(FAMILIES[self.values["model_type"]].ignored)
         if extra:
             shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
-            raise ValueError(
-                f"{self.path} holds tensors that are no part of the model that config.json describes: {shown}"
-            )
+            raise ValueError(f"{self.path} contains tensors that are not part of the model in config.json: {shown}")
 
     @torch.no_grad()
     def load(self, model: Any) -> None:

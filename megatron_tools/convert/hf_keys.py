@@ -11,7 +11,8 @@ from megatron.config.fields import ConfigError
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Names of activations here by their Hugging Face names. Functions not listed compute something else.
 ACTIVATIONS = {
-    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_accurate": "gelu-tanh",
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh",
+    "gelu_accurate": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
 }  # fmt: skip
 # Keys without effect on the logits: training, generation, other heads, files and labels.
@@ -88,30 +89,34 @@ HARMLESS = frozenset(
 )
 # Keys that change the computation, with the only supported value.
 MUST: dict[str, Any] = {
-    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False, "tie_encoder_decoder": False,
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False,
+    "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
 # Names found in re-uploaded models that no class of these families reads, although they look relevant.
 UNREAD = re.compile(
-    r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special|predict_special_tokens"
-    r"|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
+    r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
+    r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
 )
 # Words in keys with which other families change what a model computes; test_hf_keys.py checks them against
 # transformers.
 COMPUTES = re.compile(
-    r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position|residual|emb|act|gat"
-    r"|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim|size|block|stride|kernel|num_|n_|theta|query"
-    r"|key|eps|tie|memory|mem_|mix|chunk|local|global|span|bucket|group|depth|width|channel|interleav|drop|prob|rate|swiglu|glu|dense"
-    r"|causal|mup|decoder|encoder|linear|sparse|clamp|clip|limit|temperature|index|share|use_|weight|alpha|beta|hc_|prefix_lm|expand"
-    r"|_pos|max_period|sinusoid|cycles|d_|latent|mult|altup|first_k|lower_bound|type$|jitter|patch|dff|scoring|method|_config|time_step|afn"
-    r"|sink|rel_|relative|ngram|enable|concat|asm|bi_data|same_length|^mode$|cca|hash|segment"
+    r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position"
+    r"|residual|emb|act|gat|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim"
+    r"|size|block|stride|kernel|num_|n_|theta|query|key|eps|tie|memory|mem_|mix|chunk|local|global|span|bucket"
+    r"|group|depth|width|channel|interleav|drop|prob|rate|swiglu|glu|dense|causal|mup|decoder|encoder|linear"
+    r"|sparse|clamp|clip|limit|temperature|index|share|use_|weight|alpha|beta|hc_|prefix_lm|expand|_pos|max_period"
+    r"|sinusoid|cycles|d_|latent|mult|altup|first_k|lower_bound|type$|jitter|patch|dff|scoring|method|_config"
+    r"|time_step|afn|sink|rel_|relative|ngram|enable|concat|asm|bi_data|same_length|^mode$|cca|hash|segment"
 )
 NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
 # Types of keys whose value may be null.
 OPTIONAL: dict[str, type] = {
     "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
-    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool, "n_positions": int,
-    "is_encoder_decoder": bool, "num_key_value_heads": int, "head_dim": int, "sliding_window": int, "max_window_layers": int,
+    "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool,
+    "n_positions": int,
+    "is_encoder_decoder": bool, "num_key_value_heads": int, "head_dim": int, "sliding_window": int,
+    "max_window_layers": int,
     "layer_types": list, "rope_theta": float, "rope_scaling": dict, "rope_parameters": dict,
 }  # fmt: skip
 
@@ -149,13 +154,13 @@ def check_type(key: str, value: Any, default: Any, optional: type | None, where:
     wanted = type(default) if default is not None else optional
     ends = isinstance(value, list) and key == "eos_token_id" and all(type(end) is int for end in value)
     if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int) and not ends:
-        raise ValueError(f"{where}: {key} is {value!r}, where {wanted.__name__} is meant")
+        raise ValueError(f"{where}: {key} is {value!r}, not of type {wanted.__name__}")
 
 
 def activation_of(name: str, where: Path, key: str) -> str:
     """Return our name of a Hugging Face activation. Raises ValueError if we have no equivalent."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"{where}: {key} is {name}; {', '.join(ACTIVATIONS)} can be converted")
+        raise ValueError(f"{where}: {key} is {name}; only {', '.join(ACTIVATIONS)} can be converted")
     return ACTIVATIONS[name]
 
 
@@ -163,4 +168,4 @@ def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
     """Raise ConfigError for the first setting, of (is present, setting) pairs, that `model` does not support."""
     for wrong, setting in what:
         if wrong:
-            raise ConfigError(f"Hugging Face's {model} cannot be a model with {setting}")
+            raise ConfigError(f"Hugging Face's {model} does not support {setting}")

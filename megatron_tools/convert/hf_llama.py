@@ -16,23 +16,28 @@ from .hf_rope import rope_settings, their_rope
 LONGEST = 4096  # default --seq-length for further training; many models accept far longer inputs
 _ALL = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": None, "rope_scaling": None, "rope_parameters": None,
+    "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": None, "rope_scaling": None,
+    "rope_parameters": None,
     "pad_token_id": None, "head_dim": None, "is_encoder_decoder": False,
     "decoder_start_token_id": None,
 }  # fmt: skip
 _QWEN = {
-    **_ALL, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
-    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None, "eos_token_id": None,
+    **_ALL, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None,
+    "eos_token_id": None,
 }  # fmt: skip
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
-        **_ALL, "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None, "max_position_embeddings": 2048,
+        **_ALL, "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
         "attention_bias": False, "mlp_bias": False, "eos_token_id": 2,
     },
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
     "mistral": {
-        **_ALL, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        **_ALL, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
         "sliding_window": 4096, "layer_types": None, "eos_token_id": 2,
     },
 }  # fmt: skip
@@ -50,17 +55,20 @@ def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[
     notes = []
     if positions > LONGEST:
         notes.append(
-            f"the model reads {positions} tokens; settings.json has --seq-length {LONGEST} to train on with, give another"
+            f"the model has {positions} positions; settings.json has --seq-length {LONGEST} for further training"
         )
     return {
         "family": "llama", "num_layers": values["num_hidden_layers"], "hidden_size": values["hidden_size"],
         "num_attention_heads": values["num_attention_heads"], "num_key_value_heads": values["num_key_value_heads"],
-        "kv_hidden_size": values["head_dim"], "ff_hidden_size": values["intermediate_size"], "vocab_size": values["vocab_size"],
+        "kv_hidden_size": values["head_dim"], "ff_hidden_size": values["intermediate_size"],
+        "vocab_size": values["vocab_size"],
         "max_position_embeddings": positions, "seq_length": min(positions, LONGEST),
-        "layernorm_epsilon": values["rms_norm_eps"], "hidden_dropout": 0.0, "attention_dropout": values["attention_dropout"],
+        "layernorm_epsilon": values["rms_norm_eps"], "hidden_dropout": 0.0,
+        "attention_dropout": values["attention_dropout"],
         "tie_embeddings": tied, "activation": _gated(values["hidden_act"], where), "position_embedding": "rope",
         "normalization": "rmsnorm", "hidden_bias": hidden_bias, "qkv_bias": qkv_bias,
-        "qk_norm": values["model_type"] == "qwen3", "sliding_window": _window(values, where), **rope_settings(values, where),
+        "qk_norm": values["model_type"] == "qwen3", "sliding_window": _window(values, where),
+        **rope_settings(values, where),
     }, notes  # fmt: skip
 
 
@@ -70,10 +78,10 @@ def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
         return False, True
     attention, mlp = values.get("attention_bias", False), values.get("mlp_bias", False)
     if attention != mlp:
-        beside = "" if values["model_type"] == "qwen3" else f" and mlp_bias {mlp}"
+        other = "" if values["model_type"] == "qwen3" else f" and mlp_bias {mlp}"
         raise ValueError(
-            f"{where}: attention_bias is {attention}{beside}; only models with biases in all linear layers, in none, or "
-            f"(qwen2) of queries, keys and values can be converted"
+            f"{where}: attention_bias is {attention}{other}; only models with biases in all linear layers, in none, or "
+            f"(qwen2) in queries, keys and values can be converted"
         )
     return attention, attention
 
@@ -84,7 +92,7 @@ def _gated(name: str, where: Path) -> str:
     if ACTIVATIONS.get(name) == "gelu-tanh":
         return "gated-gelu"
     good = ", ".join(name for name, ours in ACTIVATIONS.items() if ours == "gelu-tanh")
-    raise ValueError(f"{where}: hidden_act is {name}; silu, swish, {good} can be converted")
+    raise ValueError(f"{where}: hidden_act is {name}; only silu, swish, {good} can be converted")
 
 
 def _window(values: Mapping[str, Any], where: Path) -> int | None:
@@ -99,14 +107,14 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
         full = values.get("max_window_layers", 0)
         if full is None and window is not None:
             raise ValueError(
-                f"{where}: max_window_layers is null; with use_sliding_window and without layer_types it must say how many "
-                f"layers have no window"
+                f"{where}: max_window_layers is null; without layer_types, use_sliding_window needs it as the number "
+                f"of layers without a window"
             )
         types = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
     if len(types) != layers or len(set(types)) != 1 or types[0] not in ("full_attention", "sliding_attention"):
         raise ValueError(
-            f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must make all {layers} layers "
-            f"full_attention or all sliding_attention; models whose layers differ cannot be converted"
+            f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must make all {layers} "
+            f"layers full_attention or all sliding_attention; models whose layers differ cannot be converted"
         )
     slides = types[0] == "sliding_attention"
     if slides and window is None or not slides and window is not None and "use_sliding_window" not in values:
@@ -131,8 +139,10 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
         "hidden_size": m.hidden_size, "intermediate_size": m.ff_size, "num_hidden_layers": m.num_layers,
         "num_attention_heads": m.num_attention_heads, "num_key_value_heads": m.key_value_heads, "head_dim": m.head_size,
         "hidden_act": "silu" if m.activation == "swiglu" else "gelu_pytorch_tanh", "max_position_embeddings": positions,
-        "initializer_range": m.init_method_std, "rms_norm_eps": m.layernorm_epsilon, "attention_dropout": m.attention_dropout,
-        "tie_word_embeddings": m.tie_embeddings, "bos_token_id": bos, "eos_token_id": eod, **their_rope(m), "dtype": DTYPES[dtype],
+        "initializer_range": m.init_method_std, "rms_norm_eps": m.layernorm_epsilon,
+        "attention_dropout": m.attention_dropout,
+        "tie_word_embeddings": m.tie_embeddings, "bos_token_id": bos, "eos_token_id": eod, **their_rope(m),
+        "dtype": DTYPES[dtype],
     }  # fmt: skip
     if kind == "llama":
         found |= {"attention_bias": m.hidden_bias, "mlp_bias": m.hidden_bias}

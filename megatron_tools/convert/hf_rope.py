@@ -30,20 +30,20 @@ KNOWN = {
 
 def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """Return our rotary settings for the values from `read_config`. Raises ValueError if they are unsupported."""
-    rope, at = _one_of_both(values, where)
+    rope, at = _rope_and_key(values, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in READ_BY:
-        raise ValueError(f"{where}: {at} has the type {kind!r}; {', '.join(READ_BY)} can be converted")
+        raise ValueError(f"{where}: {at} has the type {kind!r}; only {', '.join(READ_BY)} can be converted")
     if rope.get("type", kind) != kind:
-        raise ValueError(f"{where}: {at} has the type {rope['type']!r} and the rope_type {kind!r}, which are one thing")
+        raise ValueError(f"{where}: {at} has type {rope['type']!r} but rope_type {kind!r}; they must be equal")
     for key in rope:
         if key in KNOWN and key not in (*ANY_TYPE, *READ_BY[kind]) and rope[key] is not None:
-            raise ValueError(f"{where}: the key {key} of {at} is not read by its type, {kind}; take it out of the file")
+            raise ValueError(f"{where}: the key {key} of {at} has no effect with type {kind}; remove it from the file")
 
     def number(key: str, otherwise: float | None = None) -> float:
         value: Any = otherwise if rope.get(key) is None else rope[key]
         if type(value) not in (int, float):
-            raise ValueError(f"{where}: {key} of {at} is {value!r}, where a number is meant")
+            raise ValueError(f"{where}: {key} of {at} is {value!r}, not a number")
         return float(value)
 
     for key, usual in (("partial_rotary_factor", 1), ("truncate", True)):
@@ -63,21 +63,21 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
             "rope_beta_fast": number("beta_fast", 32.0) or 32.0,
             "rope_beta_slow": number("beta_slow", 1.0) or 1.0,
         }
-        found["rope_attention_factor"] = _sharpness(found["rope_scaling_factor"], rope, number)
+        found["rope_attention_factor"] = _attention_factor(found["rope_scaling_factor"], rope, number)
     return found
 
 
-def _one_of_both(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
+def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
     """Return the rotary settings and the key that holds them. Raises ValueError if the two keys disagree."""
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
-        raise ValueError(f"{where}: rope_parameters differ from layer to layer; models with one kind can be converted")
+        raise ValueError(f"{where}: rope_parameters differ between layers; only models with one kind can be converted")
     # transformers 5 then ignores rope_parameters, other programs ignore rope_scaling. So each must be complete.
     if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
         key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
         raise ValueError(
-            f"{where}: rope_scaling and rope_parameters, which are one thing, differ: {key} is {here.get(key)!r} and "
-            f"{there.get(key)!r}; take one of them out of the file"
+            f"{where}: rope_scaling and rope_parameters must be equal, but {key} is {here.get(key)!r} and "
+            f"{there.get(key)!r}; remove one of them from the file"
         )
     return (old, "rope_scaling") if old else (new, "rope_parameters")
 
@@ -95,7 +95,7 @@ def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: P
         raise ValueError(f"{where}: rope_theta is {outside}, but in {at} it is {inside}")
     found = next((value for value in (inside, outside) if value is not None), 10000.0)
     if type(found) not in (int, float):
-        raise ValueError(f"{where}: rope_theta of {at} is {found!r}, where a number is meant")
+        raise ValueError(f"{where}: rope_theta of {at} is {found!r}, not a number")
     return float(found)
 
 
@@ -108,7 +108,7 @@ def _factor(
     return number("factor")
 
 
-def _sharpness(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
+def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
     """Return yarn's attention factor, or None for the default. It may be given as a quotient of two mscales."""
     if rope.get("attention_factor") is not None:
         return number("attention_factor")

@@ -14,7 +14,7 @@ from megatron.tokenizer.sentencepiece import MARK, SentencePieceTokenizer
 _PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u0301 文字，。")
 
 
-def as_theirs(tokenizer: Tokenizer) -> Any | None:
+def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     """Return a `tokenizers.Tokenizer` with the same ids, or None if there is none.
 
     There is none for tokenizers over jieba's words and for sentencepiece models that normalise the text. One
@@ -25,8 +25,8 @@ def as_theirs(tokenizer: Tokenizer) -> Any | None:
         return library().Tokenizer.from_str(inner.to_str())
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
-    found = _of_sentencepiece(tokenizer)
-    if found is None or not _agree(tokenizer, found):
+    found = _from_sentencepiece(tokenizer)
+    if found is None or not _encode_alike(tokenizer, found):
         return None
     for first in tokenizer.start:
         name = tokenizer._sp.id_to_piece(first)
@@ -36,7 +36,7 @@ def as_theirs(tokenizer: Tokenizer) -> Any | None:
     return found
 
 
-def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
+def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     sp, specials, facts = tokenizer._sp, tokenizer.specials, tokenizer.facts
     if facts.algorithm not in ("bpe", "unigram") or facts.of_type(UNUSED):
         return None
@@ -124,7 +124,7 @@ def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
     return [text for text in (*texts, *_PROBES) if MARK not in text and not names.search(text)]
 
 
-def _agree(ours: SentencePieceTokenizer, theirs: Any) -> bool:
+def _encode_alike(ours: SentencePieceTokenizer, theirs: Any) -> bool:
     """Return whether both tokenizers agree on texts from the vocabulary and on runs of one character."""
     texts = (text for text in (*texts_of(ours), *_runs(ours)) if MARK not in text)
     return all(theirs.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)

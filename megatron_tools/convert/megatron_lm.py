@@ -21,11 +21,11 @@ _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d\d))?-model_states\.pt")
 _COLUMN = re.compile(r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+")  # split along rows
 _ROW = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # split along columns
 _SKIP = re.compile(r"\.attention\.(bias|masked_bias)$")
-_WORDS = "embedding.word_embeddings.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 ORDERS = (
-    "0 (all queries, all keys, all values), 1 (head by head and feature by feature: query, key, value) "
-    "or 2 or 3 (head by head: its query, its key, its value)"
+    "0 (all queries, all keys, all values), 1 (for each head and feature: query, key, value) "
+    "or 2 or 3 (for each head: query, key, value)"
 )
 
 
@@ -47,7 +47,7 @@ class RankFiles:
             found = nearby | self._files(_FILES[1], lambda m: (int(m[2] or 0), int(m[1])))
         if not found:
             raise ValueError(
-                f"{self.folder} holds neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt, "
+                f"{self.folder} contains neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt, "
                 "nor layer_00-model_00-model_states.pt"
             )
         stages, self.ranks = sorted({stage for stage, _ in found}), 1 + max(rank for _, rank in found)
@@ -62,25 +62,27 @@ class RankFiles:
         for rank in range(self.ranks):
             blocks: dict[int, int] = {}  # stage or layer file -> number of blocks up to its end
             for stage in stages:
-                behind = max(blocks.values(), default=0)
-                top = self._take(contents[stage, rank], found[stage, rank], rank, behind)
-                if top > behind:
+                first = max(blocks.values(), default=0)
+                top = self._add(contents[stage, rank], found[stage, rank], rank, first)
+                if top > first:
                     blocks[stage] = top
             if self.by_layer and list(blocks) != list(range(min(blocks, default=0), max(blocks, default=0) + 1)):
-                raise ValueError(f"{self.folder} lacks layers: of its blocks there are only the files {list(blocks)}")
+                raise ValueError(
+                    f"{self.folder} lacks layers: only the files {list(blocks)} contain transformer blocks"
+                )
         # Next to layer files, DeepSpeed saves what belongs to a whole rank in mp_rank_* files.
-        tellers = [load_plain(path) for path in list(nearby.values())[:1]] if self.by_layer else list(contents.values())
-        known = tellers[0].get("args") if tellers else None
+        headers = [load_plain(path) for path in list(nearby.values())[:1]] if self.by_layer else list(contents.values())
+        known = headers[0].get("args") if headers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
         named = self.settings.get("num_layers", layers)
         if named is None and self.by_layer and not _as_cpm_pretrain(stages, list(blocks)):
             raise ValueError(
-                f"{self.folder} does not say how many layers the model has (there are files of {self.layers}): give --num-layers"
+                f"{self.folder} does not record the number of layers (it has files of {self.layers}); give --num-layers"
             )
         for other in (named, layers):
             if other not in (None, self.layers):
-                raise ValueError(f"{self.folder} holds {self.layers} layers of the model, which has {other}")
-        self.version, self.told_by = self._version_of(tellers, version)
+                raise ValueError(f"{self.folder} contains {self.layers} layers, but the model has {other}")
+        self.version, self.version_source = self._version_of(headers, version)
 
     def _files(
         self, form: re.Pattern[str], place: Callable[[re.Match[str]], tuple[int, int]]
@@ -92,62 +94,59 @@ class RankFiles:
         found: dict[tuple[int, int], Path] = {}
         for match, path in matches:
             if match and found.setdefault(place(match), path) != path:
-                raise ValueError(f"{found[place(match)]} and {path.name} are of the same rank: remove one of them")
+                raise ValueError(f"{found[place(match)]} and {path.name} belong to the same rank; remove one of them")
         return found
 
-    def _version_of(self, tellers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
+    def _version_of(self, headers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
         """Return the checkpoint version and its source: the files, the user, or names that only one version uses."""
-        words = [content.get("checkpoint_version") for content in tellers]
-        said = [word for word in words if word is not None]
-        if said:
-            word = said[0]
-            if word not in (0, 1, 2, 3) or any(other != word for other in said):
-                raise ValueError(
-                    f"{self.folder}: the checkpoint version {word} is not known, or not that of all its files"
-                )
-            if given is not None and given != word:
-                raise ValueError(f"{self.folder} says checkpoint version {word:g}, --checkpoint-version {given}")
-            return float(word), "as its files say"
+        versions = [version for each in headers if (version := each.get("checkpoint_version")) is not None]
+        if versions:
+            found = versions[0]
+            if found not in (0, 1, 2, 3) or any(other != found for other in versions):
+                raise ValueError(f"{self.folder}: checkpoint version {found} is unknown or differs between files")
+            if given is not None and given != found:
+                raise ValueError(f"{self.folder} has checkpoint version {found:g}, but --checkpoint-version is {given}")
+            return float(found), "from its files"
         if given is not None:
-            return float(given), "as --checkpoint-version says"
+            return float(given), "from --checkpoint-version"
         if "position_embedding.weight" in self._theirs:
-            return 2.0, "the names are this project's"
+            return 2.0, "from this project's tensor names"
         if (
             not self.by_layer
             and {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"} <= self._theirs
         ):
-            return 0.0, "the names are those of CPM-1"
-        own = bool(tellers) and "model" in tellers[0]  # Megatron-LM's format, not DeepSpeed's
+            return 0.0, "from CPM-1's tensor names"
+        own = bool(headers) and "model" in headers[0]  # Megatron-LM's format, not DeepSpeed's
         if own and any(name.startswith("language_model.transformer.") for name in self._theirs):
-            return 0.0, "as Megatron-LM takes files that do not say it"
+            return 0.0, "Megatron-LM's default for files that do not record it"
         raise ValueError(
-            f"{self.folder} does not tell how it orders queries, keys and values: give --checkpoint-version {ORDERS}"
+            f"{self.folder} does not record the order of query, key and value; give --checkpoint-version {ORDERS}"
         )
 
-    def _take(self, content: Mapping[str, Any], path: Path, rank: int, behind: int) -> int:
-        """Store one file's tensors, with layers counted from `behind`. Return the next file's first layer."""
+    def _add(self, content: Mapping[str, Any], path: Path, rank: int, first_layer: int) -> int:
+        """Store one file's tensors, with layers counted from `first_layer`. Return the next file's first layer."""
         whole = _of_layer(content) if self.by_layer else content.get("module", content.get("model"))
         if not isinstance(whole, Mapping):
-            raise ValueError(f"{path} has its weights neither under 'module' nor under 'model'")
-        top = behind
+            raise ValueError(f"{path} contains weights under neither 'module' nor 'model'")
+        top = first_layer
         for name, tensor in _flat(whole):
             self._theirs.add(re.sub(r"^module\.", "", name))
-            ours = our_name(name, behind)
+            ours = our_name(name, first_layer)
             if ours is None or not isinstance(tensor, Tensor):
                 continue
             if not ours:
-                raise ValueError(f"{path}: no place is known for the tensor {name} of shape {list(tensor.shape)}")
+                raise ValueError(f"{path}: the tensor {name} of shape {list(tensor.shape)} is unknown")
             if not tensor.is_floating_point():
-                raise ValueError(
-                    f"{path}: {name} is of {tensor.dtype}, quantised or no weight: save it as floating point"
-                )
+                raise ValueError(f"{path}: {name} has dtype {tensor.dtype}; save it as floating point")
             layer = re.match(r"layers\.(\d+)\.", ours)
             top = max(top, int(layer[1]) + 1) if layer else top
             # The last stage holds a copy of the embedding for the logits. The position embedding next to it is
             # unused.
             first = self._parts.setdefault(ours, {}).setdefault(rank, tensor)
-            if ours == _WORDS and first is not tensor and not _same(first, tensor):
-                raise ValueError(f"{path}: {name} is not the embedding; an output matrix of its own has no place here")
+            if ours == _EMBEDDING and first is not tensor and not _same(first, tensor):
+                raise ValueError(
+                    f"{path}: {name} differs from the embedding; untied output embeddings are not supported"
+                )
         return top
 
     @property
@@ -162,7 +161,7 @@ class RankFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
         shape = list(self._part(name)[0].shape)
-        dim = _cut(name)
+        dim = _split_dim(name)
         if dim is not None and dim < len(shape):
             shape[dim] *= self.ranks
         return tuple(shape)
@@ -170,7 +169,7 @@ class RankFiles:
     def read(self, name: str, heads: int) -> Tensor:
         """Return a whole tensor in fp32 and in our layout: rows of query, key and value head by head."""
         parts = self._part(name)
-        dim = _cut(name)
+        dim = _split_dim(name)
         if dim is None:
             return parts[0].float()
         if "query_key_value" in name:
@@ -179,10 +178,10 @@ class RankFiles:
 
     def _part(self, name: str) -> list[Tensor]:
         if name not in self._parts:
-            raise ValueError(f"{self.folder} holds no tensor for {name}")
+            raise ValueError(f"{self.folder} contains no tensor for {name}")
         parts = self._parts[name]
         if len(parts) != self.ranks:
-            raise ValueError(f"{self.folder}: {name} is in the files of {len(parts)} of {self.ranks} ranks")
+            raise ValueError(f"{self.folder}: {name} is in the files of only {len(parts)} of {self.ranks} ranks")
         return [parts[rank] for rank in range(self.ranks)]
 
 
@@ -221,7 +220,7 @@ def _newest(folder: Path) -> Path:
             for name in (word, *([f"iter_{int(word):07d}", f"global_step{int(word)}"] if word.isdigit() else [])):
                 if (folder / name).is_dir():
                     return folder / name
-            raise ValueError(f"{tracker} names {word}, which is not there")
+            raise ValueError(f"{tracker} names {word}, which does not exist")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
     return folder
@@ -235,8 +234,8 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield f"{above}{name}", value
 
 
-def our_name(name: str, behind: int = 0) -> str | None:
-    """Return our name of a foreign parameter; None for what is no parameter, "" for unknown names."""
+def our_name(name: str, first_layer: int = 0) -> str | None:
+    """Return our name of a foreign parameter; None for entries that are not parameters, "" for unknown names."""
     if _SKIP.search(name):
         return None
     name = re.sub(r"^(module|model|language_model)\.", "", name)
@@ -248,12 +247,12 @@ def our_name(name: str, behind: int = 0) -> str | None:
         name,
     )
     if layer:
-        return f"layers.{int(layer[1]) + behind}.{layer[2]}"
+        return f"layers.{int(layer[1]) + first_layer}.{layer[2]}"
     return {
-        "word_embeddings.weight": _WORDS,
-        "embedding.word_embeddings.weight": _WORDS,
-        "word_embeddings_for_head.weight": _WORDS,
-        "lm_head.weight": _WORDS,
+        "word_embeddings.weight": _EMBEDDING,
+        "embedding.word_embeddings.weight": _EMBEDDING,
+        "word_embeddings_for_head.weight": _EMBEDDING,
+        "lm_head.weight": _EMBEDDING,
         "position_embeddings.weight": "position_embedding.weight",
         "position_embedding.weight": "position_embedding.weight",
         "embedding.position_embeddings.weight": "position_embedding.weight",
@@ -264,7 +263,7 @@ def our_name(name: str, behind: int = 0) -> str | None:
     }.get(name, "")
 
 
-def _cut(name: str) -> int | None:
+def _split_dim(name: str) -> int | None:
     """Return the dimension along which a tensor is split over ranks, or None if it is replicated."""
     if _ROW.search(name):
         return 1

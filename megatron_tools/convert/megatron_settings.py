@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checkpointing.shapes import whole_shapes
 from megatron.config import Config
+from megatron_tools.shapes import whole_shapes
 
 from .megatron_lm import RankFiles
 
@@ -12,9 +12,12 @@ from .megatron_lm import RankFiles
 # equivalent.
 MUST: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
-    "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,), "qk_l2_norm": (False,),
-    "use_rotary_position_embeddings": (False,), "position_embedding_type": ("learned_absolute",), "add_position_embedding": (True,),
-    "untie_embeddings_and_output_weights": (False,), "group_query_attention": (False,), "multi_latent_attention": (False,),
+    "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "use_rotary_position_embeddings": (False,), "position_embedding_type": ("learned_absolute",),
+    "add_position_embedding": (True,),
+    "untie_embeddings_and_output_weights": (False,), "group_query_attention": (False,),
+    "multi_latent_attention": (False,),
     "num_experts": (None, 1, [1]), "window_size": (None,), "softmax_type": ("vanilla",), "mtp_num_layers": (None, 0),
     "add_bias_linear": (True,), "attention_output_gate": (False,), "heterogeneous_layers_config_path": (None,),
 }  # fmt: skip
@@ -26,15 +29,13 @@ def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
 
     heads: number of attention heads, for files that do not record it.
     """
-    said, where = theirs.settings, theirs.folder
+    args, where = theirs.settings, theirs.folder
     for name, allowed in MUST.items():
-        if name in said and said[name] not in (*allowed, None):
-            raise ValueError(
-                f"{where}: its args say {name} {said[name]!r}; only models with {allowed[0]!r} can be converted"
-            )
+        if name in args and args[name] not in (*allowed, None):
+            raise ValueError(f"{where}: {name} is {args[name]!r}; only models with {allowed[0]!r} can be converted")
     for name in RANKS:
-        if said.get(name) not in (None, theirs.ranks):
-            raise ValueError(f"{where}: its args say {name} {said[name]}, but there are files of {theirs.ranks} ranks")
+        if args.get(name) not in (None, theirs.ranks):
+            raise ValueError(f"{where}: {name} is {args[name]}, but there are files of {theirs.ranks} ranks")
     count = _heads(theirs, heads)
     rows, hidden = theirs.shape("embedding.word_embeddings.weight")
     positions = theirs.shape("position_embedding.weight")[0]
@@ -49,7 +50,7 @@ def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "seq_length": positions,
         "vocab_size": rows,
-        "activation": _activation(said, str(where)),
+        "activation": _activation(args, str(where)),
         "layernorm_epsilon": _number(theirs, ("layernorm_epsilon", "norm_epsilon"), 1e-5),
         "hidden_dropout": _number(theirs, ("hidden_dropout",), 0.1),
         "attention_dropout": _number(theirs, ("attention_dropout",), 0.1),
@@ -57,36 +58,38 @@ def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
 
 
 def _heads(theirs: RankFiles, given: int | None) -> int:
-    said = theirs.settings.get("num_attention_heads")
-    if said is not None and type(said) is not int:
-        raise ValueError(f"{theirs.folder}: its args say num_attention_heads {said!r}, which is no number")
-    if given and said and given != said:
-        raise ValueError(f"{theirs.folder} says {said} heads, --num-attention-heads {given}")
-    heads = given or said
+    saved = theirs.settings.get("num_attention_heads")
+    if saved is not None and type(saved) is not int:
+        raise ValueError(f"{theirs.folder}: num_attention_heads is {saved!r}, not a number")
+    if given and saved and given != saved:
+        raise ValueError(f"{theirs.folder} has {saved} attention heads, but --num-attention-heads is {given}")
+    heads = given or saved
     if heads is None:
-        raise ValueError(f"{theirs.folder} does not say how many heads the model has: give --num-attention-heads")
+        raise ValueError(f"{theirs.folder} does not record the number of attention heads; give --num-attention-heads")
     if heads < 1 or heads % theirs.ranks:
-        raise ValueError(f"{heads} heads do not go into {theirs.ranks} model-parallel ranks: see --num-attention-heads")
+        raise ValueError(
+            f"{heads} heads cannot be split over {theirs.ranks} model-parallel ranks; see --num-attention-heads"
+        )
     return heads
 
 
-def _activation(said: Mapping[str, Any], where: str) -> str:
+def _activation(args: Mapping[str, Any], where: str) -> str:
     """Return the activation: gelu-tanh for Megatron-LM's fused and OpenAI's GELU, gelu (erf) for torch's and ONNX's."""
-    if said.get("openai_gelu"):
+    if args.get("openai_gelu"):
         return "gelu-tanh"
-    if said.get("onnx_safe") and said.get("bias_gelu_fusion"):
+    if args.get("onnx_safe") and args.get("bias_gelu_fusion"):
         raise ValueError(
-            f"{where}: its args say onnx_safe and bias_gelu_fusion, of which older and newer versions of Megatron-LM follow "
-            f"another: save it again with the one that holds"
+            f"{where}: onnx_safe and bias_gelu_fusion are both set, and versions of Megatron-LM differ in which one "
+            f"they follow; save it again with only the one that applies"
         )
-    return "gelu" if said.get("onnx_safe") or said.get("bias_gelu_fusion") is False else "gelu-tanh"
+    return "gelu" if args.get("onnx_safe") or args.get("bias_gelu_fusion") is False else "gelu-tanh"
 
 
 def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
     found = {name: theirs.settings[name] for name in names if theirs.settings.get(name) is not None}
     for name, value in found.items():
         if type(value) not in (int, float):
-            raise ValueError(f"{theirs.folder}: its args say {name} {value!r}, which is no number")
+            raise ValueError(f"{theirs.folder}: {name} is {value!r}, not a number")
     if len(set(found.values())) > 1:
         raise ValueError(f"{theirs.folder}: its args contradict each other: {found}")
     return float(next(iter(found.values()), default))
@@ -97,9 +100,11 @@ def check_whole(theirs: RankFiles, config: Config) -> None:
     wanted = whole_shapes(config)
     for name in (*wanted, *theirs.names()):
         if name not in wanted or name not in theirs.names():
-            raise ValueError(f"{theirs.folder} {'lacks' if name in wanted else 'holds'} {name}, unlike such a GPT")
+            raise ValueError(
+                f"{theirs.folder} {'lacks' if name in wanted else 'contains'} {name}, unlike a GPT with these settings"
+            )
         found, padded = tuple(theirs.shape(name)), "word_embeddings" in name
         if found[1:] != wanted[name][1:] or found[:1] != wanted[name][:1] and not (padded and found > wanted[name]):
             raise ValueError(
-                f"{theirs.folder}: {name} has shape {list(found)}, where its other tensors make it {list(wanted[name])}"
+                f"{theirs.folder}: {name} has shape {list(found)}, but its other tensors imply {list(wanted[name])}"
             )

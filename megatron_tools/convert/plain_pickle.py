@@ -31,7 +31,7 @@ class _Array:
         match state:
             case (1, (int(length),), _Words(), bool(), bytes(content)) if len(content) == 4 * length:
                 return
-        raise _Refused("a numpy array that is no generator's state")
+        raise _Refused("a numpy array that is not a generator's state")
 
 
 class _Words:
@@ -55,7 +55,7 @@ def _reconstruct(kind: Any, *_: Any) -> _Array:
     return _Array.__new__(_Array)
 
 
-MOST_LOOKED_AT = 1 << 26  # bytes
+MOST_READ = 1 << 26  # bytes
 _OF_TENSORS = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
 
 # Substitutes for numpy's functions; numpy 2.0 renamed the module.
@@ -73,24 +73,24 @@ def load_plain(path: Path) -> Mapping[str, Any]:
     Raises ValueError without executing anything if a file requests more (torch's `weights_only`). States of
     numpy's generator become empty objects.
     """
-    refused = "which is not run; save it again with only its weights, where you trust it"
+    refused = "and is not loaded; if you trust it, save it again with only its weights"
     with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # a Namespace holds only names and values
         try:
             content = _load(path)
         except _Refused as error:
-            raise ValueError(f"{path} asks for {error}, {refused}") from None
+            raise ValueError(f"{path} requests {error} {refused}") from None
         except pickle.UnpicklingError as error:
             wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = f"asks for {wanted[1]}" if wanted else _what_newer_protocols_ask_for(path)
-            raise ValueError(f"{path} {what}, {refused}") from None
+            what = f"requests {wanted[1]}" if wanted else _reason_of_rejection(path)
+            raise ValueError(f"{path} {what} {refused}") from None
         except Exception as error:  # damaged bytes can raise errors of any class
             raise ValueError(f"{path} cannot be read: {describe(error)}") from None
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
+        raise ValueError(f"{path} contains a {type(content).__name__}, not a dictionary")
     return content
 
 
-def _what_newer_protocols_ask_for(path: Path) -> str:
+def _reason_of_rejection(path: Path) -> str:
     """Return why torch's `weights_only` rejects a pickle, from its opcodes alone."""
     protocol, names = 0, list[str]()
     with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
@@ -100,20 +100,20 @@ def _what_newer_protocols_ask_for(path: Path) -> str:
             protocol, names = max(protocol, newest), names + more
     strange = [name for name in names if not name.startswith(_OF_TENSORS)]
     if strange:
-        return f"asks for {strange[0]}"
+        return f"requests {strange[0]}"
     if protocol > 2:
         return f"is a pickle of protocol {protocol} (torch.save with pickle_protocol=2 writes one that can be read)"
-    return "is damaged, or holds more than tensors and plain values"
+    return "is damaged or contains more than tensors and plain values,"
 
 
 def _pickled(path: Path) -> bytes:
     if not zipfile.is_zipfile(path):
         with open(path, "rb") as file:
-            return file.read(MOST_LOOKED_AT)
+            return file.read(MOST_READ)
     with zipfile.ZipFile(path) as archive:
         name = next(each for each in archive.namelist() if each.endswith("data.pkl"))
         with archive.open(name) as file:
-            return file.read(MOST_LOOKED_AT)
+            return file.read(MOST_READ)
 
 
 def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:

@@ -8,7 +8,7 @@ from megatron.config import Config
 from .finding import Finding, failed, ok, warning
 
 LOOKED_AT = 1 << 24  # tokens of a corpus whose ids are compared with the vocabulary
-STRETCHES = 64
+SLICES = 64
 
 
 def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
@@ -19,20 +19,20 @@ def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
     try:
         prefixes = prefixes_of(config.data.paths)
     except ValueError as error:
-        yield failed("data", str(error), "tools/preprocess_data.py makes a corpus of text")
+        yield failed("data", str(error), "make a corpus with tools/preprocess_data.py")
         return
     for prefix in prefixes:
         try:
             dataset = IndexedDataset(prefix)
         except (ValueError, OSError) as error:
-            yield failed("data", str(error), "write it again with tools/preprocess_data.py, or copy both files again")
+            yield failed("data", str(error), "make it again with tools/preprocess_data.py, or copy both files again")
             continue
         yield ok("data", f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
-        yield from _of_tokenizer(prefix, dataset, config, tokenizer)
-        yield from _enough(prefix, dataset, config)
+        yield from _check_tokenizer(prefix, dataset, config, tokenizer)
+        yield from _check_tokens(prefix, dataset, config)
 
 
-def _of_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:
+def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:
     from megatron.data.corpora import made_with
     from megatron.tokenizer.base import other_end
 
@@ -42,20 +42,29 @@ def _of_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> 
         yield failed("data", str(error), "copy that file again, or preprocess again")
         return
     if tokenizer is not None and about is not None:
-        theirs = about.get("fingerprint")
+        theirs, remedy = about.get("fingerprint"), "give the tokenizer of the corpus, or preprocess again"
         if theirs != tokenizer.fingerprint:
-            yield failed("tokenizer of the data", f"{prefix}.bin was made with the one of SHA-256 {str(theirs)[:12]}, --vocab-file {config.data.vocab_file} is {tokenizer.fingerprint[:12]}", "give the tokenizer it was made with, or preprocess again")  # fmt: skip
+            yield failed(
+                "tokenizer of the data",
+                f"{prefix}.bin was made with a tokenizer of SHA-256 {str(theirs)[:12]}, but --vocab-file "
+                f"{config.data.vocab_file} has {tokenizer.fingerprint[:12]}",
+                remedy,
+            )
             return
         if otherwise := other_end(about, tokenizer, config.data.vocab_file):
-            yield failed("tokenizer of the data", f"{prefix}.bin {otherwise}", "give the one that it was made with, or preprocess it again")  # fmt: skip
+            yield failed("tokenizer of the data", f"{prefix}.bin {otherwise}", remedy)
             return
         yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
     size = config.model.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
     largest = largest_id(dataset)
     if size is not None and largest >= size:
-        yield failed("ids", f"{prefix}.bin has the id {largest}, the vocabulary ends at {size - 1}", "give the tokenizer that the corpus was made with")  # fmt: skip
+        yield failed(
+            "ids",
+            f"{prefix}.bin contains the id {largest}, but the vocabulary ends at {size - 1}",
+            "give the tokenizer of the corpus",
+        )
     elif size is not None:
-        yield ok("ids", f"up to {largest} of {size}")
+        yield ok("ids", f"at most {largest}, vocabulary size {size}")
 
 
 def largest_id(dataset: Any) -> int:
@@ -68,12 +77,12 @@ def largest_id(dataset: Any) -> int:
     tokens = np.memmap(f"{dataset.prefix}.bin", mode="r", dtype=dataset.dtype)
     if total <= LOOKED_AT:
         return int(tokens.max())
-    length = LOOKED_AT // STRETCHES
-    starts = np.linspace(0, total - length, STRETCHES).astype(np.int64)
+    length = LOOKED_AT // SLICES
+    starts = np.linspace(0, total - length, SLICES).astype(np.int64)
     return max(int(tokens[at : at + length].max()) for at in starts)
 
 
-def _enough(prefix: str, dataset: Any, config: Config) -> Iterator[Finding]:
+def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding]:
     """Check that each part of the split has enough tokens for one sample."""
     from megatron.data.splits import PARTS, parse_split, split_documents
 
@@ -84,11 +93,11 @@ def _enough(prefix: str, dataset: Any, config: Config) -> Iterator[Finding]:
     for part, share, documents in zip(PARTS, shares, split_documents(shares, dataset.num_documents), strict=True):
         if share:
             counts[part] = int(dataset.document_sizes(documents).sum())
-    said = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
+    sizes = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
     remedy = f"more text, a smaller --seq-length, or another --split than {config.data.split}"
     if counts.get("train", 0) < needed:
-        yield failed("tokens", f"{prefix} has {said} tokens, a sample takes {needed}", remedy)
+        yield failed("tokens", f"{prefix} has {sizes} tokens, a sample needs {needed}", remedy)
     elif any(tokens < needed for tokens in counts.values()):
-        yield warning("tokens", f"{prefix} has {said} tokens, a sample takes {needed}: a part stays empty", remedy)
+        yield warning("tokens", f"{prefix} has {sizes} tokens, a sample needs {needed}: a part stays empty", remedy)
     else:
-        yield ok("tokens", said)
+        yield ok("tokens", sizes)

@@ -1,7 +1,7 @@
 """Check an installation and a run before launch. Prints a line for each check, with a remedy for each problem.
 
-Also takes the flags of the training script; with --run-dir alone it uses the run's saved settings. Exit code 1
-if any check failed.
+Also accepts the flags of the training script; with --run-dir alone it uses the run's saved settings. The exit
+code is 1 if any check failed.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from .finding import FAILED, WARNING, Finding, failed, findings_of, ok, warning
 
 EXAMPLES = """\
   python tools/doctor.py
-  python tools/doctor.py --run-dir runs/mine --data-path data/corpus_text_document --vocab-file tokenizer.model --ranks 4 \\
-      --pipe-parallel-size 2 --model-parallel-size 2 --config configs/models/gpt2_345M.json
+  python tools/doctor.py --run-dir runs/mine --data-path data/corpus_text_document --vocab-file tokenizer.model \\
+      --ranks 4 --pipe-parallel-size 2 --model-parallel-size 2 --config configs/models/gpt2_345M.json
   python tools/doctor.py --run-dir runs/mine --hostfile scripts/hostfile.example --json"""
 
 
@@ -61,8 +61,8 @@ class Examination:
     def ranks(self) -> int:
         """Number of ranks in the run."""
         slots = sum(host.slots for host in self.hosts)
-        said = os.environ.get("WORLD_SIZE", "")
-        return int(self.args.ranks or slots or (said.isdecimal() and int(said)) or self._fewest)
+        world = os.environ.get("WORLD_SIZE", "")
+        return int(self.args.ranks or slots or (world.isdecimal() and int(world)) or self._fewest)
 
     @property
     def _fewest(self) -> int:
@@ -97,8 +97,12 @@ class Examination:
                 self.hosts = []
             slots = sum(host.slots for host in self.hosts)
             if self.hosts and self.args.ranks and self.args.ranks != slots:
-                yield failed("hostfile", f"has {slots} slots, and --ranks is {self.args.ranks}", "leave --ranks out, or change the slots")  # fmt: skip
-        yield from network.launched_as()
+                yield failed(
+                    "hostfile",
+                    f"has {slots} slots, but --ranks is {self.args.ranks}",
+                    "omit --ranks, or change the slots",
+                )
+        yield from network.launcher_variables()
         yield from findings_of("names", network.names)
         yield from network.rank_0_is_here()
         yield from findings_of("interface", network.interface)
@@ -112,8 +116,7 @@ class Examination:
         self.config, found = settings.read([*self.flags, *where], str(written) if written else None, self.ranks)
         yield from found
         if self.config is not None:
-            config = self.config
-            yield from settings.layout(config, self.ranks)
+            yield from settings.layout(self.config, self.ranks)
 
     def _machine(self) -> Iterator[Finding]:
         t = self.config.train if self.config else None
@@ -138,7 +141,7 @@ class Examination:
         from megatron.tokenizer import load_tokenizer
 
         if config.data.vocab_file is None:
-            yield failed("tokenizer", "none is given", "--vocab-file; tools/train_tokenizer.py makes one")
+            yield failed("tokenizer", "none is given", "give --vocab-file; tools/train_tokenizer.py trains one")
             return
         self.tokenizer = task_of(config).extended(
             config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
@@ -152,7 +155,9 @@ class Examination:
         yield from found
         size = config.model.vocab_size or (self.tokenizer.vocab_size if self.tokenizer is not None else None)
         if size is None:
-            yield warning("memory", "not estimated: the size of the vocabulary is not known", "give --vocab-file or --vocab-size")  # fmt: skip
+            yield warning(
+                "memory", "not estimated: the vocabulary size is unknown", "give --vocab-file or --vocab-size"
+            )
             return
         whole = with_values(config, {"vocab_size": size})
         yield from findings_of("memory", lambda: self._memory(whole, settled._replace(config=whole)))
@@ -196,11 +201,11 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     add("--run-dir", help="folder of the run")
-    add("--hostfile", help="lines such as 'node1 slots=8'; each host is asked by ssh")
-    add("--ranks", type=int, help="of the run (default: the slots of the hostfile, WORLD_SIZE, or 1)")
-    add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to reach a host (default: 10)")
-    add("--quick", action="store_true", help="do not read the checkpoint through")
-    add("--json", action="store_true", help="for machines: a list of objects")
+    add("--hostfile", help="file with lines such as 'node1 slots=8'; each host is checked over ssh")
+    add("--ranks", type=int, help="ranks of the run (default: slots of the hostfile, WORLD_SIZE, or 1 replica)")
+    add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to wait for a host (default: 10)")
+    add("--quick", action="store_true", help="do not read the whole checkpoint")
+    add("--json", action="store_true", help="print a JSON list of objects")
     return parser
 
 

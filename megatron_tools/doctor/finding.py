@@ -39,11 +39,8 @@ def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[F
     try:
         yield from look()
     except ImportError as error:
-        words = f"cannot look without {error.name}" if error.name else f"cannot look: {' '.join(str(error).split())}"
-        yield failed(
-            check,
-            words,
-            f"install {error.name or 'the package that the sentence names'} again: pip install -r requirements.txt",
-        )
+        why = f"without {error.name}" if error.name else f"because {' '.join(str(error).split())}"
+        remedy = f"install {error.name or 'the named package'} again: pip install -r requirements.txt"
+        yield failed(check, f"cannot be checked {why}", remedy)
     except (OSError, ValueError, RuntimeError) as error:
-        yield failed(check, " ".join(str(error).split()), "change what the sentence names")
+        yield failed(check, " ".join(str(error).split()), "change what the message names")

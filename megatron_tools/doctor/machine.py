@@ -36,7 +36,7 @@ def python() -> Iterator[Finding]:
     """Check the version of the interpreter."""
     found, oldest = ".".join(map(str, sys.version_info[:3])), ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info[:2] < OLDEST_PYTHON:
-        yield failed("Python", f"is {found}", f"take {oldest} or newer")
+        yield failed("Python", f"is {found}", f"use {oldest} or newer")
     else:
         yield ok("Python", found)
 
@@ -57,7 +57,11 @@ def packages() -> Iterator[Finding]:
         elif name in TOO_NEW and version_key(found) >= version_key(TOO_NEW[name]):
             yield failed(name, f"{found} is too new", f"pip install '{range_}'")
         elif version_key(found) > version_key(newest):
-            yield warning(name, f"{found} is newer than {newest}, the newest that was tested", f"pip install {name}=={newest} if a run behaves strangely")  # fmt: skip
+            yield warning(
+                name,
+                f"{found} is newer than {newest}, the newest tested version",
+                f"pip install {name}=={newest} if a run behaves strangely",
+            )
         else:
             yield ok(name, found)
 
@@ -68,12 +72,12 @@ def imports(name: str) -> Iterator[Finding]:
         version = importlib.import_module(name).__version__
     except Exception as error:  # a broken installation may raise anything
         words = " ".join(str(error).split())[:200]
-        how = (
-            "as https://pytorch.org says for this machine"
-            if name == "torch"
-            else f"(pip install --force-reinstall {name})"
+        how = "as described on https://pytorch.org" if name == "torch" else f"(pip install --force-reinstall {name})"
+        yield failed(
+            f"import {name}",
+            f"{type(error).__name__}: {words}",
+            f"install {name} again {how}; until then, checks that need it are skipped",
         )
-        yield failed(f"import {name}", f"{type(error).__name__}: {words}", f"install {name} again {how}; until then nothing that needs it is checked")  # fmt: skip
     else:
         yield ok(f"import {name}", version)
 
@@ -84,13 +88,25 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
     built_for: accelerators that torch was built for; usable: torch finds one; present: the machine has one.
     """
     if usable:
-        yield ok("devices", f"torch for {built_for or 'accelerators'} finds one")
+        yield ok("devices", f"torch for {built_for or 'accelerators'} finds a device")
     elif present and built_for is None:
-        yield failed("devices", "there is a GPU, but this torch was built for CPUs only", "install the build of torch for your driver (https://pytorch.org)")  # fmt: skip
+        yield failed(
+            "devices",
+            "there is a GPU, but this torch was built for CPUs only",
+            "install the build of torch for your driver (https://pytorch.org)",
+        )
     elif present:
-        yield failed("devices", f"there is a GPU and torch was built for {built_for}, but it finds none", "look at nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES")  # fmt: skip
+        yield failed(
+            "devices",
+            f"there is a GPU, but this torch for {built_for} does not find it",
+            "check nvidia-smi, the driver version and CUDA_VISIBLE_DEVICES",
+        )
     elif built_for:
-        yield warning("devices", f"torch was built for {built_for}, and this machine has no such device: ranks run on the CPU", "nothing, if the run is meant for the CPU")  # fmt: skip
+        yield warning(
+            "devices",
+            f"torch was built for {built_for}, but this machine has no such device: ranks run on the CPU",
+            "none if the run is meant for the CPU",
+        )
     else:
         yield ok("devices", "CPU")
 
@@ -111,11 +127,19 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
             others.append((there, first))
     hiding = [there for there, before in others if before]
     if hiding:
-        yield failed("package megatron", f"{hiding[0]} stands before ours in Python's path and hides it", "take its folder out of PYTHONPATH, or uninstall that package (pip uninstall megatron-core) or use another environment")  # fmt: skip
+        yield failed(
+            "package megatron",
+            f"{hiding[0]} precedes ours in Python's path and hides it",
+            "remove it from PYTHONPATH, uninstall it (pip uninstall megatron-core) or use another environment",
+        )
     elif others:
-        yield warning("package megatron", f"there is another one, {others[0][0]}", "start scripts from this checkout, or use an environment without it")  # fmt: skip
+        yield warning(
+            "package megatron",
+            f"there is another package of this name, {others[0][0]}",
+            "start scripts from this checkout, or use an environment without it",
+        )
     else:
-        yield ok("package megatron", "one, ours")
+        yield ok("package megatron", "only ours")
 
 
 def compiler(wanted: bool) -> Iterator[Finding]:
@@ -127,17 +151,24 @@ def compiler(wanted: bool) -> Iterator[Finding]:
     if found:
         yield ok("compiler", found)
     else:
-        yield failed("compiler", f"--compile needs a C++ compiler, and there is no {asked or 'c++, g++ or clang++'}", "install one (apt install g++) or leave --compile out")  # fmt: skip
+        yield failed(
+            "compiler",
+            f"--compile needs a C++ compiler, but there is no {asked or 'c++, g++ or clang++'}",
+            "install one (apt install g++) or omit --compile",
+        )
 
 
 def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
     """Check that the threads of all ranks on this machine do not exceed its cores."""
-    cores, each = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS")  # fmt: skip
+    cores, each = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        os.environ.get("OMP_NUM_THREADS"),
+    )
     if each is not None and not (each.isdecimal() and int(each)):
-        yield failed("threads", f"OMP_NUM_THREADS={each} is no number of threads", "unset it or give a number")
+        yield failed("threads", f"OMP_NUM_THREADS={each} is not a number of threads", "unset it or set a number")
     elif on_cpu and (ranks_here > 1 or each) and ranks_here * int(each or 1) > cores:
         words = f"{ranks_here} ranks of {each or 1} threads for {cores} cores"
-        yield warning("threads", words, "OMP_NUM_THREADS=1, and no more ranks than cores where speed matters")
+        yield warning("threads", words, "set OMP_NUM_THREADS=1, and use at most one rank per core if speed matters")
     else:
         yield ok("threads", f"{ranks_here} ranks, {cores} cores, OMP_NUM_THREADS {each or 'not set'}")
 
@@ -147,9 +178,9 @@ def open_files() -> Iterator[Finding]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     unlimited = limit == resource.RLIM_INFINITY
     if not unlimited and limit < FILES_FAIL:
-        yield failed("open files", f"ulimit -n is {limit}", "ulimit -n 65536 before the launch")
+        yield failed("open files", f"ulimit -n is {limit}", "run ulimit -n 65536 before the launch")
     elif not unlimited and limit < FILES_WARN:
-        yield warning("open files", f"ulimit -n is {limit}, little for many ranks or corpora", "ulimit -n 65536")
+        yield warning("open files", f"ulimit -n is {limit}, low for many ranks or corpora", "run ulimit -n 65536")
     else:
         yield ok("open files", "unlimited" if unlimited else str(limit))
 
@@ -162,5 +193,9 @@ def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
     if free >= SHARED_MEMORY:
         yield ok("shared memory", f"{free / 1e9:.1f} GB free")
         return
-    words, remedy = f"{folder} has {free / 1e6:.0f} MB free", "in a container --shm-size=8g or --ipc=host"
-    yield failed("shared memory", f"{words}, and --num-workers {workers} hand samples over there", f"{remedy}, or --num-workers 0") if workers else warning("shared memory", words, remedy)  # fmt: skip
+    words, remedy = f"{folder} has {free / 1e6:.0f} MB free", "start the container with --shm-size=8g or --ipc=host"
+    if workers:
+        words = f"{words}, but --num-workers {workers} pass samples through it"
+        yield failed("shared memory", words, f"{remedy}, or set --num-workers 0")
+    else:
+        yield warning("shared memory", words, remedy)

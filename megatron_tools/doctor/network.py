@@ -40,12 +40,12 @@ def read_hostfile(path: str) -> list[Host]:
         name, *rest = words
         key, _, slots = rest[0].partition("=") if len(rest) == 1 else ("", "", "")
         if key != "slots" or not slots.isdecimal() or not int(slots):
-            raise ValueError(f"{path}, line {number}: {raw.strip()!r} is not such as 'node1 slots=8'")
+            raise ValueError(f"{path}, line {number}: {raw.strip()!r} is not of the form 'node1 slots=8'")
         if name in (host.name for host in hosts):
-            raise ValueError(f"{path}, line {number}: {name} stands there twice; add its slots up in one line")
+            raise ValueError(f"{path}, line {number}: {name} is listed twice; combine its slots in one line")
         hosts.append(Host(name, int(slots)))
     if not hosts:
-        raise ValueError(f"{path} names no host")
+        raise ValueError(f"{path} lists no host")
     return hosts
 
 
@@ -55,11 +55,15 @@ def hostfile(path: str) -> Iterator[Finding]:
         hosts = read_hostfile(path)
     except (OSError, ValueError) as error:
         text = f"cannot read {path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        yield failed("hostfile", text, "a line a host, 'name slots=N' (scripts/hostfile.example)")
+        yield failed("hostfile", text, "write a line per host, 'name slots=N' (see scripts/hostfile.example)")
         return
     yield ok("hostfile", f"{len(hosts)} hosts, {sum(host.slots for host in hosts)} ranks")
     if len({host.slots for host in hosts}) > 1:
-        yield warning("hostfile", "hosts have different numbers of slots", "check that this is meant: the grid is laid over ranks in order")  # fmt: skip
+        yield warning(
+            "hostfile",
+            "hosts have different numbers of slots",
+            "check that this is intended: parallel groups take ranks in order",
+        )
 
 
 def hosts_answer(
@@ -72,11 +76,11 @@ def hosts_answer(
     here = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
     others = [host.name for host in hosts if host.name not in here]
     with ThreadPoolExecutor(32) as pool:
-        for found in pool.map(lambda name: _asked(name, versions, marker, seconds), others):
+        for found in pool.map(lambda name: _ask(name, versions, marker, seconds), others):
             yield from found
 
 
-def _asked(name: str, versions: Sequence[str], marker: Path | None, seconds: float) -> list[Finding]:
+def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float) -> list[Finding]:
     look = f"; test -e {shlex.quote(str(marker))} && echo SHARED" if marker else ""
     script = (
         f"cd {shlex.quote(os.getcwd())} 2>/dev/null; {shlex.quote(sys.executable)} -c {shlex.quote(ASK)}{look}; true"
@@ -84,9 +88,17 @@ def _asked(name: str, versions: Sequence[str], marker: Path | None, seconds: flo
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(int(seconds), 1)}", "--", name, script]
     remedy = f"try: ssh -o BatchMode=yes {name} true; it must need no password (ssh-copy-id {name})"
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=2 * seconds, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=2 * seconds, check=False, stdin=subprocess.DEVNULL
+        )
     except FileNotFoundError:
-        return [failed(f"host {name}", "there is no ssh here", "install an ssh client, or start each node by hand (--node-rank)")]  # fmt: skip
+        return [
+            failed(
+                f"host {name}",
+                "this machine has no ssh",
+                "install an ssh client, or start each node by hand (--node-rank)",
+            )
+        ]
     except subprocess.TimeoutExpired:
         return [failed(f"host {name}", f"did not answer within {2 * seconds:g} s", remedy)]
     if answer.returncode:
@@ -94,35 +106,53 @@ def _asked(name: str, versions: Sequence[str], marker: Path | None, seconds: flo
     there = next((line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("VERSIONS")), None)
     found = []
     if there is None:
-        found.append(failed(f"host {name}", f"answers, but {sys.executable} or its packages are missing there", "install the same environment at the same place"))  # fmt: skip
+        found.append(
+            failed(
+                f"host {name}",
+                f"answers, but {sys.executable} or its packages are missing there",
+                "install the same environment at the same path",
+            )
+        )
     elif there != list(versions):
-        found.append(failed(f"host {name}", f"has Python, torch, DeepSpeed {' '.join(there)}, this machine {' '.join(versions)}", "install the same versions on all hosts"))  # fmt: skip
+        found.append(
+            failed(
+                f"host {name}",
+                f"has Python, torch, DeepSpeed {' '.join(there)}, but this machine {' '.join(versions)}",
+                "install the same versions on all hosts",
+            )
+        )
     else:
         found.append(ok(f"host {name}", f"answers, with the same versions ({' '.join(there)})"))
     if marker and "SHARED" not in answer.stdout.split():
-        found.append(failed(f"disk of {name}", f"does not see {marker.parent}", "put --run-dir (or --save) on a disk that all hosts share"))  # fmt: skip
+        found.append(
+            failed(
+                f"disk of {name}",
+                f"does not see {marker.parent}",
+                "put --run-dir (or --save) on a disk that all hosts share",
+            )
+        )
     elif marker:
         found.append(ok(f"disk of {name}", f"sees {marker.parent}"))
     return found
 
 
-def launched_as() -> Iterator[Finding]:
+def launcher_variables() -> Iterator[Finding]:
     """Check the launcher's variables in the environment, which may be left from an old export."""
-    said = {
+    given = {
         name: os.environ[name]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if name in os.environ
     }
-    remedy = "unset it, unless a launcher starts this: launchers set it for each rank by themselves"
-    numbers = {name: int(text) for name, text in said.items() if text.isdecimal()}
-    for name, text in said.items():
+    remedy = "unset it: launchers set it for each rank"
+    numbers = {name: int(text) for name, text in given.items() if text.isdecimal()}
+    for name, text in given.items():
         if name not in numbers or ("WORLD" in name and numbers[name] < 1):
-            yield failed(name, f"is {text!r} in the environment, no number of ranks", remedy)
+            yield failed(name, f"is {text!r} in the environment, not a valid number", remedy)
     for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in numbers and numbers[rank] >= numbers.get(ranks, 10**9):
             yield failed(
                 rank,
-                f"is {numbers[rank]} in the environment, and {ranks} is {numbers[ranks]}: ranks count from 0",
+                f"is {numbers[rank]} in the environment, but {ranks} is {numbers[ranks]}: ranks count from 0",
                 remedy,
             )
 
@@ -138,25 +168,31 @@ def rank_0_is_here() -> Iterator[Finding]:
     except socket.gaierror:
         return  # `names` reports this
     except OSError as error:
-        yield failed("MASTER_ADDR", f"{address} is no address of this machine ({error.strerror}), where RANK=0 is", "give the address of the machine on which rank 0 runs, or unset both")  # fmt: skip
+        yield failed(
+            "MASTER_ADDR",
+            f"{address} is not an address of this machine ({error.strerror}), which has RANK=0",
+            "set the address of the machine on which rank 0 runs, or unset both",
+        )
 
 
 def port_is_free() -> Iterator[Finding]:
     """Check that MASTER_PORT is valid and free on this machine."""
     text = os.environ.get("MASTER_PORT", str(PORT))
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        yield failed("port", f"MASTER_PORT={text} is no port", "give a number between 1024 and 65535")
+        yield failed("port", f"MASTER_PORT={text} is not a port", "set a number between 1024 and 65535")
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # accept a port in TIME_WAIT, as servers do
         try:
             probe.bind(("", int(text)))
         except OSError as error:
-            words = f"port {text} cannot be taken: {error.strerror}"
+            words = f"port {text} cannot be used: {error.strerror}"
             if "MASTER_PORT" in os.environ:
-                yield failed("port", words, "give another MASTER_PORT, or end the run that has it (ss -ltnp)")
+                yield failed("port", words, "set another MASTER_PORT, or end the run that uses it (ss -ltnp)")
             else:
-                yield warning("port", words, "MASTER_PORT=29501, say; --standalone takes a free one by itself")
+                yield warning(
+                    "port", words, "set MASTER_PORT, e.g. to 29501, or use --standalone, which finds a free port"
+                )
             return
     yield ok("port", f"{text} is free")
 
@@ -169,8 +205,12 @@ def names() -> Iterator[Finding]:
         try:
             yield ok(what, f"{name} is {socket.getaddrinfo(name, None)[0][4][0]}")
         except OSError:
-            remedy = f"add '127.0.0.1 {name}' to /etc/hosts, or its real address" if what == "hostname" else "give a name or an address that every host knows"  # fmt: skip
-            yield failed(what, f"{name} has no address", remedy)
+            remedy = (
+                f"add '127.0.0.1 {name}' to /etc/hosts, or its real address"
+                if what == "hostname"
+                else "set a name or an address that every host can resolve"
+            )
+            yield failed(what, f"{name} does not resolve", remedy)
 
 
 def interface() -> Iterator[Finding]:
@@ -183,4 +223,8 @@ def interface() -> Iterator[Finding]:
             if known or wanted.startswith("^"):
                 yield ok("interface", f"{variable}={wanted}")
             else:
-                yield failed("interface", f"{variable}={wanted}, and there are {', '.join(there)}", f"unset {variable} or name one of these")  # fmt: skip
+                yield failed(
+                    "interface",
+                    f"{variable}={wanted} does not exist; there are {', '.join(there)}",
+                    f"unset {variable} or name one of these",
+                )

@@ -24,9 +24,14 @@ def writable(run_dir: Path) -> Iterator[Finding]:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor-"):
             pass
     except OSError as error:
-        yield failed("run directory", f"cannot write to {there}: {error.strerror}", "give a --run-dir on a disk that you may write to")  # fmt: skip
+        yield failed(
+            "run directory", f"cannot write to {there}: {error.strerror}", "give a --run-dir that you can write to"
+        )
     else:
-        yield ok("run directory", f"{there} can be written" + ("" if there == run_dir.absolute() else f"; {run_dir} will be made"))  # fmt: skip
+        yield ok(
+            "run directory",
+            f"{there} is writable" + ("" if there == run_dir.absolute() else f"; {run_dir} will be created"),
+        )
 
 
 def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
@@ -36,31 +41,34 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
     folder = Path(config.checkpoint.save) if config and config.checkpoint.save else run_dir / "checkpoints"
     path = next((each / NAME for each in (run_dir, folder) if (each / NAME).exists()), None)
     if path is None:
-        yield ok("run lock", "nobody has it")
+        yield ok("run lock", "not held")
         return
     holder = holder_of(path)
     if holder is None:
         yield failed("run lock", f"{path} is damaged", "delete it if no run uses the directory")
     elif holder.is_gone(Holder.here(), path):
-        yield warning(
-            "run lock", f"{path} was left by {holder}, which has ended", "nothing: the next run takes it over"
-        )
+        yield warning("run lock", f"{path} was left by {holder}, which has ended", "none: the next run takes it over")
     else:
-        yield failed("run lock", f"{path.parent} is in use by {holder}", f"end that process, or give another {'--run-dir' if path.parent == run_dir else '--save'}; if it is of another machine and has ended, --override-lock (or delete {path})")  # fmt: skip
+        yield failed(
+            "run lock",
+            f"{path.parent} is in use by {holder}",
+            f"end that process, or give another {'--run-dir' if path.parent == run_dir else '--save'}; if it ran on "
+            f"another machine and has ended, pass --override-lock (or delete {path})",
+        )
 
 
 def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
     """Check disk space for checkpoints of `one` bytes each; a new one is written before an old one is deleted."""
     if not config.checkpoint.save_interval and not config.checkpoint.save_at_end:
-        yield ok("disk", "nothing is saved")
+        yield ok("disk", "no checkpoint is saved")
         return
     free = shutil.disk_usage(nearest_folder(save_dir)).free
     kept = config.checkpoint.keep_last
     wanted = (kept or 2) + 1
     words = f"{free / 1e9:.1f} GB free, a checkpoint takes {one / 1e9:.2g} GB"
-    remedy = "free some, give --save on another disk, or keep fewer (--keep-last 2)"
+    remedy = "free space, set --save to another disk, or keep fewer checkpoints (--keep-last 2)"
     if free < 2 * one:
-        yield failed("disk", f"{words}, and a new one is written beside the last", remedy)
+        yield failed("disk", f"{words}, and a new one is written before the last is deleted", remedy)
     elif free < wanted * one or kept is None and free < 10 * one:
         yield warning("disk", words, remedy)
     else:
@@ -89,13 +97,20 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
         if not quick:
             reader.verify()
     except CheckpointError as error:
-        yield failed("checkpoint", str(error), "write the name of an earlier whole checkpoint into latest, or take another --run-dir")  # fmt: skip
+        yield failed(
+            "checkpoint",
+            str(error),
+            "write the name of an earlier intact checkpoint into the file latest, or use another --run-dir",
+        )
         return
-    yield ok("checkpoint", f"{path} is whole, iteration {reader.state['iteration']}" if not quick else f"{path}, not read through")  # fmt: skip
+    yield ok(
+        "checkpoint",
+        f"{path} is intact, iteration {reader.state['iteration']}" if not quick else f"{path}, not verified (--quick)",
+    )
     try:
         refuse_contradictions(reader, config, fingerprint, wanted)
     except CheckpointError as error:
-        yield failed("resume", str(error), "give the settings of the checkpoint, or another --run-dir for a new run")
+        yield failed("resume", str(error), "use the settings of the checkpoint, or another --run-dir for a new run")
     else:
         yield from _samples(reader, config, wanted)
 
@@ -115,13 +130,21 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
             ("split", saved.data.split, config.data.split),
         ):
             if there != here:
-                yield failed("resume", f"--{name} is {there} there and {here} here: the {seen} samples before this point would be others", f"give --{name} {there}, or --override-data to go on with others")  # fmt: skip
+                yield failed(
+                    "resume",
+                    f"--{name} is {there} in the checkpoint but {here} here: the {seen} samples so far would differ",
+                    f"pass --{name} {there}, or --override-data to continue with other samples",
+                )
                 return
         if saved.data.paths != config.data.paths:
-            yield warning("resume", "the checkpoint names other corpora; the run compares the samples themselves and ends where they differ", "give the corpora of the checkpoint, or --override-data")  # fmt: skip
+            yield warning(
+                "resume",
+                "the checkpoint names other corpora; the run compares the samples and ends if they differ",
+                "pass the corpora of the checkpoint, or --override-data",
+            )
             return
     note = settled(config, saved)[1] if wanted.position and reader.state["iteration"] else None
-    yield ok("resume", "the settings are those of the checkpoint" + (f"; {note}" if note else ""))
+    yield ok("resume", "the settings match the checkpoint" + (f"; {note}" if note else ""))
 
 
 def marker(run_dir: Path) -> Any:

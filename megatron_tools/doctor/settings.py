@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config import Config
 from megatron.config.command_line import from_file, parse
@@ -28,21 +28,18 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
     """Return the settings that the flags give, or those stored by a run if only its directory is given."""
     try:
         if run_config and not flags:
-            return from_file(run_config), [ok("settings", f"those of {run_config}")]
+            return from_file(run_config), [ok("settings", f"from {run_config}")]
         config = parse(flags, None, ranks)
         family = config.model.family or "gpt2"
-        config = parse(flags, {"family": family, **_defaults(family)}, ranks)
+        config = parse(flags, {"family": family, **DEFAULTS[family]}, ranks)
     except ConfigError as error:
-        return None, [failed("settings", str(error), "change the flags that the sentence names; --help of the script lists all")]  # fmt: skip
-    words = f"a {family}" + ("" if "--family" in flags else " (--family says another)")
+        return None, [
+            failed("settings", str(error), "change the flags that the message names; --help of the script lists all")
+        ]
+    words = f"a {family}" + ("" if "--family" in flags else " (--family selects another)")
     if run_config and Path(run_config).is_file():
-        words += f", of the flags given, not of {run_config} (which goes for --run-dir without flags)"
+        words += f", from the given flags, not {run_config} (used for --run-dir without flags)"
     return config, [ok("settings", words)]
-
-
-def _defaults(family: str) -> dict[str, Any]:
-    """Return the defaults of the family's entry script."""
-    return dict(DEFAULTS[family])
 
 
 def layout(config: Config, ranks: int) -> Iterator[Finding]:
@@ -51,10 +48,14 @@ def layout(config: Config, ranks: int) -> Iterator[Finding]:
     try:
         replicas = p.data_parallel_size(ranks)
     except ConfigError as error:
-        yield failed("layout", str(error), "change --ranks (or the hostfile), or the sizes that the sentence names")
+        yield failed("layout", str(error), "change --ranks (or the hostfile), or the sizes that the message names")
         return
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
-    yield ok("layout", f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context} x {replicas} replicas, global batch {config.train_batch_size(ranks)}")  # fmt: skip
+    yield ok(
+        "layout",
+        f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context} x {replicas} replicas, "
+        f"global batch {config.train_batch_size(ranks)}",
+    )
 
 
 def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
@@ -69,10 +70,10 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
     try:
         found = resolve(config, ranks, device.fast_bf16(device.current()))
     except ConfigError as error:
-        return Settled(config), [
-            failed("ds_config", str(error), "change what the sentence names: the file, or the flag that contradicts it")
-        ]
-    words = f"{found.precision}, ZeRO {found.zero_stage}" + (f", of {config.train.deepspeed_config}" if config.train.deepspeed_config else "")  # fmt: skip
+        return Settled(config), [failed("ds_config", str(error), "change the file, or the flag that contradicts it")]
+    words = f"{found.precision}, ZeRO {found.zero_stage}" + (
+        f", from {config.train.deepspeed_config}" if config.train.deepspeed_config else ""
+    )
     return Settled(config, found), [ok("ds_config", words)]
 
 
@@ -88,7 +89,7 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     if settled.resolved is None:
         return
     if any(name.startswith("offload") for name in settled.resolved.deepspeed.get("zero_optimization", {})):
-        yield ok("memory", "not estimated: the ds_config offloads")
+        yield ok("memory", "not estimated with offloading in the ds_config")
         return
     stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
     kinds = asdict(max(stages, key=lambda stage: stage.total))
@@ -101,8 +102,12 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     else:
         there += f" {device_bytes / 1e9:.1f} GB"
     parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
-    words = f"{parameters(settled.config) / 1e6:.1f} million parameters; the fullest rank holds {needed / 1e9:.2g} GB ({parts}); {there}"  # fmt: skip
-    remedy = "more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3; --checkpoint-activations; a smaller model; --precision bf16; tools/plan.py finds a layout"
+    size = f"{parameters(settled.config) / 1e6:.1f} million parameters"
+    words = f"{size}; the peak rank needs {needed / 1e9:.2g} GB ({parts}); {there}"
+    remedy = (
+        "use more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3, "
+        "--checkpoint-activations, a smaller model or --precision bf16; tools/plan.py finds a layout"
+    )
     if free is not None and needed > free:
         yield failed("memory", words, remedy)
     elif free is not None and needed > 0.9 * free:

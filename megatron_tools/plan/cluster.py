@@ -1,12 +1,11 @@
 """Description of a cluster from data sheets: configs/clusters/*.json."""
 
-import json
 import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron import presets
-from megatron.json_text import describe_json
+from megatron.config.command_line import read_json
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")  # dtypes of matmuls
 
@@ -48,8 +47,8 @@ class Cluster:
         """Return the peak FLOP/s of matmuls in `dtype`. Raises ValueError if the data sheet has none."""
         if dtype not in self.peak_tflops:
             raise ValueError(
-                f"the cluster {self.name} names no peak for {dtype}: use --precision {' or '.join(self.peak_tflops)}, or add it "
-                f"to peak_tflops of its file"
+                f"cluster {self.name} has no peak_tflops for {dtype}; use --precision {' or '.join(self.peak_tflops)}, "
+                f"or add it to the cluster's file"
             )
         return self.peak_tflops[dtype] * 1e12
 
@@ -64,25 +63,18 @@ def load_cluster(name: str) -> Cluster:
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in presets.folder("clusters").glob("*.json")))
         raise ValueError(
-            f"there is no cluster {name}: give one of {known}, or a JSON file like configs/clusters/a100.json"
+            f"there is no cluster {name}; use one of {known}, or a JSON file like configs/clusters/a100.json"
         )
+    content = read_json(str(path))
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    try:
-        found = json.loads(text)
+        return _cluster(content)
     except ValueError as error:
-        raise ValueError(f"{path}, {describe_json(text, error)}") from None
-    try:
-        return _cluster(found)
-    except ValueError as error:
-        raise ValueError(f"{path} does not describe a cluster: {error}; configs/clusters/a100.json does") from None
+        raise ValueError(f"{path} is not a valid cluster: {error}; see configs/clusters/a100.json") from None
 
 
 def _cluster(found: Any) -> Cluster:
     """Validate a parsed description and return the cluster. Raises ValueError naming the error."""
-    _keys(found, Cluster, "it")
+    _keys(found, Cluster, "the file")
     if found["kind"] not in ("cpu", "accelerator"):
         raise ValueError(f"kind is {found['kind']!r}, not cpu or accelerator")
     if not isinstance(found["name"], str) or not isinstance(found["sources"], list):
@@ -108,12 +100,12 @@ def _cluster(found: Any) -> Cluster:
 def _keys(found: Any, kind: type, what: str) -> None:
     """Raise ValueError unless `found` is an object with exactly the fields of `kind`."""
     if not isinstance(found, dict):
-        raise ValueError(f"{what} is no JSON object")
+        raise ValueError(f"{what} is not a JSON object")
     names = {f.name for f in fields(kind)}
     if missing := sorted(names - set(found)):
         raise ValueError(f"{what} lacks {', '.join(missing)}")
     if strange := sorted(set(found) - names):
-        raise ValueError(f"{what} has {', '.join(strange)}, which nothing reads")
+        raise ValueError(f"{what} has {', '.join(strange)}, which is unknown")
 
 
 def _positive(name: str, value: Any) -> None:

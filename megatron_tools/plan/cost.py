@@ -15,7 +15,7 @@ from megatron.model.work import lengths
 from megatron.training.memory.activations import Shapes
 from megatron.training.memory.sizes import Stage, padded_vocabulary
 from tds.schedule import schedule_of
-from tds.timetable import bubble, times
+from tds.timetable import times
 
 from .cluster import Cluster, Link
 
@@ -26,7 +26,7 @@ FORWARD, BACKWARD = 1.0, 2.0  # relative durations of the passes in the timetabl
 class Efficiency:
     """Achieved fractions of data-sheet figures. One set of defaults serves all clusters, fitted to none of them.
 
-    product: fraction of the peak in wide matmuls. narrow: matmul width at which half of that is reached.
+    matmul: fraction of the peak in wide matmuls. narrow: matmul width at which half of that is reached.
     attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
     hidden_passes, inner_passes: how often a layer's forward pass reads or writes hidden states and the MLP's
     inner activations outside matmuls. score_passes: the same for attention scores, 0 for fused kernels.
@@ -34,7 +34,7 @@ class Efficiency:
     step_seconds: constant overhead of a step.
     """
 
-    product: float = 0.75
+    matmul: float = 0.75
     narrow: float = 220.0
     attention: float = 0.40
     memory: float = 0.80
@@ -53,13 +53,13 @@ DEFAULT = Efficiency()
 class Seconds:
     """Seconds of a micro-batch's forward and backward pass on one stage, by kind."""
 
-    products: float
+    matmuls: float
     attention: float
     memory: float
     tensor_parallel: float
     context_parallel: float
     weights: float  # ZeRO 3's all-gathers of weights
-    border: float
+    boundary: float
 
     @property
     def total(self) -> float:
@@ -84,7 +84,7 @@ class Cost:
     tokens: int
     devices: int
     peak: float
-    border_bytes: float
+    boundary_bytes: float
     gradient_bytes: float
     collective_bytes: float
 
@@ -138,7 +138,7 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
 
 
 def _width_factor(x: Shapes, e: Efficiency) -> float:
-    """Return the fraction of `e.product` that this rank's matmuls reach, from their shortest side."""
+    """Return the fraction of `e.matmul` that this rank's matmuls reach, from their shortest side."""
     m = x.config.model
     narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, m.ff_size / x.ranks)
     return narrowest / (narrowest + e.narrow)
@@ -166,13 +166,13 @@ def stage_seconds(
     m, p = x.config.model, x.config.parallel
     peak, hbm = cluster.peak(resolved.precision), cluster.memory_bandwidth * 1e9 * e.memory
     again = bool(x.config.recomputed_layers)
-    products = attention = memory = tensor = context = model = done = 0.0
-    line = cluster.link(x.ranks, 1)
+    matmuls = attention = memory = tensor = context = model = done = 0.0
+    link = cluster.link(x.ranks, 1)
     for layer in stage.layers:
         dense, scores = layer_flops(x, layer)
-        times_ = 4 if again and layer.repeated else 3
-        model, done = model + 3 * (dense + scores), done + times_ * (dense + scores)
-        products += times_ * dense / (peak * e.product * _width_factor(x, e))
+        repeats = 4 if again and layer.repeated else 3
+        model, done = model + 3 * (dense + scores), done + repeats * (dense + scores)
+        matmuls += repeats * dense / (peak * e.matmul * _width_factor(x, e))
         tokens = x.of_layer(layer)
         if layer.repeated:
             more = 1 if m.checkpoint_attention and not again else 0
@@ -186,18 +186,18 @@ def stage_seconds(
                     / x.ranks
                 )
                 extra = qkv if "qkv" in m.recompute_modules else 0.0
-                done, products = done + extra, products + extra / (peak * e.product * _width_factor(x, e))
+                done, matmuls = done + extra, matmuls + extra / (peak * e.matmul * _width_factor(x, e))
                 memory += (
                     len(m.recompute_modules) * 2 * (x.hidden(tokens) + tokens * m.ff_size / x.ranks * x.width / 3) / hbm
                 )
-            attention += (times_ + more) * scores / (peak * (e.attention if not e.score_passes else e.product / 2))
+            attention += (repeats + more) * scores / (peak * (e.attention if not e.score_passes else e.matmul / 2))
             heads, length = m.num_attention_heads / x.ranks, tokens / x.config.train.batch_size
             touched = e.hidden_passes * x.hidden(tokens) + e.inner_passes * tokens * m.ff_size / x.ranks * x.width
             touched += e.score_passes * x.config.train.batch_size * heads * length**2 * x.width
-            memory += times_ * touched / hbm
+            memory += repeats * touched / hbm
             whole = tokens * m.hidden_size * x.width
             sums = (2 if again else 0) + 4 + (2 if layer.cls.__name__ == "DecoderBlock" else 0)
-            tensor += sums * all_reduce_seconds(whole, x.ranks, line, e)
+            tensor += sums * all_reduce_seconds(whole, x.ranks, link, e)
             keys = 2 * tokens * m.key_value_heads * m.head_size / x.ranks * x.width * p.context_parallel_size
             context += 1.5 * all_reduce_seconds(
                 keys, p.context_parallel_size, cluster.link(p.context_parallel_size, x.ranks), e
@@ -207,12 +207,12 @@ def stage_seconds(
     gathered = 0.0
     if resolved.zero_stage == 3:
         gathered = 1.5 * all_reduce_seconds(stage.count.held * x.width, replicas, cluster.link(replicas, x.ranks), e)
-    border = 0.0
+    boundary = 0.0
     if p.stages > 1:
         wire = cluster.link(p.stages, x.ranks * replicas)
         one = boundary_bytes(stage, x) / (wire.gigabytes_per_second * 1e9 * e.link) + wire.latency_seconds
-        border = 2 * one * p.virtual_pipeline_size
-    return Seconds(products, attention, memory, tensor, context, gathered, border), model, done
+        boundary = 2 * one * p.virtual_pipeline_size
+    return Seconds(matmuls, attention, memory, tensor, context, gathered, boundary), model, done
 
 
 def boundary_bytes(stage: Stage, x: Shapes) -> float:
@@ -239,30 +239,27 @@ def cost_of(
     held = max(stage.count.held for stage in stages)
     exact = 4 if resolved.zero_stage <= 1 else x.width
     sums = all_reduce_seconds(held * exact, replicas, cluster.link(replicas, x.ranks), e)
-    behind = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
+    hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
     if resolved.zero_stage >= 2:  # DeepSpeed reduces after every micro-batch
-        sums, behind = sums * config.train.gas, behind * config.train.gas
+        sums, hidden = sums * config.train.gas, hidden * config.train.gas
     share = held / (replicas if resolved.zero_stage else 1)
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
     samples = config.train_batch_size(world)
-    step = units * slowest + sums - behind + stepped + e.step_seconds
+    step = units * slowest + sums - hidden + stepped + e.step_seconds
     each = config.train.gas * x.ranks * replicas
     collective = 4.0 * max(x.tokens) * config.model.hidden_size * x.width * max((s.repeated for s in stages), default=0)
     return Cost(
         step=step,
         bubble=1 - config.train.gas / units,
         stages=tuple(seconds for seconds, _, _ in found),
-        gradients=sums - behind,
+        gradients=sums - hidden,
         optimizer=stepped,
         model_flops=sum(model for _, model, _ in found) * each,
         done_flops=sum(done for _, _, done in found) * each,
         tokens=samples * sum(lengths(config)),
         devices=world,
         peak=cluster.peak(resolved.precision),
-        border_bytes=max(boundary_bytes(stage, x) for stage in stages) if p.stages > 1 else 0.0,
+        boundary_bytes=max(boundary_bytes(stage, x) for stage in stages) if p.stages > 1 else 0.0,
         gradient_bytes=held * float(exact),
         collective_bytes=collective if x.ranks > 1 else 0.0,
     )
-
-
-__all__ = ["DEFAULT", "Cost", "Efficiency", "Seconds", "bubble", "cost_of", "pipeline_units"]

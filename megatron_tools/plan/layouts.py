@@ -20,7 +20,8 @@ USABLE = 0.9  # usable fraction of a device's memory; the rest goes to driver, l
 MICROS = (1, 2, 4, 8, 16, 32)
 MODULES = ("norm", "qkv", "activation")
 AXES = {
-    "model_parallel_size", "pipe_parallel_size", "context_parallel_size", "virtual_pipeline_size", "pipeline_schedule", "zero_stage",
+    "model_parallel_size", "pipe_parallel_size", "context_parallel_size", "virtual_pipeline_size", "pipeline_schedule",
+    "zero_stage",
     "checkpoint_activations", "recompute_modules", "sequence_parallel",
 }  # fmt: skip
 
@@ -41,7 +42,7 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
     """
     given = sum(each is not None for each in (total, micro, gas))
     if given < 2:
-        raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas: the third follows")
+        raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas; the third follows")
     if min(each for each in (replicas, total, micro, gas) if each is not None) < 1:
         raise ValueError("--global-batch-size, --micro-batch-size and --gas must be at least 1")
     if total is None:
@@ -55,7 +56,8 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
         unit = (micro or 1) * (gas or 1) * replicas
         near = max(round(total / unit), 1) * unit
         raise ValueError(
-            f"--global-batch-size {total} is not {name} {known} x {other} x {replicas} replicas: make it {near}, a multiple of {unit}"
+            f"--global-batch-size {total} is not {name} {known} x {other} x {replicas} replicas; set it to {near}, a "
+            f"multiple of {unit}"
         )
     return Batch(total, known, found) if micro is not None else Batch(total, found, known)
 
@@ -204,7 +206,7 @@ def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
             good.append(Layout(config, layout.resolved, layout.devices, layout.stages, layout.memory, cost))
     if good:
         return sorted(good, key=_rank)
-    raise ValueError(_why(wanted) if leanest is None else _too_large(wanted, leanest))
+    raise ValueError(_explain_no_layout(wanted) if leanest is None else _explain_too_large(wanted, leanest))
 
 
 def _rank(layout: Layout) -> tuple[float, float]:
@@ -212,14 +214,15 @@ def _rank(layout: Layout) -> tuple[float, float]:
     return -float(f"{layout.cost.tokens_per_second:.2e}"), layout.worst.total
 
 
-def _too_large(wanted: Wanted, leanest: Layout) -> str:
+def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
     """Return the error if nothing fits: memory of the leanest layout, and a sufficient number of devices."""
     need, there = leanest.worst.total / 1e9, USABLE * wanted.cluster.memory
-    start = (
-        f"{in_words(parameters(wanted.config))} parameters do not fit on {wanted.devices} devices of {wanted.cluster.name}: the leanest "
-        f"layout ({leanest.name}, ZeRO {leanest.resolved.zero_stage}) needs {need:,.3g} GB of the {there:,.3g} GB that each can give"
+    return (
+        f"{in_words(parameters(wanted.config))} parameters do not fit on {wanted.devices} devices of "
+        f"{wanted.cluster.name}: the leanest layout ({leanest.name}, ZeRO {leanest.resolved.zero_stage}) needs "
+        f"{need:,.3g} GB per device, and {there:,.3g} GB are usable; use about {_devices_for(wanted, leanest):,} "
+        f"devices, a smaller model, a shorter --seq-length or devices with more memory"
     )
-    return f"{start}; take about {_devices_for(wanted, leanest):,} devices, a smaller model, shorter --seq-length or devices with more memory"
 
 
 def _devices_for(wanted: Wanted, leanest: Layout) -> int:
@@ -235,7 +238,7 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
     return count
 
 
-def _why(wanted: Wanted) -> str:
+def _explain_no_layout(wanted: Wanted) -> str:
     """Return why no layout is valid: the error of the layout that the settings themselves describe."""
     c, replicas = wanted.config, wanted.devices
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
@@ -252,10 +255,10 @@ def _why(wanted: Wanted) -> str:
         return str(error)
     if not wanted.total or wanted.total % wanted.devices == 0:
         given = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(wanted.fixed)) or "the batch"
-        return f"no layout of {wanted.devices} devices goes together with {given} and these sizes of the batch: leave one out"
+        return f"no layout of {wanted.devices} devices fits {given} and these batch sizes; omit one of them"
     return (
-        f"--global-batch-size {wanted.total} cannot be shared out over any layout of {wanted.devices} devices: make it a multiple of "
-        f"{wanted.devices}"
+        f"--global-batch-size {wanted.total} cannot be split over any layout of {wanted.devices} devices; set it to a "
+        f"multiple of {wanted.devices}"
     )
 
 

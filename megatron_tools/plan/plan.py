@@ -24,12 +24,14 @@ from .report import KINDS, explained, ranked
 from .scripts import write
 
 EXAMPLES = """\
-  python tools/plan.py --model configs/models/llama_8b.json --cluster h100 --devices 64 --global-batch-size 1024 --tokens 1e12
-  python tools/plan.py --model configs/models/gpt2_345M.json --cluster a100 --devices 8 --micro-batch-size 4 --gas 8 --explain
+  python tools/plan.py --model configs/models/llama_8b.json --cluster h100 --devices 64 --global-batch-size 1024 \\
+      --tokens 1e12
+  python tools/plan.py --model configs/models/gpt2_345M.json --cluster a100 --devices 8 --micro-batch-size 4 --gas 8 \\
+      --explain
   python tools/plan.py --model configs/models/llama_70b.json --cluster h100 --devices 256 --global-batch-size 1024 \\
       --model-parallel-size 8 --pipe-parallel-size 4 --explain --chart memory.png
-  python tools/plan.py --family gpt2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --vocab-size 5000 \\
-      --cluster laptop_cpu --devices 2 --global-batch-size 8 --write plan && plan/run.sh --train-iters 5
+  python tools/plan.py --family gpt2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
+      --vocab-size 5000 --cluster laptop_cpu --devices 2 --global-batch-size 8 --write plan && plan/run.sh
   python tools/plan.py --published"""
 VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
@@ -49,8 +51,8 @@ def _family_of(argv: list[str]) -> str:
     finder.add_argument("--family")
     finder.add_argument("--config", action="append", default=[])
     found, _ = finder.parse_known_args(argv)
-    said = [read_json(str(presets.find(path, "models"))) for path in found.config]
-    inside = [content.get("family") or content.get("model", {}).get("family") for content in said]
+    contents = [read_json(str(presets.find(path, "models"))) for path in found.config]
+    inside = [content.get("family") or content.get("model", {}).get("family") for content in contents]
     return str(found.family or next((family for family in reversed(inside) if family), ""))
 
 
@@ -73,7 +75,7 @@ def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
         values["vocab_size"] = VOCABULARIES.get(config.model.family or "gpt2", 50257)
-        print(f"note: a vocabulary of {values['vocab_size']:,} tokens is assumed; --vocab-size says another")
+        print(f"note: assuming a vocabulary of {values['vocab_size']:,} tokens; set --vocab-size to change it")
     if config.train.precision == "auto":
         values["precision"] = (
             "fp32" if not cluster.accelerated else next(k for k in ("bf16", "fp16", "fp32") if k in cluster.peak_tflops)
@@ -94,11 +96,11 @@ def fixed_by(flags: list[str]) -> frozenset[str]:
 def main(args: argparse.Namespace) -> None:
     if args.published:
         if args.flags:
-            raise ValueError(f"--published takes no other flags: leave {args.flags[0]} out")
+            raise ValueError(f"--published accepts no other flags; omit {args.flags[0]}")
         print("\n".join(published.lines()))
         return
     if args.devices is None or args.cluster is None:
-        raise ValueError("give --cluster and --devices: what there is to run on; --help shows examples")
+        raise ValueError("give --cluster and --devices, the hardware to plan for; --help shows examples")
     for name in ("devices", "top"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
@@ -107,14 +109,15 @@ def main(args: argparse.Namespace) -> None:
     cluster = load_cluster(args.cluster)
     config = settings(args, cluster)
     if sum(each is not None for each in (args.global_batch_size, args.micro_batch_size, args.gas)) < 1:
-        raise ValueError("give --global-batch-size, or two of it, --micro-batch-size and --gas")
+        raise ValueError("give --global-batch-size, or two of --global-batch-size, --micro-batch-size and --gas")
     wanted = Wanted(
         config, cluster, args.devices, args.global_batch_size, args.micro_batch_size, args.gas, fixed_by(args.flags)
     )
     found = search(wanted)
     print(
-        f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} devices of "
-        f"{cluster.name}; {len(found)} layouts fit; GB of the fullest stage, TFLOP/s of a device with what is computed again"
+        f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} "
+        f"devices of {cluster.name}; {len(found)} layouts fit; GB of the peak stage, TFLOP/s per device including "
+        f"recomputation"
     )
     print("\n".join(ranked(found[: args.top], args.tokens)))
     chosen = _chosen(found, args.layout)
@@ -129,7 +132,7 @@ def main(args: argparse.Namespace) -> None:
 
 def _chosen(found: list[Layout], number: int) -> Layout:
     if not 1 <= number <= len(found):
-        raise ValueError(f"--layout {number}: the table has rows 1 to {len(found)}")
+        raise ValueError(f"--layout {number} must be a row of the table, 1 to {len(found)}")
     return found[number - 1]
 
 
@@ -151,7 +154,12 @@ def draw(layout: Layout, cluster: Cluster, path: str) -> None:
     axes.axhline(
         cluster.memory, color="black", linestyle="--", linewidth=1, label=f"{cluster.name}: {cluster.memory:g} GB"
     )
-    axes.set(xlabel="pipeline stage", ylabel="GB on each rank", title=f"{in_words(parameters(layout.config))} parameters, {layout.name}, micro-batch {layout.config.train.batch_size}")  # fmt: skip
+    axes.set(
+        xlabel="pipeline stage",
+        ylabel="GB per rank",
+        title=f"{in_words(parameters(layout.config))} parameters, {layout.name}, "
+        f"micro-batch {layout.config.train.batch_size}",
+    )
     axes.set_xticks(range(len(below)))
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=110)
@@ -167,30 +175,30 @@ def build_parser() -> Parser:
         action="append",
         default=[],
         metavar="FILE",
-        help="settings of the model, e.g. llama_8b of configs/models, or a JSON file of your own",
+        help="model settings: a name in configs/models such as llama_8b, or a JSON file",
     )
-    add("--cluster", help="a name of configs/clusters, or a JSON file like those")
-    add("--devices", type=int, help="how many of them")
-    add("--global-batch-size", type=int, help="samples of one step")
+    add("--cluster", help="hardware: a name in configs/clusters such as h100, or a JSON file")
+    add("--devices", type=int, help="number of devices")
+    add("--global-batch-size", type=int, help="samples per step")
     add(
         "--micro-batch-size",
         "--batch-size",
         type=int,
-        help="samples that pass through the model at once; searched if not given",
+        help="samples per micro-batch (default: chosen by the search)",
     )
-    add("--gas", type=int, help="micro-batches of one step for each replica; follows if not given")
-    add("--tokens", type=float, help="how many are to be read, for the time of the whole run, e.g. 1e12")
-    add("--top", type=int, default=10, help="rows of the table (default: 10)")
+    add("--gas", type=int, help="micro-batches per step and replica (default: from the other two)")
+    add("--tokens", type=float, help="tokens to train on, e.g. 1e12; adds the duration of the run")
+    add("--top", type=int, default=10, help="rows to print (default: 10)")
     add(
         "--layout",
         type=int,
         default=1,
-        help="the row that --explain, --chart and --write take (default: 1, the fastest)",
+        help="row for --explain, --chart and --write (default: 1, the fastest)",
     )
-    add("--explain", action="store_true", help="the arithmetic of that row")
-    add("--chart", metavar="FILE", help="its memory by stage and kind as a picture (needs matplotlib)")
-    add("--write", metavar="DIR", help="config.json, ds_config.json and run.sh of that row")
-    add("--published", action="store_true", help="predictions of published runs beside what was measured")
+    add("--explain", action="store_true", help="print the arithmetic of that row")
+    add("--chart", metavar="FILE", help="draw the memory of that row by stage and kind (needs matplotlib)")
+    add("--write", metavar="DIR", help="write config.json, ds_config.json and run.sh of that row")
+    add("--published", action="store_true", help="compare predictions with published runs")
     return parser
 
 

@@ -77,7 +77,8 @@ def config_of(row: Row) -> Config:
         {
             "family": "gpt2", "num_layers": row.layers, "hidden_size": row.hidden, "num_attention_heads": row.heads,
             "seq_length": row.sequence, "vocab_size": row.vocabulary, "model_parallel_size": row.tensor,
-            "pipe_parallel_size": row.stages if row.stages > 1 else 0, "sequence_parallel": False, "batch_size": row.micro,
+            "pipe_parallel_size": row.stages if row.stages > 1 else 0, "sequence_parallel": False,
+            "batch_size": row.micro,
             "gas": row.batch // replicas // row.micro, "checkpoint_activations": row.recompute, "zero_stage": 1,
             "precision": "fp16" if row.cluster in ("v100", "910a") else "bf16",
         },
@@ -115,12 +116,24 @@ def lines() -> Iterator[str]:
     for each in found:
         row = each.row
         grid = f"{row.tensor} x {row.stages} x {row.devices // row.tensor // row.stages}"
-        cells = (row.source, row.name, f"{each.parameters / 1e9:,.1f} G", f"{row.devices:,} {row.cluster}", grid, f"{each.micros} of {row.micro}", f"{each.bubble:.1%}", f"{each.published:.0f}", f"{each.predicted:.0f}", f"{each.error:+.0%}")  # fmt: skip
+        cells = (
+            row.source,
+            row.name,
+            f"{each.parameters / 1e9:,.1f} G",
+            f"{row.devices:,} {row.cluster}",
+            grid,
+            f"{each.micros} of {row.micro}",
+            f"{each.bubble:.1%}",
+            f"{each.published:.0f}",
+            f"{each.predicted:.0f}",
+            f"{each.error:+.0%}",
+        )
         yield f"| {' | '.join(cells)} |"
     yield ""
     for source in dict.fromkeys(each.row.source for each in found):
         yield f"median error, {source}: {median_error([e for e in found if e.row.source == source]):.1%}"
-    yield f"median error where the layout is published (all but Ascend's): {median_error([e for e in found if e.row.source != ASCEND]):.1%}"
+    known = [each for each in found if each.row.source != ASCEND]
+    yield f"median error where the layout is published (all except Ascend's): {median_error(known):.1%}"
     yield f"median error of all {len(found)} rows: {median_error(found):.1%}"
 
 

@@ -39,13 +39,36 @@ def duration(days: float) -> str:
 
 def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
     """Yield a table with one row per layout: its grid, memory of its peak stage by kind, and its speed."""
-    heads = ["", "dp", "tp", "pp", "vp", "zero", "again", "micro", "gas", "GB", *(f"{k[:5]}." for k in KINDS), "bubble", "s/step", "tokens/s", "TFLOP/s", "MFU"]  # fmt: skip
+    heads = [
+        "",
+        "dp",
+        "tp",
+        "pp",
+        "vp",
+        "zero",
+        "recompute",
+        "micro",
+        "gas",
+        "GB",
+        *(f"{k[:5]}." for k in KINDS),
+        "bubble",
+        "s/step",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+    ]
     rows = []
     for at, layout in enumerate(layouts, 1):
         p, cost, worst = layout.config.parallel, layout.cost, layout.worst
         assert cost is not None
         train = layout.config.train
-        row = [str(at), str(p.data_parallel_size(layout.devices)), str(p.model_parallel_size), str(p.stages), str(p.virtual_pipeline_size)]  # fmt: skip
+        row = [
+            str(at),
+            str(p.data_parallel_size(layout.devices)),
+            str(p.model_parallel_size),
+            str(p.stages),
+            str(p.virtual_pipeline_size),
+        ]
         row += [
             str(layout.resolved.zero_stage),
             recomputed(layout),
@@ -72,10 +95,12 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
     p, t = config.parallel, config.train
     replicas = p.data_parallel_size(layout.devices)
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
-    yield f"{layout.devices} devices = {replicas} replicas x {p.stages} stages x {p.model_parallel_size} model-parallel{context}"
-    yield f"global batch {config.train_batch_size(layout.devices):,} = micro-batch {t.batch_size} x gas {t.gas} x {replicas} replicas"
+    batch = config.train_batch_size(layout.devices)
+    grid = f"{replicas} replicas x {p.stages} stages x {p.model_parallel_size} model-parallel{context}"
+    yield f"{layout.devices} devices = {grid}"
+    yield f"global batch {batch:,} = micro-batch {t.batch_size} x gas {t.gas} x {replicas} replicas"
     long = " + ".join(f"{n:,}" for n in lengths(config) if n)
-    yield f"tokens of a step: {config.train_batch_size(layout.devices):,} x ({long}) = {cost.tokens:,}"
+    yield f"tokens per step: {batch:,} x ({long}) = {cost.tokens:,}"
     yield f"parameters: {parameters(config):,} ({in_words(parameters(config))})"
     yield ""
     yield from stage_table(layout)
@@ -86,11 +111,12 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
         kept = [most_in_flight(list(schedule(s, p.stages, t.gas))) / p.virtual_pipeline_size for s in range(p.stages)]
         yield f"micro-batches kept by each stage ({p.pipeline_schedule}): {', '.join(f'{each:g}' for each in kept)}"
     yield (
-        f"hidden states of a micro-batch: {x.tokens[0]:,} tokens x {config.model.hidden_size:,} x {x.width} bytes / {x.shared} ranks = "
-        f"{x.hidden(x.tokens[0]) / 1e6:,.1f} MB"
+        f"hidden states per micro-batch: {x.tokens[0]:,} tokens x {config.model.hidden_size:,} x {x.width} bytes / "
+        f"{x.shared} ranks = {x.hidden(x.tokens[0]) / 1e6:,.1f} MB"
     )
     room = USABLE * cluster.memory
-    yield f"memory: {layout.worst.total / 1e9:.3g} GB on the fullest stage, of {room:.3g} GB ({USABLE:.0%} of {cluster.memory:g} GB)"
+    usable = f"{room:.3g} GB ({USABLE:.0%} of {cluster.memory:g} GB)"
+    yield f"memory: {layout.worst.total / 1e9:.3g} GB on the peak stage, of {usable}"
     yield ""
     slowest = max(cost.stages, key=lambda s: s.total)
     parts = ", ".join(
@@ -98,21 +124,30 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
         for f in fields(slowest)
         if getattr(slowest, f.name)
     )
-    yield f"a micro-batch there and back on the slowest stage: {slowest.total * 1e3:.4g} ms ({parts})"
+    yield f"forward and backward of a micro-batch on the slowest stage: {slowest.total * 1e3:.4g} ms ({parts})"
     if p.stages > 1:
-        yield f"border: {cost.border_bytes / 1e6:,.2f} MB a micro-batch each way from a rank; bubble of {t.gas} micro-batches on {p.stages} stages: {cost.bubble:.1%}"
+        yield (
+            f"stage boundary: {cost.boundary_bytes / 1e6:,.2f} MB per micro-batch, direction and rank; bubble of "
+            f"{t.gas} micro-batches on {p.stages} stages: {cost.bubble:.1%}"
+        )
     if cost.collective_bytes:
-        yield f"model-parallel sums: {cost.collective_bytes / 1e6:,.1f} MB a micro-batch and rank"
-    yield f"gradients over {replicas * p.context_parallel_size} copies: {cost.gradient_bytes / 1e6:,.1f} MB, {cost.gradients * 1e3:.3g} ms not hidden; optimizer {cost.optimizer * 1e3:.3g} ms"
+        yield f"model-parallel all-reduces: {cost.collective_bytes / 1e6:,.1f} MB per micro-batch and rank"
+    yield (
+        f"gradient all-reduce over {replicas * p.context_parallel_size} ranks: {cost.gradient_bytes / 1e6:,.1f} MB, "
+        f"{cost.gradients * 1e3:.3g} ms not overlapped; optimizer {cost.optimizer * 1e3:.3g} ms"
+    )
     whole = t.gas * slowest.total / (1 - cost.bubble)
-    yield f"step: {t.gas} x {slowest.total * 1e3:.4g} ms / (1 - {cost.bubble:.3f}) + {(cost.step - whole) * 1e3:.3g} ms = {cost.step:.4g} s"
-    yield f"model FLOPs of a step: {cost.model_flops:.4g}, with what is computed again {cost.done_flops:.4g}"
+    passes = f"{t.gas} x {slowest.total * 1e3:.4g} ms / (1 - {cost.bubble:.3f})"
+    yield f"step: {passes} + {(cost.step - whole) * 1e3:.3g} ms = {cost.step:.4g} s"
+    yield f"model FLOPs per step: {cost.model_flops:.4g}, with recomputation {cost.done_flops:.4g}"
     yield (
         f"MFU: {cost.model_flops:.4g} / {cost.step:.4g} s / {layout.devices} / {cost.peak:.4g} = {cost.mfu:.1%}; "
-        f"{cost.tflops:.4g} TFLOP/s a device; {cost.tokens_per_second:,.0f} tokens/s"
+        f"{cost.tflops:.4g} TFLOP/s per device; {cost.tokens_per_second:,.0f} tokens/s"
     )
     if tokens:
-        yield f"{in_words(tokens)} tokens: {tokens / cost.tokens:,.0f} steps, {duration(cost.days(tokens))}, {cost.days(tokens) * 24 * layout.devices:,.0f} device-hours"
+        days = cost.days(tokens)
+        spent = f"{duration(days)}, {days * 24 * layout.devices:,.0f} device-hours"
+        yield f"{in_words(tokens)} tokens: {tokens / cost.tokens:,.0f} steps, {spent}"
 
 
 def stage_table(layout: Layout) -> Iterator[str]:
@@ -127,4 +162,4 @@ def stage_table(layout: Layout) -> Iterator[str]:
         else:
             first = at
             rows.append([str(at), *row])
-    yield from as_table(["stage", "transformer layers", "parameters of a rank", "GB", *KINDS], rows)
+    yield from as_table(["stage", "transformer layers", "parameters per rank", "GB", *KINDS], rows)

@@ -23,7 +23,7 @@ def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -
     Raises ValueError for a model without one of our families.
     """
     if layout.config.model.family not in FAMILIES:
-        raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; leave --write out")
+        raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; omit --write")
     into = Path(folder)
     into.mkdir(parents=True, exist_ok=True)
     assert layout.cost is not None
@@ -88,7 +88,8 @@ def _script(layout: Layout, cluster: Cluster) -> str:
     if nodes > 1:
         launch = (
             f'--nnodes {nodes} --node-rank "${{NODE_RANK:?the number of this node, from 0}}" '
-            f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?where node 0 is}}" --master-port "${{MASTER_PORT:-29500}}"'
+            f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?the address of node 0}}" '
+            f'--master-port "${{MASTER_PORT:-29500}}"'
         )
     family, in_checkout = layout.config.model.family, (CHECKOUT / "tools/launch.py").is_file()
     start = f'"$PYTHON" "$ROOT/tools/launch.py" {launch} "$ROOT/pretrain_{family}.py"'
@@ -99,7 +100,8 @@ def _script(layout: Layout, cluster: Cluster) -> str:
     if not in_checkout:  # pip-installed: commands are on the path and there is no corpus
         home, start = "", f"megatron-launch {launch} -m pretrain_{family}"
     return f"""#!/usr/bin/env bash
-# Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}. Flags that are given to this script go to the run.
+# Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}.
+# Flags given to this script are passed to the run.
 set -euo pipefail
 HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd){home}
 {_corpus(size) if in_checkout and size >= LEAST else GIVEN}
@@ -111,7 +113,8 @@ export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 
 
 LEAST = 2000  # smallest vocabulary with room for the corpus's characters and T5's sentinels
-GIVEN = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}" "${DATA_PATH:?a corpus, without .bin; preprocess-data (tools/preprocess_data.py) makes one}\""""
+GIVEN = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}"
+: "${DATA_PATH:?a corpus, without .bin; preprocess-data (tools/preprocess_data.py) makes one}\""""
 
 
 def _corpus(size: int) -> str:
@@ -120,14 +123,16 @@ def _corpus(size: int) -> str:
     size: vocabulary size of the model.
     """
     words = 4000 if size > 5000 else max(size - 200, size // 2)
-    return f"""# Without DATA_PATH and VOCAB_FILE it trains on the corpus of the checkout, with a tokenizer of its own.
+    return f"""# Without DATA_PATH and VOCAB_FILE it trains on the sample corpus of the checkout, with a new tokenizer.
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
 if [ -z "${{VOCAB_FILE:-}}" ]; then
     VOCAB_FILE=$HERE/data/tokenizer.model
     mkdir -p "$HERE/data"
-    [ -f "$VOCAB_FILE" ] || "$PYTHON" "$ROOT/tools/train_tokenizer.py" --input "$CORPUS" --vocab-size {words} --output "$VOCAB_FILE"
+    [ -f "$VOCAB_FILE" ] || "$PYTHON" "$ROOT/tools/train_tokenizer.py" --input "$CORPUS" --vocab-size {words} \\
+        --output "$VOCAB_FILE"
 fi
 if [ -z "${{DATA_PATH:-}}" ]; then
     DATA_PATH=$HERE/data/corpus_text_document
-    [ -f "$DATA_PATH.idx" ] || "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$CORPUS" --vocab-file "$VOCAB_FILE" --output-prefix "$HERE/data/corpus"
+    [ -f "$DATA_PATH.idx" ] || "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$CORPUS" \\
+        --vocab-file "$VOCAB_FILE" --output-prefix "$HERE/data/corpus"
 fi"""

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import mul
 from typing import Any, NamedTuple
 
 from .runs import Row, RunRead
@@ -29,9 +31,9 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
     size = math.ceil(4 * len(points) / most)
     kept = []
     for begin in range(0, len(points), size):
-        stretch = range(begin, min(begin + size, len(points)))
-        known = [i for i in stretch if points[i][1] is not None]
-        ends = {stretch[0], stretch[-1]}
+        part = range(begin, min(begin + size, len(points)))
+        known = [i for i in part if points[i][1] is not None]
+        ends = {part[0], part[-1]}
         if known:
             ends |= {min(known, key=lambda i: points[i][1] or 0.0), max(known, key=lambda i: points[i][1] or 0.0)}
         kept += [points[i] for i in sorted(ends)]
@@ -49,7 +51,7 @@ def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | 
     return {"run": run, "label": label, "kind": kind, "x": [x for x, _ in kept], "y": y}
 
 
-def _of(rows: Sequence[Row], key: str, scale: Callable[[float], float] = float) -> list[tuple[float, float | None]]:
+def _points(rows: Sequence[Row], key: str, scale: Callable[[float], float] = float) -> list[tuple[float, float | None]]:
     return [(row["iteration"], None if row[key] is None else scale(row[key])) for row in rows if key in row]
 
 
@@ -60,22 +62,22 @@ def _perplexity(loss: float) -> float:
 def _learning(runs: Sequence[RunRead]) -> list[Chart]:
     loss: list[dict[str, Any]] = []
     ppl: list[dict[str, Any]] = []
-    right: list[dict[str, Any]] = []
+    accuracy: list[dict[str, Any]] = []
     levels: list[dict[str, Any]] = []
     marks = []
     for i, run in enumerate(runs):
         train, valid, test = (run.part(split) for split in ("train", "valid", "test"))
         loss += [
-            line(i, "training", "raw", _of(train, "lm_loss")),
-            line(i, "validation", "dots", _of(valid, "lm_loss")),
+            line(i, "training", "raw", _points(train, "lm_loss")),
+            line(i, "validation", "dots", _points(valid, "lm_loss")),
         ]
         loss += [
-            line(i, "masked text only", "dashed", _of(valid, "text_loss")),
-            line(i, "test", "dots", _of(test, "lm_loss")),
+            line(i, "validation, masked text only", "dashed", _points(valid, "text_loss")),
+            line(i, "test", "dots", _points(test, "lm_loss")),
         ]
-        ppl += [line(i, "training", "raw", _of(train, "lm_loss", _perplexity))]
-        ppl += [line(i, "validation", "dots", _of(valid, "lm_loss", _perplexity))]
-        right.append(line(i, "guessed right", "dots", _of(valid, "text_accuracy", lambda share: 100 * share)))
+        ppl += [line(i, "training", "raw", _points(train, "lm_loss", _perplexity))]
+        ppl += [line(i, "validation", "dots", _points(valid, "lm_loss", _perplexity))]
+        accuracy.append(line(i, "accuracy", "dots", _points(valid, "text_accuracy", lambda share: 100 * share)))
         for of, nats in run.baselines.items():
             levels.append({"run": i, "label": f"unigram entropy of the {of}", "y": round(nats, 4)})
         for row in train:
@@ -89,7 +91,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
     return [
         Chart("loss", "Loss", "nats per token", False, loss, shared, marks),
         Chart("ppl", "Perplexity", "", True, ppl, of_ppl, []),
-        Chart("accuracy", "Masked text guessed right", "%", False, right, [], [], True),
+        Chart("accuracy", "Accuracy on masked text", "%", False, accuracy, [], [], True),
     ]
 
 
@@ -109,12 +111,12 @@ OF_TRAINING = (
     ("lr", "Learning rate", "", False, 1.0),
     ("grad_norm", "Gradient norm", "", True, 1.0),
     ("tokens_per_second", "Speed", "tokens/s", False, 1.0),
-    ("tflops", "Work of a rank", "TFLOP/s", False, 1.0),
+    ("tflops", "Speed of a rank", "TFLOP/s", False, 1.0),
     ("mfu", "Model FLOPs utilisation", "%", False, 100.0),
     ("memory_mb", "Memory of rank 0", "GB", False, 1e-3),
     ("loss_scale", "Loss scale", "", True, 1.0),
-    ("skipped_steps", "Steps not applied", "", False, 1.0),
-    ("z_loss", "z loss", "", True, 1.0),
+    ("skipped_steps", "Skipped steps", "", False, 1.0),
+    ("z_loss", "z-loss", "", True, 1.0),
 )
 SHOWN_AT_ZERO = {"lr", "grad_norm", "tokens_per_second", "memory_mb"}
 
@@ -123,7 +125,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
     found = []
     for key, title, unit, log, factor in OF_TRAINING:
         lines = [
-            line(i, title.lower(), "plain", _of(run.part("train"), key, lambda value, f=factor: f * value))  # type: ignore[misc]
+            line(i, title.lower(), "plain", _points(run.part("train"), key, partial(mul, factor)))
             for i, run in enumerate(runs)
         ]
         if key in SHOWN_AT_ZERO or any(value for each in lines for value in each["y"]):

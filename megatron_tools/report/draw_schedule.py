@@ -1,6 +1,6 @@
 """Draw a pipeline schedule with its bubble and memory, as text and as a figure.
 
-Draws the schedule that the engine would run, or with --run what a run with --trace really did.
+Draws the schedule that the engine would run, or with --run the measured schedule of a run with --trace.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from tds import timeline
 from tds.schedule import NAMES
 from tds.timetable import Span, bubble, check, most_in_flight, times
 
-from .drawing import write_pictures
+from .drawing import write_figures
 from .timetable import plan_of, timetable_of
 
 EXAMPLES = """\
@@ -44,10 +44,11 @@ def draw_run(args: argparse.Namespace) -> None:
     lines = table.rows()
     print("\n".join(lines))
     print(
-        f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.kept} is {table.usual * 1e3:.1f} ms"
+        f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.kept} steps is "
+        f"{table.usual * 1e3:.1f} ms"
     )
-    print(f"clocks of {merged.ranks} ranks aligned to {merged.error_us:.0f} us; all of them in {merged.path}")
-    write_pictures(args.svg, args.png, lines, table.stages, "ms")
+    print(f"clocks of {merged.ranks} ranks aligned to {merged.error_us:.0f} us; merged trace: {merged.path}")
+    write_figures(args.svg, args.png, lines, table.stages, "ms")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -59,7 +60,9 @@ def main(args: argparse.Namespace) -> None:
     if min(args.stages, args.micros) < 1:
         raise ValueError("--stages and --micros must be at least 1")
     if (args.chunks > 1) != (args.schedule == "interleaved"):
-        raise ValueError(f"--chunks {args.chunks} does not fit {args.schedule}: interleaved takes 2 to 8, the others 1")
+        raise ValueError(
+            f"--chunks {args.chunks} does not fit --schedule {args.schedule}; use 2 to 8 for interleaved, else 1"
+        )
     plan = plan_of(args.schedule, args.stages, args.micros, args.chunks, args.extra_warmup)
     check(plan, args.micros)
     spans = times(plan, args.forward, args.backward, args.message)
@@ -68,25 +71,25 @@ def main(args: argparse.Namespace) -> None:
     print(f"bubble {bubble(spans):.1%}; micro-batches kept by each stage: {kept}")
     extra = f", extra warmup {args.extra_warmup}" if args.extra_warmup else ""
     words = f"{args.schedule}{extra}: {args.stages} stages, {args.micros} micro-batches, bubble {bubble(spans):.1%}"
-    write_pictures(args.svg, args.png, {words: spans}, args.stages)
+    write_figures(args.svg, args.png, {words: spans}, args.stages)
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="default: 1f1b")
-    parser.add_argument("--extra-warmup", type=int, default=0, help="how much farther ahead 1f1b runs (default: 0)")
-    parser.add_argument(
-        "--chunks", type=int, default=1, help="stretches of layers a stage, for interleaved (default: 1)"
-    )
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="schedule (default: 1f1b)")
+    parser.add_argument("--extra-warmup", type=int, default=0, help="extra warmup micro-batches of 1f1b (default: 0)")
+    parser.add_argument("--chunks", type=int, default=1, help="layer chunks per stage, for interleaved (default: 1)")
     parser.add_argument("--stages", type=int, help="pipeline stages")
-    parser.add_argument("--micros", type=int, help="micro-batches of one step")
-    parser.add_argument("--forward", type=float, default=1.0, help="time of a forward pass (default: 1)")
-    parser.add_argument("--backward", type=float, default=2.0, help="time of a backward pass (default: 2)")
-    parser.add_argument("--message", type=float, default=0.0, help="time of a message (default: 0)")
-    parser.add_argument("--run", metavar="DIR", help="draw what a run with --trace really did, beside the ideal")
-    parser.add_argument("--iteration", type=int, help="with --run: which; if not given, the one of median time")
-    parser.add_argument("--svg", help="write the picture to this file, too")
-    parser.add_argument("--png", help="write it to this file, too (needs matplotlib)")
+    parser.add_argument("--micros", type=int, help="micro-batches per step")
+    parser.add_argument("--forward", type=float, default=1.0, help="duration of a forward pass (default: 1)")
+    parser.add_argument("--backward", type=float, default=2.0, help="duration of a backward pass (default: 2)")
+    parser.add_argument("--message", type=float, default=0.0, help="duration of a message (default: 0)")
+    parser.add_argument(
+        "--run", metavar="DIR", help="draw the measured schedule of a run with --trace, next to the ideal one"
+    )
+    parser.add_argument("--iteration", type=int, help="iteration of --run (default: the one with median time)")
+    parser.add_argument("--svg", help="SVG file to write")
+    parser.add_argument("--png", help="PNG file to write (needs matplotlib)")
     return parser
 
 

@@ -50,7 +50,8 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     scale, per_row = (WIDTH - LEFT - 10) / end_of(rows), stages * HEIGHT + HEAD
     tall = per_row * len(rows) + AXIS + 20
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{tall}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{tall}" '
+        'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{tall}" fill="white"/>',
     ]
     for row, (words, spans) in enumerate(rows.items()):
@@ -61,11 +62,17 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     y, factor = per_row * len(rows) + 6, 1e3 if unit == "ms" else 1.0
     for tick in ticks(end_of(rows) * factor):
         x = LEFT + tick / factor * scale
-        parts.append(f'<path d="M{x:.1f} {y}v4" stroke="#777"/><text x="{x:.1f}" y="{y + 16}" text-anchor="middle" fill="#555" font-size="10">{tick:g}</text>')  # fmt: skip
+        parts.append(
+            f'<path d="M{x:.1f} {y}v4" stroke="#777"/><text x="{x:.1f}" y="{y + 16}" text-anchor="middle" '
+            f'fill="#555" font-size="10">{tick:g}</text>'
+        )
     parts.append(f'<text x="4" y="{y + 16}" fill="#555" font-size="10">{f"time, {unit}" if unit else "time"}</text>')
     for place, kind in enumerate(kinds_of(rows)):
         x = LEFT + place * 90
-        parts.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" rx="2" fill="{COLOURS[kind][0]}"/><text x="{x + 17}" y="{y + 34}" font-size="11">{WORDS[kind]}</text>')  # fmt: skip
+        parts.append(
+            f'<rect x="{x}" y="{y + 24}" width="12" height="12" rx="2" fill="{COLOURS[kind][0]}"/>'
+            f'<text x="{x + 17}" y="{y + 34}" font-size="11">{WORDS[kind]}</text>'
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -81,7 +88,7 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ValueError("--png needs the package matplotlib: pip install matplotlib, or take --svg") from None
+        raise ValueError("--png needs the package matplotlib: pip install matplotlib, or use --svg") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch
@@ -93,7 +100,15 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None
         axes.set_title(words, loc="left", fontsize=10, fontweight="bold")
         for span in spans:
             begin, took = span.begin * factor, (span.end - span.begin) * factor
-            axes.barh(span.stage, took, 0.76, begin, color=COLOURS[span.kind][span.chunk % 2], edgecolor="white", linewidth=0.6)  # fmt: skip
+            axes.barh(
+                span.stage,
+                took,
+                0.76,
+                begin,
+                color=COLOURS[span.kind][span.chunk % 2],
+                edgecolor="white",
+                linewidth=0.6,
+            )
             if took > 0.012 * end_of(rows) * factor:
                 axes.text(begin + took / 2, span.stage, str(span.micro), ha="center", va="center", fontsize=9)
         axes.set_yticks(range(stages), [f"stage {s}" for s in range(stages)])
@@ -108,7 +123,7 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None
     pyplot.close(figure)
 
 
-def write_pictures(svg: str | None, png: str | None, rows: Rows, stages: int, unit: str = "") -> None:
+def write_figures(svg: str | None, png: str | None, rows: Rows, stages: int, unit: str = "") -> None:
     """Write the figure to each path that is given."""
     if svg:
         write_text(svg, as_svg(rows, stages, unit))

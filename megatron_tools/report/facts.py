@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from .runs import Row, RunRead
+from .runs import RunRead
 
 Facts = list[tuple[str, str]]
 
@@ -24,13 +24,16 @@ def results(run: RunRead) -> Facts:
         best = min(valid, key=lambda row: float(row["lm_loss"]))
         facts += [
             ("validation loss, first and last", f"{valid[0]['lm_loss']:.3f}, {valid[-1]['lm_loss']:.3f} nats/token"),
-            ("best", f"{best['lm_loss']:.3f} at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"),
+            (
+                "best validation loss",
+                f"{best['lm_loss']:.3f} at iteration {best['iteration']} (perplexity {best['ppl']:.1f})",
+            ),
         ]
     if valid and "text_loss" in valid[-1]:
         text = [row["text_loss"] for row in valid]
         facts += [
             ("masked text only, first and last", f"{text[0]:.3f}, {text[-1]:.3f} nats/token"),
-            ("masked text guessed right", f"{valid[-1]['text_accuracy']:.1%}"),
+            ("accuracy on masked text", f"{valid[-1]['text_accuracy']:.1%}"),
         ]
     for of, nats in run.baselines.items():
         facts.append((f"unigram entropy of the {of}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})"))
@@ -47,12 +50,12 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
     if train:
         rows = train[1:] or train
         memory = max(row.get("memory_mb") or 0.0 for row in train)
-        facts.append(("memory of rank 0, most", f"{memory / 1e3:,.2f} GB"))
+        facts.append(("peak memory of rank 0", f"{memory / 1e3:,.2f} GB"))
         speed = f"{statistics.median(row.get('tflops') or 0.0 for row in rows):.3g} TFLOP/s"
         shares = [row["mfu"] for row in rows if row.get("mfu")]
-        facts.append(("of each rank", speed + (f", MFU {statistics.median(shares):.1%}" if shares else "")))
+        facts.append(("speed of a rank", speed + (f", MFU {statistics.median(shares):.1%}" if shares else "")))
         if skipped := sum(row.get("skipped_steps") or 0 for row in train):
-            facts.append(("steps not applied", str(skipped)))
+            facts.append(("skipped steps", str(skipped)))
     if p.pipe_parallel_size:
         schedule = p.pipeline_schedule + (f", {p.virtual_pipeline_size} chunks" if p.virtual_pipeline_size > 1 else "")
         facts.append(("schedule", schedule))
@@ -101,6 +104,3 @@ def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
         f"{name:{width}}  {'  '.join(value.ljust(w) for value, w in zip(values, widths, strict=True))}".rstrip()
         for name, values in rows
     ]
-
-
-__all__ = ["Facts", "Row", "as_text", "layout", "machine", "progress", "results", "table"]

@@ -8,8 +8,9 @@ from megatron.atomic import write_text
 from megatron.config.command_line import from_file
 from megatron.training.run_folder import save_dir_of
 
-from ..write.generate import answers, load
 from ..write.generate import build_parser as generate_parser
+from ..write.generate import load
+from ..write.writer import answers
 from .runs import SAMPLES, read_lines
 
 
@@ -31,7 +32,7 @@ def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
     known = {(row["iteration"], row["prompt"], row["tokens"]) for row in rows}
     found = checkpoints_of(run_dir)
     if not found:
-        raise ValueError(f"{run_dir} keeps no checkpoint that could write after --prompt")
+        raise ValueError(f"{run_dir} has kept no checkpoint to continue --prompt with")
     for iteration, checkpoint in found:
         asked = [prompt for prompt in prompts if (iteration, prompt, longest) not in known]
         if not asked:

@@ -45,7 +45,7 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(names)}</title><style>{style}</style></head><body>"
         f'<div id="page">{_body(runs, parameters, timetables, now)}</div>'
-        '<noscript><p class="note">The curves are drawn by JavaScript, which is off; the tables are whole.</p></noscript>'
+        '<noscript><p class="note">The curves need JavaScript; the tables are complete without it.</p></noscript>'
         f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
 
@@ -54,10 +54,10 @@ def _body(
     runs: Sequence[RunRead],
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
-    now: float | None = None,
+    now: float | None,
 ) -> str:
     """Return the page's content, without its head and scripts."""
-    told = [[*facts.results(run), *facts.machine(run, count)] for run, count in zip(runs, parameters, strict=True)]
+    columns = [[*facts.results(run), *facts.machine(run, count)] for run, count in zip(runs, parameters, strict=True)]
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
@@ -66,7 +66,7 @@ def _body(
         _cards(runs, now),
         _controls(),
         _figures(runs, charts(runs)),
-        _table("What came of it", [run.name for run in runs], facts.table(told)),
+        _table("Results", [run.name for run in runs], facts.table(columns)),
         "".join(_timetable(runs, i, table) for i, table in timetables.items()),
         _samples(runs),
         _settings(runs, settings([run.given for run in runs])),
@@ -94,22 +94,24 @@ def _cards(runs: Sequence[RunRead], now: float | None) -> str:
 
 def _controls() -> str:
     axes = "".join(
-        f'<label><input type="radio" name="x" value="{value}"{" checked" if value == "iteration" else ""}>{words}</label>'
+        f'<label><input type="radio" name="x" value="{value}"{" checked" if value == "iteration" else ""}>'
+        f"{words}</label>"
         for value, words in (("iteration", "iterations"), ("tokens", "tokens"), ("hours", "hours"))
     )
     return (
         f'<section class="controls"><span class="pick">{axes}</span>'
         '<label class="smooth">smooth <input type="range" id="smooth" min="0" max="0.98" step="0.01" value="0"></label>'
-        '<button id="whole" hidden>all of it</button></section>'
+        '<button id="whole" hidden>reset zoom</button></section>'
     )
 
 
 def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
     if not found:
-        return '<p class="note">No line has been written yet.</p>'
+        return '<p class="note">metrics.jsonl has no rows yet.</p>'
     about = {"names": [run.name for run in runs], "axes": [run.axes() for run in runs]}
     figures = "".join(
-        f'<figure class="chart" id="chart-{chart.name}"><script type="application/json">{as_data(chart._asdict())}</script></figure>'
+        f'<figure class="chart" id="chart-{chart.name}"><script type="application/json">'
+        f"{as_data(chart._asdict())}</script></figure>"
         for chart in found
     )
     return (
@@ -138,7 +140,8 @@ def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
     return (
         f'<section><h2>Pipeline timetable{of}</h2><div class="wide">{as_svg(table)}</div><p class="note">'
         f"Forward blue, backward orange, weight gradients green; numbers are micro-batches. The whole step took "
-        f"{table.chosen.seconds * 1e3:.1f} ms; the median of {table.kept} is {table.usual * 1e3:.1f} ms.</p></section>"
+        f"{table.chosen.seconds * 1e3:.1f} ms; the median of {table.kept} steps is {table.usual * 1e3:.1f} ms."
+        "</p></section>"
     )
 
 
@@ -151,13 +154,14 @@ def _samples(runs: Sequence[RunRead]) -> str:
     parts = []
     for prompt, rows in by_prompt.items():
         lines = "".join(
-            f"<li>{_dot(i) if len(runs) > 1 else ''}<b>{row['iteration']:,}</b><p>{_continued(prompt, str(row['text']))}</p></li>"
+            f"<li>{_dot(i) if len(runs) > 1 else ''}<b>{row['iteration']:,}</b>"
+            f"<p>{_continued(prompt, str(row['text']))}</p></li>"
             for i, row in sorted(rows, key=lambda each: (-each[1]["iteration"], each[0]))
         )
         parts.append(f'<article><h3>{escape(prompt) or "(no prompt)"}</h3><ol class="samples">{lines}</ol></article>')
     if not parts:
         return ""
-    return f'<section><h2>Written on the way</h2><div class="prompts">{"".join(parts)}</div></section>'
+    return f'<section><h2>Samples during training</h2><div class="prompts">{"".join(parts)}</div></section>'
 
 
 def _continued(prompt: str, text: str) -> str:
@@ -173,12 +177,12 @@ def _settings(runs: Sequence[RunRead], rows: Sequence[Setting]) -> str:
     changed = [(row.flag, row.values) for row in rows if row.changed and not row.differs]
     parts = []
     if len(runs) > 1:
-        words = "Settings that differ" if differ else "No setting differs but the folders"
+        words = "Settings that differ" if differ else "No setting differs except the folders"
         parts.append(_table(words, names, differ, code=True) or f"<section><h2>{words}</h2></section>")
-    shared = "Settings that are not the defaults" + (", the same in all" if len(runs) > 1 else "")
+    shared = "Settings that are not defaults" + (", equal in all runs" if len(runs) > 1 else "")
     parts.append(_table(shared, names[:1], [(name, values[:1]) for name, values in changed], code=True))
     for section in dict.fromkeys(row.section for row in rows):
         own = [(row.flag, row.values) for row in rows if row.section == section]
         inside = _table("", names, own, code=True)
-        parts.append(f'<details id="all-{section}"><summary>all of {section}</summary>{inside}</details>')
+        parts.append(f'<details id="all-{section}"><summary>all settings of {section}</summary>{inside}</details>')
     return "".join(parts)

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from data_utils.cli import Parser, run
 from megatron.atomic import whole_file, write_text
@@ -18,15 +17,14 @@ from megatron.training.memory.sizes import parameters
 
 from . import facts
 from .page import page
-from .runs import RunRead, names_of, read_run
+from .runs import Row, RunRead, names_of, read_run
 from .timetable import read_timetable
 from .unigram import of_targets, of_text
 
 EXAMPLES = """\
-  python tools/report.py runs/gpt2                        report.html and loss.png in its folder
+  python tools/report.py runs/gpt2                        writes report.html and loss.png to its folder
   python tools/report.py runs/a runs/b --output both.html
-  python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with what each kept checkpoint writes"""
-Row = dict[str, Any]
+  python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with samples of each kept checkpoint"""
 
 
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
@@ -50,7 +48,7 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install -e '.[plots]'") from None
+        raise ValueError("loss.png needs matplotlib: pip install -e '.[plots]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -101,7 +99,7 @@ def _parameters(config: Config) -> int | None:
 def main(args: argparse.Namespace) -> None:
     given = [*args.runs, *([args.run_dir] if args.run_dir else [])]
     if not given:
-        raise ValueError("name the folder of a run, or several")
+        raise ValueError("give the folder of a run, or several")
     folders = [Path(each) for each in dict.fromkeys(given)]
     if args.prompt:
         from .kept_samples import write_samples  # importing torch is slow, so reports without --prompt avoid it
@@ -119,7 +117,7 @@ def main(args: argparse.Namespace) -> None:
         home.parent.mkdir(parents=True, exist_ok=True)
         write_text(home, whole_page(runs))
     except (ValueError, OSError) as error:
-        print(f"report.py: {files} were not written in {home.parent}: {describe(error)}", file=sys.stderr)
+        print(f"report.py: {files} were not written to {home.parent}: {describe(error)}", file=sys.stderr)
         return
     if len(runs) > 1 or args.output:
         print(f"-> {home}")
@@ -129,12 +127,10 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="folders of runs")
-    add("--run-dir", help="the folder of a run, as other tools name it")
-    add("--output", help="the page (default: report.html in the folder of the first run)")
-    add(
-        "--prompt", action="append", help="show what each kept checkpoint writes after this; may be given several times"
-    )
-    add("--max-new-tokens", type=int, default=48, help="of --prompt: how long that is (default: 48)")
+    add("--run-dir", help="folder of a run, as in other tools")
+    add("--output", help="page to write (default: report.html in the folder of the first run)")
+    add("--prompt", action="append", help="show how each kept checkpoint continues this text; may be repeated")
+    add("--max-new-tokens", type=int, default=48, help="longest continuation of --prompt in tokens (default: 48)")
     return parser
 
 

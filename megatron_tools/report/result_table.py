@@ -27,7 +27,7 @@ def row(rows: list[dict[str, Any]], seq_length: int, params: str, ranks: int) ->
     """Return the cells of the row. Raises ValueError if the run has not logged a training line."""
     training = [each for each in rows if each["split"] == "train"]
     if not training:
-        raise ValueError("metrics.jsonl has no line of training yet")
+        raise ValueError("metrics.jsonl has no training row yet")
     perplexities = [each["ppl"] for each in rows if each["split"] == "valid"]
     speeds = [each["tokens_per_second"] for each in training[1:] or training]
     return [
@@ -61,9 +61,9 @@ def main(args: argparse.Namespace) -> None:
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument("--run-dir", required=True, help="the folder of a run")
-    parser.add_argument("--params", required=True, help="what stands in the column of the size, e.g. 345M")
-    parser.add_argument("--ranks", type=int, required=True, help="how many ranks it ran on")
+    parser.add_argument("--run-dir", required=True, help="folder of a run")
+    parser.add_argument("--params", required=True, help="text of the params column, e.g. 345M")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks of the run")
     return parser
 
 

@@ -49,7 +49,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
     """Return the rows of metrics.jsonl, with nan where it has null. Raises ValueError if it is missing or damaged."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: {run_dir} is not the folder of a run")
+        raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
     rows = _rows_of(path)
     return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null means nan
 

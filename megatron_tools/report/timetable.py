@@ -10,6 +10,8 @@ from tds import timeline
 from tds.schedule import Plan, schedule_of
 from tds.timetable import PASSES, Span, bubble, times
 
+from .iterations import Iteration, iterations
+
 WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a stage, width of its name
 
 
@@ -22,17 +24,17 @@ class Timetable(NamedTuple):
 
     stages: int
     schedule: str
-    chosen: timeline.Iteration
+    chosen: Iteration
     ideal: list[Span]
     usual: float
     kept: int
 
     def rows(self) -> dict[str, list[Span]]:
         """Return the ideal and the real timetable by title."""
-        end, real = (max(span.end for span in spans) for spans in (self.ideal, self.chosen.spans))
+        ideal, real = (max(span.end for span in spans) * 1e3 for spans in (self.ideal, self.chosen.spans))
         return {
-            f"ideal {self.schedule} of the same passes: {end * 1e3:.1f} ms, bubble {bubble(self.ideal):.1%}": self.ideal,
-            f"iteration {self.chosen.number}: {real * 1e3:.1f} ms, bubble {self.chosen.bubble:.1%}": self.chosen.spans,
+            f"ideal {self.schedule} of the same passes: {ideal:.1f} ms, bubble {bubble(self.ideal):.1%}": self.ideal,
+            f"iteration {self.chosen.number}: {real:.1f} ms, bubble {self.chosen.bubble:.1%}": self.chosen.spans,
         }
 
 
@@ -47,15 +49,17 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
 
     ranks: traces from `timeline.read`. Raises ValueError if the iteration is missing.
     """
-    found = timeline.iterations(ranks)
+    found = iterations(ranks)
     if not found:
-        raise ValueError("the timeline holds no iteration that all stages have kept whole")
+        raise ValueError("the timeline contains no iteration that is complete on all stages")
     usual = statistics.median(each.seconds for each in found)
     chosen = min(found, key=lambda each: abs(each.seconds - usual))
     if iteration is not None:
         named = [each for each in found if each.number == iteration]
         if not named:
-            raise ValueError(f"--iteration {iteration} is not there: {found[0].number} to {found[-1].number} are")
+            raise ValueError(
+                f"--iteration {iteration} is not in the timeline, which has {found[0].number} to {found[-1].number}"
+            )
         chosen = named[0]
     about = ranks[0].about
     return Timetable(about["stages"], about["schedule"], chosen, ideal_of(about, chosen.spans), usual, len(found))

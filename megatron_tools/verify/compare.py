@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .records import Place, Records, exact_shares, laid_together
+from .records import Place, Records, is_exact_split, join_parts
 
 # Relative to root mean squares. A different summation order gives about 1e-7 in fp32 and 1e-16 in fp64; a bug
 # gives 1e-3 and more.
@@ -37,7 +37,7 @@ class Difference:
 class Verdict:
     """Result for one layout. Errors are the largest relative ones, None if nothing could be compared.
 
-    first_values, forward, backward: the first difference in network order; for backward the last, closest to the
+    initial_values, forward, backward: the first difference in network order; for backward the last, closest to the
     loss. state: the first persistent buffer that differs after the last step. others: number of further parameters
     with different gradients. stopped: why there is nothing to compare.
     """
@@ -47,7 +47,7 @@ class Verdict:
     forward_error: float | None = None
     gradient_error: float | None = None
     loss_differs_at: int | None = None
-    first_values: Difference | None = None
+    initial_values: Difference | None = None
     forward: Difference | None = None
     backward: Difference | None = None
     state: Difference | None = None
@@ -58,7 +58,7 @@ class Verdict:
     @property
     def agrees(self) -> bool:
         """True if all values agree with those of one process."""
-        found = self.first_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped
+        found = self.initial_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped
         return all(each is None for each in found)
 
 
@@ -69,10 +69,10 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
     if not like.numel():
         return 0.0
     a, b = value.double(), like.double()
-    size, apart = b.square().mean().sqrt().item(), (a - b).square().mean().sqrt().item()
-    if apart == 0.0:
+    size, distance = b.square().mean().sqrt().item(), (a - b).square().mean().sqrt().item()
+    if distance == 0.0:
         return 0.0
-    relative = apart / max(size, floor) if max(size, floor) else float("inf")
+    relative = distance / max(size, floor) if max(size, floor) else float("inf")
     return relative if relative == relative else float("inf")  # NaN does not agree
 
 
@@ -86,7 +86,7 @@ class Comparison:
         """Return the result of all comparisons."""
         found = Verdict(layout)
         self._compare_losses(found)
-        self._compare_first_values(found)
+        self._compare_initial_values(found)
         self._compare_outputs(found)
         self._compare_gradients(found)
         self._compare_buffers(found)
@@ -117,13 +117,13 @@ class Comparison:
         found.loss = max(errors)
         found.loss_differs_at = next((i + 1 for i, error in enumerate(errors) if not error <= self.tolerance), None)
 
-    def _compare_first_values(self, found: Verdict) -> None:
-        one, other = self.one.first_values(), self.other.first_values()
+    def _compare_initial_values(self, found: Verdict) -> None:
+        one, other = self.one.initial_values(), self.other.initial_values()
         for name in sorted(one, key=self._when):
-            error, words = _worst(one[name][0], other.get(name), "its first values")
+            error, words = _worst(one[name][0], other.get(name), "its initial value")
             if error > self.tolerance:
-                words += "; draw them from the same generator on every rank, never seeded by the rank"
-                found.first_values = self._difference(name, error, words)
+                words += "; use the same random seed on every rank"
+                found.initial_values = self._difference(name, error, words)
                 return
 
     def _compare_outputs(self, found: Verdict) -> None:
@@ -132,20 +132,24 @@ class Comparison:
         Differences inside a layer whose output agrees do not count.
         """
         if any(rank["context"] > 1 for rank in self.other.ranks):
-            found.not_compared.append("outputs of layers, of which context ranks have stretches in another order")
+            found.not_compared.append("layer outputs, because context-parallel ranks hold other slices of the sequence")
             return
         errors = self._errors_of_outputs(found)
         layers = set(self.one.layers)
         bad = [place for place, error in errors.items() if error > self.tolerance]
         bad_layers = [place for place in bad if place.name in layers]
-        judged = [error for place, error in errors.items() if place.name in layers]
-        found.forward_error = max(judged, default=None)
+        of_layers = [error for place, error in errors.items() if place.name in layers]
+        found.forward_error = max(of_layers, default=None)
         if not bad_layers and (found.loss_differs_at != 1 or not bad):
             return
         first = bad[0]
         if bad_layers:
             layer = bad_layers[0]
-            first = next(place for place in bad if self.one.layer_of(place.name) == self.one.layer_of(layer.name) and place.micro == layer.micro)  # fmt: skip
+            first = next(
+                place
+                for place in bad
+                if self.one.layer_of(place.name) == self.one.layer_of(layer.name) and place.micro == layer.micro
+            )
         found.forward = self._difference(first.name, errors[first], self._words(first, errors[first]))
 
     def _errors_of_outputs(self, found: Verdict) -> dict[Place, float]:
@@ -154,7 +158,7 @@ class Comparison:
             parts = other.get(place)
             if parts is None:
                 continue  # a micro-batch that was not recorded, or a module that the other layout does not call
-            wholes = laid_together(parts, like)
+            wholes = join_parts(parts, like)
             if wholes is None:
                 if place.name in self.one.layers:
                     errors[place] = float("inf")
@@ -162,22 +166,20 @@ class Comparison:
                     unlike[place.name] = None
                 continue
             error = max(error_of(whole, like) for whole in wholes)
-            if error > self.tolerance and not exact_shares(parts, like):
+            if error > self.tolerance and not is_exact_split(parts, like):
                 unlike[place.name] = None
                 continue
             errors[place] = error
         if unlike:
-            found.not_compared.append(f"outputs that cannot be laid side by side, of {', '.join(unlike)}")
+            found.not_compared.append(f"outputs that cannot be combined over ranks, of {', '.join(unlike)}")
         return errors
 
     def _words(self, place: Place, error: float) -> str:
         like, parts = self.one.outputs[place][0], self.other.outputs[place]
-        wholes = laid_together(parts, like)
+        wholes = join_parts(parts, like)
         if wholes is None:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            return (
-                f"its output is {list(like.shape)} in one process and {shapes} here, which is neither copies nor shares"
-            )
+            return f"its output is {list(like.shape)} in one process but {shapes} here, neither copies nor shards"
         bad = [i for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
         of = (
             ""
@@ -196,13 +198,16 @@ class Comparison:
         for name in sorted(one, key=self._when):
             errors[name] = _worst(one[name][0], other.get(name), "the gradient of its weight", floor)
         for name in other.keys() - one.keys():
-            errors[name] = float("inf"), "its weight gets a gradient here, and none in one process"
+            errors[name] = float("inf"), "its weight has a gradient here but none in one process"
         bad = [name for name, (error, _) in errors.items() if error > self.tolerance]
         found.gradient_error = max((error for error, _ in errors.values()), default=None)
         if bad:
             last = max(bad, key=self._when)
             error, words = errors[last]
-            found.backward, found.others = self._difference(last, error, f"{words}; all after it agree"), len(bad) - 1
+            found.backward, found.others = (
+                self._difference(last, error, f"{words}; all after it agree"),
+                len(bad) - 1,
+            )
 
     def _compare_buffers(self, found: Verdict) -> None:
         one, other = self.one.buffers(), self.other.buffers()
@@ -216,7 +221,7 @@ class Comparison:
                     if copies
                     else "a buffer is missing here"
                 )
-                words += "; reduce what it is computed from over the replicas, or the model-parallel ranks, that see other parts"
+                words += "; all-reduce its inputs over the replicas or model-parallel ranks"
                 found.state = self._difference(name, worst, words)
                 return
 
@@ -230,18 +235,22 @@ def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: floa
     if not wholes:
         return float("inf"), f"{what} is missing here"
     if any(whole.shape != like.shape for whole in wholes):
-        joined = laid_together(wholes, like)
+        joined = join_parts(wholes, like)
         if joined is None:
             shapes = ", ".join(str(list(whole.shape)) for whole in wholes)
             return float(
                 "inf"
-            ), f"{what} is {list(like.shape)} in one process and {shapes} here; declare how it is split"
+            ), f"{what} is {list(like.shape)} in one process but {shapes} here; declare how it is split"
         wholes = joined
     errors = [error_of(whole, like, floor) for whole in wholes]
     worst = max(errors)
     each = "" if len(errors) == 1 else f" on copy {errors.index(worst)} of {len(errors)}"
-    apart = "" if len(wholes) == 1 or max(error_of(w, wholes[0], floor) for w in wholes) <= worst / 100 else ", and the copies differ from each other"  # fmt: skip
-    return worst, f"{what} differs by {worst:.1e}{each}{apart}"
+    note = (
+        ""
+        if len(wholes) == 1 or max(error_of(w, wholes[0], floor) for w in wholes) <= worst / 100
+        else ", and the copies differ from each other"
+    )
+    return worst, f"{what} differs by {worst:.1e}{each}{note}"
 
 
 def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
@@ -256,7 +265,7 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
         rows.append((v.layout, *numbers, "agrees" if v.agrees else "DIFFERS" if not v.stopped else "DID NOT RUN"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"largest relative differences from one process; up to {tolerance:g} agrees"]
+    lines += [f"largest relative differences from one process (tolerance: {tolerance:g})"]
     for v in verdicts:
         lines += [f"{v.layout}: {words}" for words in explained(v)]
     return "\n".join(lines)
@@ -264,24 +273,27 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
 
 def explained(v: Verdict) -> list[str]:
     """Return sentences about what differs and where to look."""
-    said: list[str] = []
+    lines: list[str] = []
     if v.stopped:
-        said.append(v.stopped)
-    if v.first_values:
-        said.append(f"first values: {v.first_values}")
+        lines.append(v.stopped)
+    if v.initial_values:
+        lines.append(f"initial values: {v.initial_values}")
     if v.forward:
-        said.append(f"forward: the first layer that differs is {v.forward}")
+        lines.append(f"forward: the first layer that differs is {v.forward}")
     elif v.loss_differs_at == 1:
-        said.append("forward: the loss differs and no layer does: look at the loss function, and at what an output layer without a module computes")  # fmt: skip
+        lines.append(
+            "forward: the loss differs but no layer does; check the loss function and outputs computed outside modules"
+        )
     if v.backward:
-        more = f" ({v.others} parameters before it differ, too)" if v.others else ""
-        more += "; it may follow from the forward pass" if v.forward else ""
-        said.append(f"backward: the last layer whose gradients differ is {v.backward}{more}")
+        more = f" ({v.others} earlier parameters differ as well)" if v.others else ""
+        more += "; it may result from the forward difference" if v.forward else ""
+        lines.append(f"backward: the last layer whose gradients differ is {v.backward}{more}")
     elif v.loss_differs_at is not None and v.loss_differs_at > 1 and not v.forward:
-        said.append(
-            f"the numbers of step 1 agree, the loss of step {v.loss_differs_at} does not: look at sums over replicas, the optimizer, and state that a step leaves"
+        lines.append(
+            f"step 1 agrees, but the loss of step {v.loss_differs_at} does not; check all-reduces over replicas, the "
+            f"optimizer, and state that a step changes"
         )
     if v.state:
-        said.append(f"state: {v.state}")
-    said += [f"not compared: {what}" for what in v.not_compared]
-    return said
+        lines.append(f"state: {v.state}")
+    lines += [f"not compared: {what}" for what in v.not_compared]
+    return lines

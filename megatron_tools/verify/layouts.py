@@ -30,21 +30,22 @@ class Layout:
 
     def __str__(self) -> str:
         plain = Layout()
-        said = ["sp" if name == "sp" else f"{name} {getattr(self, name)}"
+        words = ["sp" if name == "sp" else f"{name} {getattr(self, name)}"
                 for name in WORDS if getattr(self, name) != getattr(plain, name)]  # fmt: skip
-        return ", ".join(said) or "one process"
+        return ", ".join(words) or "one process"
 
     def flags(self, micros: int) -> list[str]:
         """Return an entry script's flags for `micros` micro-batches over all replicas. Raises ConfigError."""
         if micros % self.dp:
             raise ConfigError(
-                f"layout {self}: {micros} micro-batches cannot be shared out over {self.dp} replicas; change --micros"
+                f"layout {self}: {micros} micro-batches cannot be split over {self.dp} replicas; change --micros"
             )
         sequence = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
         context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # T5 does not have this flag
         return [
             "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context, *sequence,
-            "--pipeline-schedule", self.schedule, "--virtual-pipeline-size", str(self.vpp), "--zero-stage", str(self.zero),
+            "--pipeline-schedule", self.schedule, "--virtual-pipeline-size", str(self.vpp), "--zero-stage",
+            str(self.zero),
             "--gas", str(micros // self.dp),
         ]  # fmt: skip
 
@@ -71,8 +72,8 @@ def read_layout(text: str) -> Layout:
             values[name] = int(value)
         else:
             raise ConfigError(
-                f"layout {text!r}: cannot read {part!r}; a layout is such as 'pp 2, tp 2, dp 2, zero 1', of the words "
-                f"pp, tp, dp, cp, vpp and zero with a number, sp, and schedule with one of {', '.join(NAMES)}"
+                f"layout {text!r}: cannot parse {part!r}; a layout such as 'pp 2, tp 2, dp 2, zero 1' consists of pp, "
+                f"tp, dp, cp, vpp and zero with a number, sp, and schedule with one of {', '.join(NAMES)}"
             )
     if values.get("vpp", 1) != 1:
         values.setdefault("schedule", "interleaved")

@@ -74,22 +74,26 @@ class Recorder:
         mesh = mpu.get_mesh()
         self.record: dict[str, Any] = {
             "rank": dist.get_rank(), "pipe": mesh.pipe.rank, "data": mesh.data.rank, "model": mesh.model.rank,
-            "share": tuple(mesh.share), "context": mesh.context.size, "layers": [name for name, _ in named_layers(self._model)],
+            "share": tuple(mesh.share), "context": mesh.context.size,
+            "layers": [name for name, _ in named_layers(self._model)],
             "kinds": {name: type(module).__name__ for name, module in _modules(named_layers(self._model))},
             "specs": {name: _plain(parameter) for name, parameter in global_parameters(self._model)},
-            "weights": {name: zero_state.get_weight(p).detach().cpu().clone() for name, p in global_parameters(self._model)},
+            "weights": {
+                name: zero_state.get_weight(p).detach().cpu().clone() for name, p in global_parameters(self._model)
+            },
         }  # fmt: skip
-        self._begun = _buffers(self._model)
+        self._initial_buffers = _buffers(self._model)
         self._listen(engine)
         for name, module in _modules(named_layers(self._model)):
             self._hooks += [
-                module.register_forward_pre_hook(partial(self._begins, name)),
-                module.register_forward_hook(partial(self._ends, name)),
+                module.register_forward_pre_hook(partial(self._enter, name)),
+                module.register_forward_hook(partial(self._leave, name)),
             ]
         for name, parameter in global_parameters(self._model):
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(partial(self._learned, name)))  # type: ignore[no-untyped-call]
-        self._honest = engine.train_batch
+                hook = parameter.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+        self._original = engine.train_batch
         engine.train_batch = self._train_batch  # type: ignore[method-assign]
         return engine
 
@@ -97,19 +101,19 @@ class Recorder:
         """Track the current micro-batch; recomputation in a backward pass does not count."""
         if isinstance(engine, PipeEngine):
             ds = engine.deepspeed
-            honest_forward = ds._forward
+            original_forward = ds._forward
 
             def forward(instruction: Any) -> None:
-                self._pass(instruction.micro, instruction.chunk, lambda: honest_forward(instruction))
+                self._pass(instruction.micro, instruction.chunk, lambda: original_forward(instruction))
 
             ds._forward = forward
-            self.record["scale"] = 1 if ds._overlaps else ds.dp_world_size
+            self.record["scale"] = ds.loss_factor
             return
-        honest_loss, numbers = engine.loss, Counter[str]()
+        original_loss, numbers = engine.loss, Counter[str]()
 
         def loss(model: Any, batch: Any) -> Tensor:
             numbers["seen"] += 1
-            made: Tensor = self._pass(numbers["seen"] - 1, 0, lambda: honest_loss(model, batch))
+            made: Tensor = self._pass(numbers["seen"] - 1, 0, lambda: original_loss(model, batch))
             return made
 
         engine.loss = loss
@@ -123,10 +127,10 @@ class Recorder:
         finally:
             self._at = None
 
-    def _begins(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         self._inside.append(name)
 
-    def _ends(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._inside:
             self._inside.pop()
         if self._at is None or self._bytes > MOST_BYTES:
@@ -141,14 +145,14 @@ class Recorder:
                 {"micro": micro, "chunk": chunk, "name": name, "call": call, "number": number, "value": value}
             )
 
-    def _learned(self, name: str, gradient: Tensor) -> None:
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
         if not self.losses:
             value = gradient.detach().double().cpu()
             self.gradients[name] = self.gradients[name] + value if name in self.gradients else value.clone()
 
     def _train_batch(self, batches: Batches | None, lr: float) -> Step:
         try:
-            step = self._honest(batches, lr)
+            step = self._original(batches, lr)
         except Exception:
             if self._inside:
                 write_text(self.folder / f"stopped{dist.get_rank()}", self._inside[-1])
@@ -164,7 +168,9 @@ class Recorder:
         found = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
         buffers = _buffers(self._model)
         found["buffers"] = buffers
-        found["changed"] = [name for name, value in buffers.items() if not torch.equal(value, self._begun[name])]
+        found["changed"] = [
+            name for name, value in buffers.items() if not torch.equal(value, self._initial_buffers[name])
+        ]
         found["cut_short"] = self._bytes > MOST_BYTES
         torch.save(found, self.folder / f"rank{dist.get_rank()}.pt")
 
@@ -176,7 +182,12 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 def _plain(parameter: nn.Parameter) -> dict[str, Any]:
     """Return the sharding of a parameter as plain values."""
     spec = mpu.spec_of(parameter)
-    return {"dim": spec.dim, "full": spec.full_shape, "local": spec.local_shape, "rows": tuple(spec.rows) if spec.local_shape else (0, 0, 1)}  # fmt: skip
+    return {
+        "dim": spec.dim,
+        "full": spec.full_shape,
+        "local": spec.local_shape,
+        "rows": tuple(spec.rows) if spec.local_shape else (0, 0, 1),
+    }
 
 
 def record_run(folder: Path, steps: int) -> Callable[[], None]:
@@ -186,13 +197,13 @@ def record_run(folder: Path, steps: int) -> Callable[[], None]:
     recording.
     """
     home: Any = setup
-    honest = home.build_engine
+    original = home.build_engine
 
     def build(*args: Any) -> Engine:
-        return Recorder(folder, steps, every=dist.get_world_size() == 1).attach(honest(*args))
+        return Recorder(folder, steps, every=dist.get_world_size() == 1).attach(original(*args))
 
     def undo() -> None:
-        home.build_engine = honest
+        home.build_engine = original
 
     home.build_engine = build
     return undo

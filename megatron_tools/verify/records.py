@@ -58,7 +58,7 @@ class Records:
         """Number of model-parallel ranks."""
         return 1 + max(int(rank["model"]) for rank in self.ranks)
 
-    def first_values(self) -> dict[str, list[Tensor]]:
+    def initial_values(self) -> dict[str, list[Tensor]]:
         """Return each parameter's initial values, as one whole tensor [full] if split, else as one copy per rank.
 
         A tied module may bring unused parameters to a stage; such copies do not count.
@@ -74,7 +74,7 @@ class Records:
         }
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Return gradients like `first_values`, in fp64, summed over replicas and the stages that hold them."""
+        """Return gradients like `initial_values`, in fp64, summed over replicas and the stages that hold them."""
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
             for name, value in rank["gradients"].items():
@@ -136,7 +136,7 @@ def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
     return [whole]
 
 
-def laid_together(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
+def join_parts(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
     """Combine model-parallel ranks' parts of an output to the shape of `like` [...], the output of one process.
 
     Copies stay separate. Shards are concatenated, and padding at the end is cut off. Returns None if neither
@@ -154,6 +154,6 @@ def laid_together(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
     return [whole.narrow(dim, 0, like.shape[dim])] if whole.shape[dim] >= like.shape[dim] else None
 
 
-def exact_shares(parts: Sequence[Tensor], like: Tensor) -> bool:
-    """Return whether `laid_together` cuts off no padding, so that any difference is in the values."""
+def is_exact_split(parts: Sequence[Tensor], like: Tensor) -> bool:
+    """Return whether `join_parts` cuts off no padding, so that any difference is in the values."""
     return all(part.shape == like.shape for part in parts) or sum(part.numel() for part in parts) == like.numel()

@@ -21,7 +21,8 @@ from .layouts import DEFAULT, Layout, common_micros, read_layout
 EXAMPLES = """\
   python tools/verify_layout.py pretrain_gpt2.py -- --data-path runs/steps/data_text_document \\
       --vocab-file runs/steps/tokenizer.model --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64
-  python tools/verify_layout.py examples/pretrain_decoder.py --layouts "pp 2" "tp 2, sp" --precision fp64 -- --data-path ..."""
+  python tools/verify_layout.py examples/pretrain_decoder.py --layouts "pp 2" "tp 2, sp" --precision fp64 -- \\
+      --data-path ..."""
 NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")}
 
 
@@ -47,7 +48,7 @@ def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -
     try:
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
     except subprocess.TimeoutExpired:
-        return f"did not end within {args.timeout:g} s (--timeout)"
+        return f"did not finish within {args.timeout:g} s (--timeout)"
     if len(list(folder.glob("rank*.pt"))) == layout.ranks:
         return None
     return failure(folder, ended.returncode, ended.stderr)
@@ -59,8 +60,8 @@ def failure(folder: Path, code: int, stderr: str) -> str:
     lines = [line for line in stderr.splitlines() if line.strip()]
     words = next((line for line in lines if not line.startswith(("Traceback", " ", "warning", "W0", "W1"))), "")
     last = lines[-1] if lines and lines[-1] not in words else ""
-    said = "; ".join(part.strip() for part in (words, last) if part) or f"ended with code {code} and no record"
-    return (f"stopped in layer {', '.join(where)}: " if where else "") + said
+    why = "; ".join(part.strip() for part in (words, last) if part) or f"exited with code {code} without a record"
+    return (f"stopped in layer {', '.join(where)}: " if where else "") + why
 
 
 def main(args: argparse.Namespace) -> None:
@@ -70,28 +71,31 @@ def main(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     if args.tolerance is not None and not 0 < args.tolerance < 1:
-        raise ValueError(f"--tolerance {args.tolerance} must be a share between 0 and 1, such as 1e-4")
+        raise ValueError(f"--tolerance {args.tolerance} must be between 0 and 1, such as 1e-4")
     one, layouts = read_layout(args.reference), [read_layout(text) for text in args.layouts]
     if one.ranks > 1:
-        raise ValueError(f"--reference {args.reference!r} has {one.ranks} ranks: it must be one process, pp 0 or pp 1")
+        raise ValueError(f"--reference {args.reference!r} has {one.ranks} ranks, but must have one: use pp 0 or pp 1")
     micros = args.micros or common_micros(layouts)
     from .compare import TOLERANCE, Comparison, Verdict, as_table
     from .records import Records
 
     tolerance = args.tolerance or TOLERANCE[args.precision]
     with tempfile.TemporaryDirectory() as folder:
-        said = start(args, one, micros, Path(folder, "one"))
-        if said:
-            raise ValueError(f"the run in one process, with which others are compared: {said}")
+        error = start(args, one, micros, Path(folder, "one"))
+        if error:
+            raise ValueError(f"the reference run in one process failed: {error}")
         expected, verdicts = Records.read(Path(folder, "one"), micros), list[Verdict]()
         for number, layout in enumerate(layouts):
             where = Path(folder, str(number))
-            said = start(args, layout, micros, where)
-            if said:
-                verdicts.append(Verdict(str(layout), stopped=said))
+            error = start(args, layout, micros, where)
+            if error:
+                verdicts.append(Verdict(str(layout), stopped=error))
             else:
                 verdicts.append(Comparison(expected, Records.read(where, micros), tolerance).verdict(str(layout)))
-    print(f"{args.script}, {args.steps} steps of {micros} micro-batches in {args.precision}" + ("" if args.keep_dropout else ", without dropout"))  # fmt: skip
+    print(
+        f"{args.script}, {args.steps} steps of {micros} micro-batches in {args.precision}"
+        + ("" if args.keep_dropout else ", without dropout")
+    )
     print(as_table(verdicts, tolerance))
     if not all(verdict.agrees for verdict in verdicts):
         sys.exit(1)
@@ -100,25 +104,31 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("script", help="an entry script, of this project or your own")
-    add("--layouts", nargs="+", default=list(DEFAULT), metavar="LAYOUT",
-        help='such as "pp 2, tp 2", "dp 2, zero 1", "tp 2, sp", "pp 2, vpp 2", "pp 2, schedule zb-h1" (default: %(default)s)')  # fmt: skip
+    add("script", help="entry script to run")
+    add(
+        "--layouts",
+        nargs="+",
+        default=list(DEFAULT),
+        metavar="LAYOUT",
+        help='layouts such as "pp 2, tp 2", "dp 2, zero 1", "tp 2, sp", "pp 2, vpp 2", "pp 2, schedule zb-h1" '
+        "(default: %(default)s)",
+    )
     add(
         "--reference",
         default="pp 0",
-        help="what they are compared with: pp 0, or pp 1 for a model that is always a pipeline",
+        help="layout to compare with: pp 0 (default), or pp 1 for a model that is always a pipeline",
     )
     add("--steps", type=int, default=3, help="optimizer steps (default: 3)")
-    add("--micros", type=int, help="micro-batches of a step, over all replicas (default: what fits all layouts)")
+    add("--micros", type=int, help="micro-batches per step over all replicas (default: as few as fit all layouts)")
     add(
         "--precision",
         choices=("fp32", "fp64"),
         default="fp32",
-        help="fp64 leaves no doubt, and knows no ZeRO (default: fp32)",
+        help="fp32, or fp64 for certainty, without ZeRO (default: fp32)",
     )
-    add("--tolerance", type=float, help="relative difference that still agrees (default: 1e-4 in fp32, 1e-9 in fp64)")
-    add("--keep-dropout", action="store_true", help="leave dropout as the flags say")
-    add("--timeout", type=float, default=600.0, help="seconds that a layout may take (default: 600)")
+    add("--tolerance", type=float, help="largest relative difference that agrees (default: 1e-4 in fp32, 1e-9 in fp64)")
+    add("--keep-dropout", action="store_true", help="keep the dropout of the script's flags")
+    add("--timeout", type=float, default=600.0, help="most seconds per layout (default: 600)")
     return parser
 
 
@@ -135,7 +145,8 @@ def cli() -> None:
     strange = [word for word in parser.parse_known_args(ours)[1] if word.startswith("--")]
     if strange and not flags:
         parser.error(
-            f"{strange[0]} is no flag of this tool: flags of the script come after --, as in: verify_layout.py SCRIPT -- {strange[0]} ..."
+            f"{strange[0]} is not a flag of this tool; put the script's flags after --, as in: "
+            f"verify_layout.py SCRIPT -- {strange[0]} ..."
         )
     run(main, parser, ours)
 

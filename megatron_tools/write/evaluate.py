@@ -17,30 +17,23 @@ from data_utils.documents import texts
 from data_utils.progress import Progress
 from megatron import mpu
 from megatron.checkpointing import find_checkpoint, load_weights
-from megatron.checkpointing.shapes import described
 from megatron.model.gpt2 import GPT2Model
 from megatron.ranks import device
-from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
+from megatron_tools.shapes import described
 
 from ..convert.hf_config import check_tokenizer
 from ..convert.hf_folder import Folder, is_hf_folder
-from .lm_eval import Harness, evaluate_tasks
-from .scoring import Logits, Score, border, completes, nats_of
+from .lm_eval import Harness, Subject, evaluate_tasks
+from .scoring import Score, boundary, completes, nats_of
 
 EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
   python tools/evaluate.py --load runs/gpt2 --cloze questions.jsonl
-      each line {"context": "...", "target": "..."}: is the target what the model finds likeliest?
+      each line {"context": "...", "target": "..."}: is the target the greedy continuation?
   python tools/evaluate.py --hf exported/ --input held_out.jsonl
   python tools/evaluate.py --load runs/gpt2 --tasks lambada_openai,hellaswag    (pip install lm-eval)"""
-
-
-class Subject:
-    """A model to evaluate: its logits, tokenizer, context window in tokens, and device."""
-
-    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
-        self.logits_of, self.tokenizer, self.longest, self.device = logits_of, tokenizer, longest, device
 
 
 def ours(args: argparse.Namespace) -> Subject:
@@ -49,12 +42,12 @@ def ours(args: argparse.Namespace) -> Subject:
     path = theirs.path if theirs else find_checkpoint(args.load)
     config = theirs.config if theirs else described(path)
     if config.is_t5:
-        raise ValueError(f"{path} is a T5; evaluate.py scores left-to-right models: tools/generate.py fills T5's gaps")
+        raise ValueError(f"{path} is a T5, but evaluate.py scores left-to-right models; see tools/generate.py")
     vocab_file = args.vocab_file or (str(path) if theirs else config.data.vocab_file)
     if vocab_file is None:
-        raise ValueError("no tokenizer: give --vocab-file")
+        raise ValueError("there is no tokenizer; give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
-    with mpu.undrawn():
+    with mpu.skip_init():
         model = GPT2Model(config, parallel_output=False)
     if theirs:
         for note in check_tokenizer(theirs.values, theirs.given, tokenizer, path / "config.json"):
@@ -71,9 +64,7 @@ def ours(args: argparse.Namespace) -> Subject:
 def _window(args: argparse.Namespace, usual: int, most: int) -> int:
     """Return the context window in tokens: --window or the default."""
     if args.window is not None and not 1 <= args.window <= most:
-        raise ValueError(
-            f"--window {args.window} must be from 1 to {most}, the tokens that this model can read at once"
-        )
+        raise ValueError(f"--window {args.window} must be from 1 to {most}, the longest input of this model")
     return args.window or usual
 
 
@@ -90,7 +81,9 @@ def hugging_face(args: argparse.Namespace) -> Subject:
     if args.vocab_file and folder_has_one(Path(args.hf)):
         refuse_other_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
     if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, more than the model's {model.config.vocab_size}"
+        )
     longest = model.config.max_position_embeddings
     return Subject(lambda tokens: model(tokens).logits, tokenizer, _window(args, longest, longest), here)
 
@@ -105,13 +98,14 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         nats = nats_of(ids, subject.logits_of, longest, stride, subject.device)
         score += Score(sum(nats), len(nats), len(text), len(text.encode()))
     if not score.tokens:
-        raise ValueError(f"no text in {', '.join(args.input)}")
+        raise ValueError(f"{', '.join(args.input)} contains no text")
     return {
         "loss": score.nats / score.tokens,
         "perplexity": math.exp(min(score.nats / score.tokens, 700)),
         "bits_per_byte": score.nats / math.log(2) / max(score.bytes, 1),
         "bits_per_character": score.nats / math.log(2) / max(score.characters, 1),
-        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.longest, "stride": stride,
+        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.longest,
+        "stride": stride,
     }  # fmt: skip
 
 
@@ -128,22 +122,22 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             ) from None
         # Encode both together, as in a text. A token across the boundary counts as part of the target.
         known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
-        same = border(known, whole)
+        same = boundary(known, whole)
         if same == len(whole):
             raise ValueError(f"{args.cloze}, line {number}: the target adds no token to the context")
         total += 1
         before = [*subject.tokenizer.before, *whole[:same]]
         right += completes(before, whole[same:], subject.logits_of, subject.longest + 1, subject.device)
     if not total:
-        raise ValueError(f"no questions in {args.cloze}")
+        raise ValueError(f"{args.cloze} contains no questions")
     return {"accuracy": right / total, "right": right, "questions": total}
 
 
 def main(args: argparse.Namespace) -> None:
     if bool(args.load) == bool(args.hf):
-        raise ValueError("give either --load (a run of ours) or --hf (a folder of Hugging Face)")
+        raise ValueError("give either --load (a run) or --hf (a Hugging Face folder)")
     if sum(map(bool, (args.input, args.cloze, args.tasks))) != 1:
-        raise ValueError("give one of --input (text to be predicted), --cloze (questions) and --tasks (of lm-eval)")
+        raise ValueError("give one of --input (text to score), --cloze (questions) and --tasks (of lm-eval)")
     subject = ours(args) if args.load else hugging_face(args)
     if args.tasks:
         harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, subject.device)
@@ -161,27 +155,27 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--load", help="a run directory, one of its checkpoints, or a GPT-2, Llama, Qwen or Mistral of Hugging Face")
-    add("--hf", help="a folder that transformers can load, computed by transformers")
-    add("--input", nargs="+", help="text files, as tools/preprocess_data.py reads them")
-    add("--cloze", help="a .jsonl of contexts and targets")
-    add("--tasks", help="names of lm-eval's tasks, by commas")
-    add("--task-folder", help="of --tasks: a folder with tasks of your own, as lm-eval describes them")
-    add("--limit", type=int, help="of --tasks: questions of each task")
-    add("--vocab-file", help="the tokenizer (default: the run's, or that of the folder)")
+    add("--load", help="run directory, checkpoint, or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral")
+    add("--hf", help="Hugging Face folder to evaluate with transformers")
+    add("--input", nargs="+", help="text files to score, in the formats of tools/preprocess_data.py")
+    add("--cloze", help="JSON lines with a context and a target each")
+    add("--tasks", help="comma-separated lm-eval tasks")
+    add("--task-folder", help="folder with custom tasks for --tasks, in lm-eval's format")
+    add("--limit", type=int, help="questions per task of --tasks (default: all)")
+    add("--vocab-file", help="tokenizer (default: that of the run or folder)")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add(
         "--window",
         type=int,
-        help="tokens that the model sees at once (default: --seq-length of the run, or what config.json of a folder says)",
+        help="context window in tokens (default: --seq-length of the run, or the positions in a folder's config.json)",
     )
     add(
         "--stride",
         type=int,
-        help="targets of a window; fewer give each more context (default: half of the window)",
+        help="targets per window; fewer give each more context (default: half the window)",
     )
-    add("--json", help="write the numbers to this file")
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--json", help="JSON file to write the results to")
+    add("--quiet", action="store_true", help="hide the progress bar")
     return parser
 
 

@@ -53,25 +53,25 @@ class Stages:
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        self.line = mpu.get_mesh().pipe
+        self.group = mpu.get_mesh().pipe
         blocks = [i for i, layer in enumerate(layers) if layer.repeated]
-        size = self.line.size
+        size = self.group.size
         if len(blocks) < size:
-            raise ValueError(f"--pipe-parallel-size {size} is more than the {len(blocks)} layers of the model")
+            raise ValueError(f"--pipe-parallel-size {size} exceeds the model's {len(blocks)} layers")
         cuts = [0, *(blocks[len(blocks) * i // size] for i in range(1, size)), len(layers)]
-        self.stretches = [range(a, b) for a, b in itertools.pairwise(cuts)]
+        self.layer_ranges = [range(a, b) for a, b in itertools.pairwise(cuts)]
 
     @property
     def own(self) -> range:
         """Indices of the layers on this stage."""
-        return self.stretches[self.line.rank]
+        return self.layer_ranges[self.group.rank]
 
     def from_stage(self, stage: int, outputs: tuple[Tensor, ...] | Tensor) -> Any:
         """Broadcast the outputs of `stage` to all stages."""
-        source, group = self.line.ranks[stage], self.line.group
+        source, group = self.group.ranks[stage], self.group.group
         if group is None:
             return outputs
-        mine = stage == self.line.rank
+        mine = stage == self.group.rank
         tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
         about: list[Any] = [([(t.shape, t.dtype) for t in tensors], isinstance(outputs, tuple)) if mine else None]
         dist.broadcast_object_list(about, source, group)
@@ -112,10 +112,10 @@ class _Stepper:
         end = len(self.model.steps) if end is None else end
         if self.stages is None:
             return _run(self.model, inputs, self.caches, seen, begin, end)
-        for stage, own in enumerate(self.stages.stretches):
+        for stage, own in enumerate(self.stages.layer_ranges):
             low, high = max(begin, own.start), min(end, own.stop)
             if low < high:
-                if stage == self.stages.line.rank:
+                if stage == self.stages.group.rank:
                     inputs = _run(self.model, inputs, self.caches, seen, low, high)
                 inputs = self.stages.from_stage(stage, inputs)
         return inputs
@@ -135,7 +135,7 @@ class GPT2Stepper(_Stepper):
     ) -> None:
         """Prepare to read `prompt`. prefix: treat it as a prefix, as in training with --objective prefix-lm."""
         self.model, self.positions, self.cached, self.prefix = model, positions, cached, prefix
-        self.prompts = _together(prompt)
+        self.prompts = _as_rows(prompt)
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
@@ -203,7 +203,7 @@ class T5Stepper(_Stepper):
         stages: "Stages | None" = None,
     ) -> None:
         self.model, self.start, self.cached = model, start, cached
-        self.sources = _together(source)
+        self.sources = _as_rows(source)
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
@@ -227,13 +227,11 @@ class T5Stepper(_Stepper):
         return _whole(self.model, self._run(inputs, self.tokens.shape[1] - new.shape[1], begin=self.cut))
 
 
-def _together(prompt: Prompts) -> list[list[int]]:
+def _as_rows(prompt: Prompts) -> list[list[int]]:
     """Return one or more prompts as a list. Raises ValueError unless they have equal length."""
     rows = [list(row) for row in prompt if not isinstance(row, int)] or [[i for i in prompt if isinstance(i, int)]]
     if len({len(row) for row in rows}) > 1:
-        raise ValueError(
-            f"prompts that are read together must be of one length, not {[len(row) for row in rows]} tokens"
-        )
+        raise ValueError(f"prompts of one batch must have equal length, not {[len(row) for row in rows]} tokens")
     return rows
 
 
@@ -300,12 +298,12 @@ def sample(
     end: int,
     sampling: Sampling,
     seed: int,
-    heard: Callable[[list[int]], None] | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
 ) -> list[list[int]]:
     """Return `batch` continuations per prompt, each up to and including `end` or of `max_new_tokens` tokens.
 
     Each prompt has its own random generator with `seed`, so its samples do not depend on the other prompts.
-    heard: callback with each new token of all continuations, to stream text.
+    on_tokens: callback with each new token of all continuations, to stream text.
     """
     logits = stepper.first(batch)
     count = logits.shape[0]
@@ -316,8 +314,8 @@ def sample(
         of_prompts = zip(logits.float().cpu().chunk(len(generators)), generators, strict=True)
         new = torch.cat([choose(own, sampling, generator) for own, generator in of_prompts])
         found.append(new.masked_fill(ended, end))
-        if heard is not None:
-            heard(found[-1].tolist())
+        if on_tokens is not None:
+            on_tokens(found[-1].tolist())
         ended |= found[-1] == end
         if ended.all() or len(found) == max_new_tokens:
             break

@@ -1,23 +1,28 @@
 """Tasks of EleutherAI's lm-eval harness (Gao et al.) for any left-to-right model, ours or Hugging Face's."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.tokenizer import Tokenizer
 
-from .scoring import Logits, border, nats_of
+from .scoring import Logits, boundary, nats_of
 
 
-class Harness:
-    """The model interface that lm-eval requires; each method takes a list of its requests.
+@dataclass
+class Subject:
+    """A model to evaluate. longest: context window in tokens."""
 
-    longest: context window in tokens.
-    """
+    logits_of: Logits
+    tokenizer: Tokenizer
+    longest: int
+    device: torch.device
 
-    def __init__(self, logits_of: Logits, tokenizer: Tokenizer, longest: int, device: torch.device) -> None:
-        self.logits_of, self.tokenizer, self.longest, self.device = logits_of, tokenizer, longest, device
+
+class Harness(Subject):
+    """The model interface that lm-eval requires; each method takes a list of its requests."""
 
     @torch.no_grad()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -32,7 +37,7 @@ class Harness:
         if not continuation or not whole:
             return 0.0, True
         # A token across the boundary counts as the continuation's, which gets at least one. So no request is free.
-        wanted = len(whole) - min(border(known, whole), len(whole) - 1)
+        wanted = len(whole) - min(boundary(known, whole), len(whole) - 1)
         ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
         wanted = min(wanted, len(ids) - 1)
         tokens = torch.tensor([ids], dtype=torch.int64, device=self.device)
@@ -55,15 +60,15 @@ class Harness:
         """Return greedy continuations of each (context, {"until": [...], "max_gen_toks": n}), cut at a stop word."""
         found = []
         for request in requests:
-            context, wishes = request.args
-            stops = wishes.get("until") or []
+            context, options = request.args
+            stops = options.get("until") or []
             stops = [stops] if isinstance(stops, str) else stops
-            if wishes.get("do_sample"):
-                raise ValueError("this task wants sampled texts; only greedy decoding is done here")
+            if options.get("do_sample"):
+                raise ValueError("this task needs sampling, but only greedy decoding is supported")
             ids = [*self.tokenizer.before, *self.tokenizer.encode(context)]
             written: list[int] = []
             text = ""
-            while len(written) < wishes.get("max_gen_toks", 256) and not any(stop in text for stop in stops):
+            while len(written) < options.get("max_gen_toks", 256) and not any(stop in text for stop in stops):
                 tokens = torch.tensor([[*ids, *written][-self.longest :]], dtype=torch.int64, device=self.device)
                 best = int(self.logits_of(tokens)[0, -1].argmax())
                 if best == self.tokenizer.eod:
@@ -91,7 +96,7 @@ def evaluate_tasks(harness: Harness, tasks: Sequence[str], limit: int | None, in
     manager = TaskManager(include_path=include)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
-        raise ValueError(f"lm-eval knows no task {', '.join(unknown)}; --task-folder names a folder of your own")
+        raise ValueError(f"lm-eval has no task {', '.join(unknown)}; give custom tasks with --task-folder")
     found = simple_evaluate(model=Adapter(), tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=0)
     results: dict[str, Any] = found["results"]
     return results

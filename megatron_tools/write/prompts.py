@@ -8,11 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data_utils.inspect_data import of_conversations
-from megatron.config import Config
-from megatron.ranks.rank_0 import is_rank_0
-from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.chat import (
+from data_utils.chat_templates import (
     Message,
     Template,
     is_undated,
@@ -23,37 +19,44 @@ from megatron.tokenizer.chat import (
     template_of_corpus,
     turns_of,
 )
+from data_utils.inspect_data import of_conversations
+from megatron.config import Config
+from megatron.ranks.rank_0 import is_rank_0
+from megatron.tokenizer import Tokenizer
 
-from .questions import Asked, Conversation, Gap, Marks, Reader
+from .questions import Conversation, Infill, Marks, Prompt, Reader
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for prompts."""
     add = parser.add_argument
-    add("--prompt", default="", help="the text to continue; for T5 with <extra_id_0> or <s_0> for gaps")
-    add("--input", help='a file with a prompt a line, or JSON lines with a "prompt"; each text is one line, too')
-    add("--interactive", action="store_true", help="ask for prompts, one after another")
+    add("--prompt", default="", help="text to continue; for a T5, text with masked spans such as <extra_id_0> or <s_0>")
+    add(
+        "--input", help='file with one prompt per line, or JSON lines with a "prompt"; each text is printed on one line'
+    )
+    add("--interactive", action="store_true", help="ask for prompts one by one")
     add(
         "--special-tokens",
         action="store_true",
-        help="names of special tokens in a prompt, such as <|im_start|>, stand for these tokens, as in transformers; else they are text",
+        help="encode names of special tokens in prompts, such as <|im_start|>, as these tokens (default: as text)",
     )
     add(
         "--chat",
         action="store_true",
-        help='prompts are what a user says to the assistant; a line of --input may have "messages"; --interactive keeps the conversation',
+        help='treat prompts as user messages to an assistant; lines of --input may have "messages"; '
+        "--interactive keeps the conversation",
     )
     add(
         "--chat-template",
-        help="of --chat: chatml, tokenizer (its own, in Jinja) or a Jinja file (default: that of the conversations that "
-        "the model was trained on, else the tokenizer's, else chatml)",
+        help="template of --chat: chatml, tokenizer (its own, in Jinja) or a Jinja file (default: that of the training "
+        "data, else the tokenizer's, else chatml)",
     )
-    add("--suffix", help='write what stands between --prompt and this text; a line of --input may have a "suffix"')
+    add("--suffix", help='fill in the middle between --prompt and this text; lines of --input may have a "suffix"')
     add(
         "--fim-tokens",
         nargs=3,
         metavar=("PREFIX", "MIDDLE", "SUFFIX"),
-        help="of --suffix: special tokens that mark the pieces (default: those of the training)",
+        help="special tokens for --suffix (default: those of the training)",
     )
 
 
@@ -62,13 +65,11 @@ def check(args: argparse.Namespace) -> None:
     if sum(map(bool, (args.prompt, args.input, args.interactive))) > 1:
         raise ValueError("give one of --prompt, --input and --interactive")
     if args.chat_template and not args.chat:
-        raise ValueError("--chat-template is for --chat")
+        raise ValueError("--chat-template needs --chat")
     if args.chat and (args.special_tokens or args.suffix is not None or args.fim_tokens):
-        raise ValueError("--chat writes special tokens itself: leave --special-tokens, --suffix and --fim-tokens out")
+        raise ValueError("--chat adds special tokens itself; omit --special-tokens, --suffix and --fim-tokens")
     if args.suffix is not None and (args.interactive or args.input):
-        raise ValueError(
-            '--suffix goes with --prompt; lines of --input have their own, as {"prompt": ..., "suffix": ...}'
-        )
+        raise ValueError('--suffix needs --prompt; lines of --input have their own, as {"prompt": ..., "suffix": ...}')
 
 
 def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Reader:
@@ -80,23 +81,22 @@ def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vo
             if getattr(args, name) not in (None, False)
         ]
         if given:
-            raise ValueError(
-                f"--{given[0].replace('_', '-')} is for decoders; a T5 reads names of its gaps in any prompt"
-            )
-        return Reader(tokenizer, goes_on=config.objective == "prefix-lm")
+            raise ValueError(f"--{given[0].replace('_', '-')} is not supported for a T5; omit it")
+        return Reader(tokenizer, continues_text=config.objective == "prefix-lm")
     template = _template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
     return Reader(tokenizer, template, _marks(args.fim_tokens, config, tokenizer), args.special_tokens)
 
 
 def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Template:
     if name is None:
-        found, whose = _known_template(config, tokenizer, vocab_file)
-        print(f"note: conversations are written as {whose} has them", file=sys.stderr)
+        found, source = _known_template(config, tokenizer, vocab_file)
+        print(f"note: using the chat template of {source}", file=sys.stderr)
     else:
         found = load_template(name, tokenizer, vocab_file)
     if missing := missing_marks(found, tokenizer):
         print(
-            f"note: the tokenizer has no special token {' or '.join(missing)}: each is written as text", file=sys.stderr
+            f"note: the tokenizer has no special token {' or '.join(missing)}, which is encoded as text",
+            file=sys.stderr,
         )
     return found
 
@@ -105,11 +105,11 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
     """Return the chat template of the training data, else of the tokenizer, else ChatML, and its origin in words."""
     for prefix, about in of_conversations(config):
         date = about.get("chat_date")
-        when = f", of {date}," if date else ", without a date," if is_undated(about) else ""
+        when = f", of {date}" if date else ", without a date" if is_undated(about) else ""
         return template_of_corpus(about, tokenizer, vocab_file), f"the corpus {prefix}{when}"
     if source := own_template(vocab_file):
         return template_from(source, tokenizer, vocab_file), "the tokenizer"
-    return load_template("chatml", tokenizer, vocab_file), "chatml"
+    return load_template("chatml", tokenizer, vocab_file), "the default, chatml"
 
 
 def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Marks | None:
@@ -120,13 +120,13 @@ def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Mar
     if missing := [name for name in names if name not in tokenizer.marks]:
         known = ", ".join(tokenizer.marks)
         raise ValueError(
-            f"--fim-tokens: {' and '.join(missing)} is no special token of the tokenizer, which has {known}"
+            f"--fim-tokens: {' and '.join(missing)} is not a special token of the tokenizer, which has {known}"
         )
     prefix, middle, suffix = (tokenizer.marks[name] for name in names)
     return Marks(prefix, middle, suffix, inside=trained, spm=trained and config.data.fim_spm_rate == 1)
 
 
-def prompts(args: argparse.Namespace) -> Iterator[Asked]:
+def prompts(args: argparse.Namespace) -> Iterator[Prompt]:
     """Yield the prompts one after another, equal on all ranks."""
     if args.input:
         with open(args.input, encoding="utf-8") as file:
@@ -142,23 +142,23 @@ def prompts(args: argparse.Namespace) -> Iterator[Asked]:
                 dist.broadcast_object_list(asked)
             if not asked[0]:
                 return
-            said = asked[0].rstrip("\n")
-            if said or not args.chat:
-                yield _said(said, args.chat)
+            text = asked[0].rstrip("\n")
+            if text or not args.chat:
+                yield _prompt(text, args.chat)
     elif args.suffix is not None:
-        yield Gap(args.prompt, args.suffix)
+        yield Infill(args.prompt, args.suffix)
     else:
-        yield _said(args.prompt, args.chat)
+        yield _prompt(args.prompt, args.chat)
 
 
-def _said(text: str, chat: bool) -> Asked:
+def _prompt(text: str, chat: bool) -> Prompt:
     return Conversation(turns_of([{"role": "user", "content": text}])) if chat else text
 
 
-def _prompt_of(line: str, chat: bool, where: str) -> Asked:
+def _prompt_of(line: str, chat: bool, where: str) -> Prompt:
     """Return the prompt in a line of text or of JSON with "prompt", "text" or, for conversations, "messages"."""
     if not line.startswith("{"):
-        return _said(line.rstrip("\n"), chat)
+        return _prompt(line.rstrip("\n"), chat)
     wanted = '"messages" or a "prompt"' if chat else '"prompt"'
     try:
         content = json.loads(line)
@@ -170,8 +170,8 @@ def _prompt_of(line: str, chat: bool, where: str) -> Asked:
     if chat and not isinstance(found, str):
         return _conversation(found, where)
     if isinstance(content.get("suffix"), str) and not chat:
-        return Gap(str(found), str(content["suffix"]))
-    return _said(str(found), chat)
+        return Infill(str(found), str(content["suffix"]))
+    return _prompt(str(found), chat)
 
 
 def _conversation(turns: object, where: str) -> Conversation:
@@ -180,15 +180,15 @@ def _conversation(turns: object, where: str) -> Conversation:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if not found or found[-1].role == "assistant":
-        raise ValueError(f"{where}: the conversation must end with what is to be answered")
+        raise ValueError(f"{where}: the conversation must end with a message to answer")
     return Conversation(found)
 
 
-def as_json(asked: Asked) -> dict[str, Any]:
+def as_json(asked: Prompt) -> dict[str, Any]:
     """Return the prompt as the fields that an output line of --json repeats."""
     if isinstance(asked, Conversation):
         return {"messages": [message._asdict() for message in asked.messages]}
-    return {"prompt": asked.prefix, "suffix": asked.suffix} if isinstance(asked, Gap) else {"prompt": asked}
+    return {"prompt": asked.prefix, "suffix": asked.suffix} if isinstance(asked, Infill) else {"prompt": asked}
 
 
 def with_answer(asked: Conversation, text: str) -> tuple[Message, ...]:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from data_utils.chat_templates import ChatEncoder, Message, Template, turn_end
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron.tokenizer.chat import ChatEncoder, Message, Template, turn_end
 
 
-class Gap(NamedTuple):
+class Infill(NamedTuple):
     """The text before and after the missing part, for fill-in-the-middle."""
 
     prefix: str
@@ -27,7 +27,7 @@ class Conversation:
     messages: tuple[Message, ...]
 
 
-Asked = str | Gap | Conversation
+Prompt = str | Infill | Conversation
 
 
 class Question(NamedTuple):
@@ -36,7 +36,7 @@ class Question(NamedTuple):
     before, after: text shown around the answer. hidden: ids to omit from the shown text.
     """
 
-    prompt: Asked
+    prompt: Prompt
     tokens: list[int]
     end: int
     before: str = ""
@@ -63,27 +63,28 @@ class Reader:
     """Encoder of prompts.
 
     template: chat template. marks: fill-in-the-middle tokens. names: names of special tokens in a text become these
-    tokens. goes_on: the model is a T5 trained to continue text (--objective prefix-lm), not to fill masked spans.
+    tokens. continues_text: the model is a T5 trained with --objective prefix-lm, which continues text instead of
+    filling masked spans.
     """
 
     tokenizer: Tokenizer
     template: Template | None = None
     marks: Marks | None = None
     names: bool = False
-    goes_on: bool = False
+    continues_text: bool = False
 
-    def question(self, asked: Asked) -> Question:
+    def question(self, asked: Prompt) -> Question:
         """Return `asked` as a Question. Raises ValueError for a kind of prompt that this model does not support."""
         if isinstance(self.tokenizer, SentinelTokenizer):
             if not isinstance(asked, str):
-                raise ValueError(
-                    "a T5 fills the gaps that its prompt names, such as <extra_id_0>: leave the suffix out"
-                )
-            return _to_go_on(asked, self.tokenizer) if self.goes_on else _of_t5(asked, self.tokenizer)
+                raise ValueError("a T5 fills masked spans in its prompt, such as <extra_id_0>; omit the suffix")
+            return (
+                _t5_continuation(asked, self.tokenizer) if self.continues_text else _t5_question(asked, self.tokenizer)
+            )
         if isinstance(asked, Conversation):
             return self._of_conversation(asked)
-        if isinstance(asked, Gap):
-            return self._of_gap(asked)
+        if isinstance(asked, Infill):
+            return self._of_infill(asked)
         tokenizer = self.tokenizer
         # A prompt is encoded like text of the corpus, so added tokens that are not special stay tokens.
         found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
@@ -102,7 +103,7 @@ class Reader:
         hidden = frozenset(self.tokenizer.specials.values()) | ({end} if end is not None else set())
         return Question(asked, tokens, self.tokenizer.eod if end is None else end, hidden=hidden)
 
-    def _of_gap(self, asked: Gap) -> Question:
+    def _of_infill(self, asked: Infill) -> Question:
         assert self.marks is not None
         prefix, middle, suffix, inside, spm = self.marks
         tokenizer = self.tokenizer
@@ -117,27 +118,25 @@ class Reader:
         return Question(asked, tokens, self.tokenizer.eod, asked.prefix, asked.suffix)
 
 
-def _of_t5(asked: str, tokenizer: SentinelTokenizer) -> Question:
+def _t5_question(asked: str, tokenizer: SentinelTokenizer) -> Question:
     source = tokenizer.encode(asked)
     if tokenizer.convention == "t5":
         return Question(asked, [*source, tokenizer.eod], tokenizer.eod)
     if not source:
-        raise ValueError("the prompt is empty: this T5 fills gaps in a text, such as <s_0>")
-    gaps = sum(token in tokenizer.sentinels for token in source)
-    if gaps >= tokenizer.count:
-        raise ValueError(
-            f"{gaps} gaps in the prompt: the model has {tokenizer.count} sentinels, one of them to close with"
-        )
-    return Question(asked, source, tokenizer.sentinels[gaps])
+        raise ValueError("the prompt is empty; this T5 needs a text with masked spans, such as <s_0>")
+    spans = sum(token in tokenizer.sentinels for token in source)
+    if spans >= tokenizer.count:
+        raise ValueError(f"the prompt has {spans} masked spans, but this model supports at most {tokenizer.count - 1}")
+    return Question(asked, source, tokenizer.sentinels[spans])
 
 
-def _to_go_on(asked: str, tokenizer: SentinelTokenizer) -> Question:
+def _t5_continuation(asked: str, tokenizer: SentinelTokenizer) -> Question:
     """Return a prefix as a Question, laid out as `megatron.data.t5_dataset` does."""
     source = tokenizer.encode(asked)
     if tokenizer.convention == "t5":
         return Question(asked, [*source, tokenizer.eod], tokenizer.eod, asked)
     if not source:
-        raise ValueError("the prompt is empty: this T5 goes on with a text")
+        raise ValueError("the prompt is empty; this T5 needs a text to continue")
     return Question(asked, source, tokenizer.sentinels[1], asked)
 
 

@@ -42,7 +42,7 @@ def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
     each target more context and takes longer.
     """
     if not 1 <= stride < longest:
-        raise ValueError(f"the stride {stride} must be at least 1 and less than the {longest} tokens of a window")
+        raise ValueError(f"--stride {stride} must be from 1 to {longest - 1}, the tokens of a --window")
     first = 1
     while first < length:
         end = min(first + stride if first > 1 else longest, length)
@@ -63,7 +63,7 @@ def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, de
     return found
 
 
-def border(context: Sequence[int], whole: Sequence[int]) -> int:
+def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
     """Return the index in `whole` of the first id that differs from `context`, the ids of the text's beginning.
 
     A token that spans the end of the beginning thereby counts as part of what follows.

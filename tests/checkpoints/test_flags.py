@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from data_utils.documents import texts
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tasks import TASKS
 from megatron.training.inputs import MissingInputs, refuse_missing
 from tests.materials import SAMPLE

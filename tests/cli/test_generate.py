@@ -21,6 +21,7 @@ from megatron.ranks import device as device_module
 from megatron.ranks.initialize import initialize_megatron
 from megatron_tools.write import evaluate, generate
 from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
+from megatron_tools.write.writer import answers, batches
 from tests.support import FULL, ROOT, command, covering, on_ranks, train_gpt2
 from tests.unit.test_generation import CPM_FLAGS, DECODERS, PROMPT
 from tests.unit.test_t5_model import T5_FLAGS
@@ -122,7 +123,7 @@ def test_a_gpt2_of_theirs(tmp_path: Path) -> None:
 def test_what_does_not_go_together(run: str) -> None:
     done = command("python", "tools/generate.py", "--load", run, "--prompt", "a", "--stream", "--num-beams", "2")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "--stream shows one text of a GPT-2" in done.stderr
+    assert "--stream prints one text" in done.stderr
     done = command("python", "tools/generate.py", "--load", run, "--prompt", "a", "--top-p", "0")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert "--top-p 0.0 must be above 0 and at most 1" in done.stderr
@@ -149,7 +150,7 @@ def tool() -> Any:
         ("--num-beams -1", "--num-beams -1 must be at least 0"),
         ("--batch-size 0", "--batch-size 0 must be at least 1"),
         ("--model-parallel-size 0", "--model-parallel-size 0 must be at least 1"),
-        ("--num-beams 2 --num-samples 3", "--num-samples 3 is more than --num-beams 2 finds"),
+        ("--num-beams 2 --num-samples 3", "--num-samples 3 exceeds --num-beams 2"),
     ],
 )
 def test_numbers_without_sense(tool: Any, flags: str, sentence: str) -> None:
@@ -171,13 +172,13 @@ def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_
     args = tool.build_parser().parse_args(base)
     writer = tool.load(args)
     asked = [writer.question(text) for text in TEXTS]
-    sizes = [len(numbers) for numbers in tool.batches(asked, 3)]
+    sizes = [len(numbers) for numbers in batches(asked, 3)]
     assert max(sizes) > 1 and len(sizes) > 2
-    assert sorted(itertools.chain(*tool.batches(asked, 3))) == list(range(len(TEXTS)))
-    single = list(tool.answers(writer, TEXTS, args, 1))
+    assert sorted(itertools.chain(*batches(asked, 3))) == list(range(len(TEXTS)))
+    single = list(answers(writer, TEXTS, args, 1))
     assert [prompt for prompt, _ in single] == TEXTS
     for size in (2, 16):
-        assert list(tool.answers(writer, TEXTS, args, size)) == single
+        assert list(answers(writer, TEXTS, args, size)) == single
 
 
 def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +198,7 @@ def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypa
 
 
 def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
-    """Favoured tokens follow from the model's own logits and from token counts in the corpus."""
+    """The tokens with the top lift follow from the model's own logits and from token counts in the corpus."""
     writer = tool.load(tool.build_parser().parse_args(["--load", run]))
     question = writer.question("春天")
     with torch.no_grad():
@@ -210,7 +211,7 @@ def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
     text = [i for i in range(len(p)) if i not in writer.tokenizer.specials.values()]
     best = sorted(text, key=lambda i: -p[i] * np.log(p[i] / share[i]))[:3]
     words = [f"{writer.tokenizer.decode([i])!r} {p[i]:.1%} ({p[i] / share[i]:.1f} times its share)" for i in best]
-    assert writer.favoured(question, 3) == "favoured: " + ", ".join(words)
+    assert writer.top_lift(question, 3) == "top lift: " + ", ".join(words)
 
 
 @FULL
@@ -225,7 +226,7 @@ def test_the_demo_of_t5_learns(tmp_path: Path) -> None:
     text = float(re.findall(r"masked text only, first and last +[\d.]+, ([\d.]+)", done.stdout)[0])
     unigram = float(re.findall(r"unigram entropy of the masked text +([\d.]+)", done.stdout)[0])
     assert text < unigram - 0.5
-    season, question, river = re.findall(r"favoured: (.*)", done.stdout)
+    season, question, river = re.findall(r"top lift: (.*)", done.stdout)
     assert any(each in question for each in ("'吗'", "'。\"'")), "the end of a question, or of what somebody says"
     assert re.search("' [a-z]+'", river) and not re.search("' [a-z]+'", season), "English in English"
     assert re.search("[\\u4e00-\\u9fff]", season) and not re.search("[\\u4e00-\\u9fff]", river)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.indexed_writer import IndexedDatasetBuilder
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
 from tests.support import FULL, ROOT, command, covering, losses, train_gpt2
 
@@ -92,7 +92,7 @@ def test_what_does_not_change_the_model_may_change_on_resume(tmp_path: Path, fla
     whole = losses(train_gpt2(1, tmp_path / "whole", *more, "--train-iters", "4"))
     train_gpt2(1, tmp_path / "cut", *more, "--train-iters", "2")
     changed = [
-        "--unfused",
+        "--reference-ops",
         "cross-entropy",
         "--checkpoint-activations",
         "--cpu-matmul",
@@ -389,17 +389,17 @@ def test_signals_save_and_stop_in_order(tmp_path: Path, flags: list[str]) -> Non
     """
     argv = [*flags, "--save-interval", "0", "--train-iters", "8", "--pipe-parallel-size", "2", "--eval-iters", "0"]
     code = """
-import os, signal, sys, megatron.training.loop as t
+import os, signal, sys, megatron.training.log as t
 from megatron.tasks import GPT2
 from megatron.training import run
-honest = t._Window.add
+honest = t.TrainingLog.after_step
 def add(self, *args):
     honest(self, *args)
     at = self.run.state.iteration
     if os.environ["RANK"] == "1" and sys.argv[1] == "signals":
         if at == 2: os.kill(os.getpid(), signal.SIGUSR1)
         if at == 5: os.kill(os.getpid(), signal.SIGTERM)
-t._Window.add = add
+t.TrainingLog.after_step = add
 run(GPT2(), sys.argv[2:])
 """
     script = tmp_path / "train.py"

@@ -141,7 +141,7 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, vocab_file: str, content: by
         (["tools/train_tokenizer.py", "--input", "docs", "--output", "x"], 1, "the folder docs contains no"),
         (["tools/train_tokenizer.py", "--input", "corpus", "--output", "x", "--vocab-size", "9"], 1, "at least 300"),
         (["tools/generate.py", "--load", "/no/run"], 1, "/no/run holds no checkpoint"),
-        (["tools/report.py", "--run-dir", "/no/run"], 1, "/no/run is not the folder of a run"),
+        (["tools/report.py", "--run-dir", "/no/run"], 1, "/no/run is not a run directory"),
     ],
 )
 def test_mistakes_are_one_sentence(argv: list[str], code: int, message: str) -> None:

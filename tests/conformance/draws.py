@@ -172,6 +172,6 @@ def _frozen(rng: random.Random, layers: list[nn.Module], ties: tuple[tuple[int, 
     return sorted(chosen | (tied if tied and rng.random() < 0.3 else set()))
 
 
-def _cuts(rng: random.Random, count: int, stretches: int) -> str:
-    inner = sorted(rng.sample(range(1, count), stretches - 1))
+def _cuts(rng: random.Random, count: int, chunks: int) -> str:
+    inner = sorted(rng.sample(range(1, count), chunks - 1))
     return ",".join(map(str, [0, *inner, count]))

@@ -124,8 +124,10 @@ def _build(
         "gradient_clipping": case.clip, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9, **case.config,
     }  # fmt: skip
     with quietly():
-        model = module(_specs(case), topology=_topology(stages, tensor, replicas), loss_fn=case.loss, partition_method=cuts,
-                       activation_checkpoint_interval=case.checkpoint, **more, **case.module)  # fmt: skip
+        model = module(
+            _specs(case), topology=_topology(stages, tensor, replicas), loss_fn=case.loss, partition_method=cuts,
+            activation_checkpoint_interval=case.checkpoint, **more, **case.module,
+        )  # fmt: skip
         for name, value in case.declared:
             setattr(model, name, value)
         if case.prepare:

@@ -34,9 +34,12 @@ def outcome(engine: str, case: Case, stages: int, tensor: int, extensions: str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", nargs="+", default=["stock", "tds"], choices=["stock", "tds"])
-    parser.add_argument("--cases", default="", help="only those whose name contains this")
+    parser.add_argument("--cases", default="", help="run only cases whose name contains this")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds; stock compiles some optimizers for minutes"
+        "--timeout",
+        type=float,
+        default=60.0,
+        help="most seconds per case (default: 60); stock DeepSpeed compiles some optimizers for minutes",
     )
     args = parser.parse_args()
     engines = args.engines

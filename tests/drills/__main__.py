@@ -13,7 +13,7 @@ from .faults import FAULTS, ONLY_FULL
 def main(words: list[str]) -> int:
     chosen = [name for name in FAULTS if not words or any(word in name for word in words)]
     if not chosen:
-        print(f"no fault is called so; there are: {', '.join(FAULTS)}", file=sys.stderr)
+        print(f"no fault matches {' '.join(words)}; there are: {', '.join(FAULTS)}", file=sys.stderr)
         return 2
     tests = list(dict.fromkeys(test for name in chosen for test in FAULTS[name]))
     print(f"{len(chosen)} of {len(FAULTS)} faults, {len(tests)} drills")

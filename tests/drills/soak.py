@@ -27,7 +27,10 @@ from tests.materials import random_corpus, small_tokenizer
 from tests.support import ROOT
 
 SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --batch-size 2 --gas 2"
-RUN = "--log-interval 1 --save-interval 20 --keep-last 2 --eval-iters 0 --warmup 0.01 --lr 1e-3 --precision fp32 --no-tensorboard"
+RUN = (
+    "--log-interval 1 --save-interval 20 --keep-last 2 --eval-iters 0 --warmup 0.01 --lr 1e-3 --precision fp32 "
+    "--no-tensorboard"
+)
 MODELS = {
     "gpt2, pp 2": ("pretrain_gpt2.py", "--pipe-parallel-size 2 --pipeline-timeout 30"),
     "t5, dp 2": (
@@ -96,13 +99,6 @@ def _one_rank(number: int) -> Callable[[Soak, random.Random], None]:
     return act
 
 
-def _freeze(soak: Soak, dice: random.Random) -> None:
-    """Stop a rank for longer than the others wait."""
-    ranks = soak.ranks()
-    if ranks:
-        dice.choice(ranks).send_signal(signal.SIGSTOP)
-
-
 def _launcher(number: int) -> Callable[[Soak, random.Random], None]:
     def act(soak: Soak, dice: random.Random) -> None:
         assert soak.launcher is not None
@@ -113,11 +109,11 @@ def _launcher(number: int) -> Callable[[Soak, random.Random], None]:
 
 FAULTS: dict[str, Callable[[Soak, random.Random], None]] = {
     "a rank is killed": _one_rank(signal.SIGKILL),
-    "a rank is told to save and stop": _one_rank(signal.SIGTERM),
-    "a rank freezes": _freeze,
+    "a rank gets SIGTERM": _one_rank(signal.SIGTERM),
+    "a rank freezes": _one_rank(signal.SIGSTOP),  # for longer than the others wait
     "the launcher is killed": _launcher(signal.SIGKILL),
-    "the launcher is told to save and stop": _launcher(signal.SIGTERM),
-    "the launcher is told to save": _launcher(signal.SIGUSR1),
+    "the launcher gets SIGTERM": _launcher(signal.SIGTERM),
+    "the launcher gets SIGUSR1": _launcher(signal.SIGUSR1),
     "Ctrl-C": _launcher(signal.SIGINT),
 }
 
@@ -140,7 +136,7 @@ def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, pat
                 soak.look()
         code = soak.launcher.poll()
         if code == 2:
-            raise RuntimeError(f"the command was refused; see {soak.run_dir}.log")
+            raise RuntimeError(f"the command rejected its arguments; see {soak.run_dir}.log")
         if code is not None and now >= iterations:
             return done
         if code is not None:
@@ -153,7 +149,7 @@ def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, pat
             FAULTS[what](soak, dice)
             due = now + int(every * dice.uniform(0.7, 1.3)) if every else iterations + 1
         if time.monotonic() - moved > patience:
-            raise RuntimeError(f"nothing moved for {patience:.0f} s after iteration {now}; see {soak.run_dir}.log")
+            raise RuntimeError(f"no progress for {patience:.0f} s after iteration {now}; see {soak.run_dir}.log")
 
 
 def command(model: str, run_dir: Path, data: str, vocab_file: str, iterations: int) -> list[str]:
@@ -167,14 +163,16 @@ def command(model: str, run_dir: Path, data: str, vocab_file: str, iterations: i
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=2000)
-    parser.add_argument("--every", type=int, default=100, help="iterations between two faults, about")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--iterations", type=int, default=2000, help="iterations of each run (default: 2000)")
+    parser.add_argument("--every", type=int, default=100, help="average iterations between faults (default: 100)")
     parser.add_argument(
-        "--patience", type=float, default=300.0, help="seconds without a step after which it has failed"
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to train (default: all)"
     )
-    parser.add_argument("--folder", type=Path, help="where runs and logs stay (default: a temporary folder)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
+    parser.add_argument(
+        "--patience", type=float, default=300.0, help="seconds without progress that count as a failure (default: 300)"
+    )
+    parser.add_argument("--folder", type=Path, help="folder of runs and logs (default: a temporary folder)")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = args.folder or Path(tempfile.mkdtemp())
@@ -202,12 +200,13 @@ def main() -> int:
         quarter = [seen for seen in whole.seen if seen.iteration >= args.iterations // 4] or whole.seen
         bad += not equal or bool(left)
         print(
-            f"{model}: {sum(done.values())} faults ({', '.join(f'{n} x {w}' for w, n in done.items())}), {hurt.starts} commands, "
-            f"{time.monotonic() - begin:.0f} s\n"
-            f"  losses: {len(expected)} lines, {'equal to the last bit' if equal else 'NOT EQUAL'}; the last {found.get(args.iterations)} "
-            f"and {expected.get(args.iterations)}\n"
-            f"  memory of the undisturbed ranks: {quarter[0].megabytes:.0f} MB after a quarter, {quarter[-1].megabytes:.0f} MB at the end; "
-            f"descriptors {quarter[0].descriptors} and {quarter[-1].descriptors}\n"
+            f"{model}: {sum(done.values())} faults ({', '.join(f'{n} x {w}' for w, n in done.items())}), "
+            f"{hurt.starts} commands, {time.monotonic() - begin:.0f} s\n"
+            f"  losses: {len(expected)} lines, {'bit-equal' if equal else 'NOT EQUAL'}; "
+            f"the last {found.get(args.iterations)} and {expected.get(args.iterations)}\n"
+            f"  memory of the undisturbed ranks: {quarter[0].megabytes:.0f} MB after a quarter, "
+            f"{quarter[-1].megabytes:.0f} MB at the end; descriptors {quarter[0].descriptors} and "
+            f"{quarter[-1].descriptors}\n"
             f"  processes left: {len(left)}",
             flush=True,
         )

@@ -9,20 +9,20 @@ from megatron.ranks import device as device_module
 from .checks import CHECKS, Impossible
 
 
-def said(name: str) -> tuple[str, bool]:
+def result_of(name: str) -> tuple[str, bool]:
     """Return a check's result as text, and whether it failed."""
     try:
         return f"ok: {CHECKS[name]()}", False
     except Impossible as error:
-        return f"not here: {error}", False
+        return f"skipped: {error}", False
     except Exception as error:  # any error must leave the other checks running
         return f"FAILED: {type(error).__name__}: {error}", True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CHECKS)}; default: all")
-    parser.add_argument("--jobs", type=int, default=4, help="checks that run side by side")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"checks to run (default: all): {', '.join(CHECKS)}")
+    parser.add_argument("--jobs", type=int, default=4, help="checks to run in parallel (default: 4)")
     args = parser.parse_args()
     if unknown := set(args.names) - set(CHECKS):
         parser.error(f"there is no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
@@ -30,7 +30,7 @@ def main() -> None:
     names = args.names or list(CHECKS)
     with ThreadPoolExecutor(args.jobs) as pool:
         failed = 0
-        for name, (text, bad) in zip(names, pool.map(said, names), strict=True):
+        for name, (text, bad) in zip(names, pool.map(result_of, names), strict=True):
             print(f"{name:44} {text}", flush=True)
             failed += bad
     sys.exit(failed > 0)

@@ -31,8 +31,8 @@ T5 = (
     "--no-scale-attention --no-hidden-bias --activation gated-gelu --no-tie-embeddings"
 )
 LLAMA = (
-    f"{GPT2} --family llama --num-key-value-heads 2 --position-embedding rope --normalization rmsnorm --activation swiglu --qk-norm "
-    "--no-hidden-bias --no-tie-embeddings --sliding-window 24"
+    f"{GPT2} --family llama --num-key-value-heads 2 --position-embedding rope --normalization rmsnorm "
+    "--activation swiglu --qk-norm --no-hidden-bias --no-tie-embeddings --sliding-window 24"
 )
 RECOMPUTE = "--recompute-modules norm qkv activation"
 DRY = "--hidden-dropout 0 --attention-dropout 0"
@@ -67,49 +67,53 @@ def _train(flags: str, on_cpu: bool, more: str) -> str:
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"").decode(errors="replace").strip()
-        raise RuntimeError(f"{flags}: not done after {SECONDS} s; it said last: {said[-500:]}") from None
+        output = (error.stderr or b"").decode(errors="replace").strip()
+        raise RuntimeError(f"{flags}: not finished after {SECONDS} s; last output: {output[-500:]}") from None
     if done.returncode:
         raise RuntimeError(f"{flags}: {done.stderr.strip()[-1500:]}")
     return done.stdout.splitlines()[-1]
 
 
-def close(found: list[float], wanted: list[float], tolerance: float) -> str:
+def compare_losses(found: list[float], wanted: list[float], tolerance: float) -> str:
     worst = float(np.abs(np.array(found) / np.array(wanted) - 1).max())
-    assert worst <= tolerance, f"off by {worst:.1e}, more than {tolerance:g}: {found} against {wanted}"
+    assert worst <= tolerance, f"off by {worst:.1e}, more than {tolerance:g}: {found}, expected {wanted}"
     return f"within {worst:.1e} (at most {tolerance:g})"
 
 
+def _like_the_cpu(precision: str, tolerance: float) -> str:
+    """Compare the losses of all models in `precision` with the CPU's in fp32."""
+    findings = []
+    for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5)):
+        found = train(f"{flags} {DRY} --precision {precision}")["losses"]
+        wanted = train(f"{flags} {DRY} --precision fp32", True)["losses"]
+        findings.append(f"{name} {compare_losses(found, wanted, tolerance)}")
+    return "; ".join(findings)
+
+
 def fp32_equals_the_cpu() -> str:
-    return "; ".join(
-        f"{name} {close(train(f'{flags} {DRY} --precision fp32')['losses'], train(f'{flags} {DRY} --precision fp32', True)['losses'], 1e-3)}"
-        for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5))
-    )
+    return _like_the_cpu("fp32", 1e-3)
 
 
 def bf16_follows_the_cpu_in_fp32() -> str:
     """Check that losses in bf16 follow the CPU's in fp32, up to the rounding of activations to 8 bits."""
-    return "; ".join(
-        f"{name} {close(train(f'{flags} {DRY} --precision bf16')['losses'], train(f'{flags} {DRY} --precision fp32', True)['losses'], 3e-2)}"
-        for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5))
-    )
+    return _like_the_cpu("bf16", 3e-2)
 
 
 def attention_kernels_agree() -> str:
     """Compare torch's attention kernels, with gradients, against its math kernel in fp32.
 
-    cuDNN's masked form may differ, since `megatron.model.attention.kernels_for` never selects it; it is only reported.
+    cuDNN's masked form may differ, since `kernels_for` never selects it; it is only reported.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from megatron.model.attention import kernels_for
+    from megatron.model.attention_kernels import kernels_for
 
     here, dice = device.current(), torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=dice).to(here, torch.bfloat16).requires_grad_()
 
-    said = []
+    findings = []
     for length in (64, 192, 256):  # 64 and 192 are 64 modulo 128
         documents = (torch.arange(length) // 48).to(here)
         mask = (documents[:, None] == documents[None]) & torch.ones(length, length, device=here).tril().bool()
@@ -120,8 +124,8 @@ def attention_kernels_agree() -> str:
             wanted = _attend(
                 [t.float() for t in inputs], {k: v.float() if v is bias else v for k, v in given.items()}, learns
             )
-            choices: dict[str, Any] = {b.name: functools.partial(sdpa_kernel, b) for b in (
-                SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)}  # fmt: skip
+            names = "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"
+            choices: dict[str, Any] = {b: functools.partial(sdpa_kernel, getattr(SDPBackend, b)) for b in names}
             choices["ours"] = functools.partial(kernels_for, inputs[0], given.get("attn_mask"))
             for name, choice in choices.items():
                 try:
@@ -131,12 +135,12 @@ def attention_kernels_agree() -> str:
                     continue  # this device has no such kernel for this form
                 worst = max((f.float() - w.float()).abs().max().item() for f, w in zip(found, wanted, strict=True))
                 if name == "CUDNN_ATTENTION" and form != "causal":
-                    said.append(f"{name} {form} {length}: {worst:.1e}, which we do not take")
+                    findings.append(f"{name} {form} {length}: {worst:.1e}, never selected")
                 else:
                     assert worst <= 0.1, f"{name} with {form} of {length}: off by {worst:.1e}"
                     if length == 192:
-                        said.append(f"{name} {form}: {worst:.1e}")
-    return "; ".join(said)
+                        findings.append(f"{name} {form}: {worst:.1e}")
+    return "; ".join(findings)
 
 
 def _attend(inputs: list[torch.Tensor], given: dict[str, Any], learns: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -165,7 +169,7 @@ def recomputation_and_offloading_change_nothing() -> str:
     flags = f"{LARGE} --hidden-dropout 0.1 --attention-dropout 0.1 --precision fp32"
     kept = train(flags, steps=3)["losses"]
     return ", ".join(
-        f"{name} {close(train(f'{flags} {name}', steps=3)['losses'], kept, 1e-5)}"
+        f"{name} {compare_losses(train(f'{flags} {name}', steps=3)['losses'], kept, 1e-5)}"
         for name in ("--checkpoint-activations", "--checkpoint-attention", "--offload-activations", RECOMPUTE)
     )
 
@@ -176,16 +180,16 @@ def checkpoints_go_both_ways() -> str:
     except ImportError:
         raise Impossible("safetensors is not installed") from None
     flags = f"{GPT2} {DRY} --precision fp32"
-    said = []
+    findings = []
     for first_on_cpu in (False, True) if device.available() else (True,):
         with tempfile.TemporaryDirectory() as folder:
             written = train(flags, first_on_cpu, save=folder)
             read = train(flags, not first_on_cpu, load=folder, steps=0)
-            assert read["weights"] == written["weights"], "weights changed on their way"
+            assert read["weights"] == written["weights"], "weights changed in the checkpoint"
             with_other = train(flags, not first_on_cpu, load=folder, steps=4)
             with_same = train(flags, first_on_cpu, load=folder, steps=4)
-        said.append(close(with_other["losses"], with_same["losses"], 1e-3))
-    return f"weights the same; going on from the other's: {', '.join(said)}"
+        findings.append(compare_losses(with_other["losses"], with_same["losses"], 1e-3))
+    return f"weights equal; losses after resuming on the other device: {', '.join(findings)}"
 
 
 def an_offloaded_optimizer_agrees() -> str:
@@ -195,12 +199,14 @@ def an_offloaded_optimizer_agrees() -> str:
         file.flush()
         away = train(f"{GPT2} {DRY} --precision bf16 --deepspeed-config {file.name}")
     here = train(f"{GPT2} {DRY} --precision bf16")
-    return f"{close(away['losses'], here['losses'], 1e-2)}, {away['peak_mb']:,.0f} of {here['peak_mb']:,.0f} MB"
+    return (
+        f"{compare_losses(away['losses'], here['losses'], 1e-2)}, {away['peak_mb']:,.0f} of {here['peak_mb']:,.0f} MB"
+    )
 
 
 def compiled_layers_agree() -> str:
     flags = f"{GPT2} {DRY} --precision fp32"
-    return close(train(f"{flags} --compile")["losses"], train(flags)["losses"], 1e-4)
+    return compare_losses(train(f"{flags} --compile")["losses"], train(flags)["losses"], 1e-4)
 
 
 def texts_equal_the_cpu() -> str:
@@ -222,14 +228,14 @@ def texts_equal_the_cpu() -> str:
         return found + [ids for best in beam_searches(reader(), 3, 12, 63) for _, ids in best]
 
     for flags in (GPT2, T5):
-        assert written(flags, device.current()) == written(flags, torch.device("cpu")), "other texts than the CPU's"
+        assert written(flags, device.current()) == written(flags, torch.device("cpu")), "texts differ from the CPU's"
     return "GPT-2 and T5, 21 texts each"
 
 
 def recomputation_saves_memory() -> str:
     flags = f"{GPT2} --num-layers 8 --seq-length 512 --batch-size 8 --precision bf16 --attention-dropout 0.1"
     if not device.available():
-        raise Impossible("the peak of a CPU process is not that of its tensors")
+        raise Impossible("on a CPU the peak memory of tensors is unknown")
     kept = train(flags, steps=2)
     peaks = {
         name: train(f"{flags} {name}", steps=2)["peak_mb"]

@@ -34,7 +34,7 @@ GRID = [
     (Layout(2, 1, 2, cp=2), f"{SEQUENCE} --pipeline-schedule zb-h1 --logits-chunk-size 10"),
     (Layout(2, 2, 2, cp=2), f"{SEQUENCE} --checkpoint-activations"),
     (Layout(2, 1, 1, cp=2), "--partition-method measured"),
-    (Layout(0, 1, 1, cp=2), "--unfused document-attention"),
+    (Layout(0, 1, 1, cp=2), "--reference-ops document-attention"),
     (Layout(0, 1, 1, cp=2), "--recompute-modules norm qkv activation --logits-chunk-size 10"),
 ]
 
@@ -52,7 +52,7 @@ def test_in_fp64_nothing_but_the_order_of_sums_differs(
 
 # In fp32, with attention across documents.
 WHOLE = [
-    *(case for case in GRID if "unfused" not in case[1]),
+    *(case for case in GRID if "reference-ops" not in case[1]),
     *((Layout(0, dp, 1, zero, cp=2), "") for dp in (1, 2) for zero in (1, 2, 3)),
     (Layout(2, 1, 1, zero=1, cp=2), ""),
     (Layout(2, 2, 2, zero=1, cp=2), SEQUENCE),

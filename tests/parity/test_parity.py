@@ -185,7 +185,7 @@ Z = [
     (Layout(0, 2, 1), ""),
     (Layout(2, 1, 2), "--logits-chunk-size 20"),
     (Layout(2, 2, 1), "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
-    (Layout(0, 1, 2), "--unfused cross-entropy"),
+    (Layout(0, 1, 2), "--reference-ops cross-entropy"),
 ]
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sft_dataset import Records, SftDataset
 from megatron.tokenizer import load_tokenizer
 from tests.parity import reference
@@ -65,7 +65,7 @@ LAYOUTS = [
     (Layout(2, 1, 1), ""),
     (Layout(0, 2, 1), ""),
     (Layout(2, 2, 1), "--logits-chunk-size 20"),
-    (Layout(2, 1, 2), "--unfused document-attention"),
+    (Layout(2, 1, 2), "--reference-ops document-attention"),
     (Layout(0, 1, 1), "--num-workers 1"),
     (Layout(0, 1, 1, cp=2), ""),
 ]

@@ -1,9 +1,9 @@
 """NCCL's message order and a device's asynchronous execution, emulated on CPU ranks over gloo.
 
-The emulation differs from gloo in five ways. (1) Messages of a group form one queue, in the order of this rank's
-calls. (2) Calls return before anything has happened: a message reads and writes memory later, and `wait` only makes
-later tensor operations wait. (3) If communicators are created lazily, the first message between two ranks blocks the
-program until the peer issues its own first message. (4) With one hardware queue, computations and messages start in
+The emulation differs from gloo in five ways. (1) Messages of a process group form one queue, in the order of this
+rank's calls. (2) Calls return at once: a message reads and writes memory later, and `wait` only makes later tensor
+operations wait. (3) If communicators are created lazily, the first message between two ranks blocks the calling
+rank until the peer issues its own first message. (4) With one hardware queue, computations and messages start in
 the order of the calls. (5) If kernels are loaded lazily, the first use of a kernel waits for all earlier work,
 messages included.
 """
@@ -34,7 +34,10 @@ COLLECTIVES = (
 
 
 class Work:
-    """A message or a collective operation. started: set once it is first in its queue and unblocked."""
+    """A message or a collective, with torch's Work interface.
+
+    started: set once all earlier operations of its queue are done and nothing else blocks it. done: set at its end.
+    """
 
     def __init__(self, device: "Device") -> None:
         self.device, self.error = device, None
@@ -49,7 +52,7 @@ class Work:
 
 
 class Device:
-    """The queues of one rank.
+    """The emulated device of one rank: queues of messages, and what computations wait for.
 
     pending: operations that the next computation waits for. loaded: kernels used so far.
     """
@@ -62,7 +65,7 @@ class Device:
         self._asked: Work | None = None
         self._queues: dict[Any, queue.SimpleQueue[Any]] = {}
         self._met: set[Any] = set()
-        self.lateness = 0.002  # maximum, in seconds
+        self.lateness = 0.002  # longest delay of a message, in seconds
         self._random = random.Random(dist.get_rank())
 
     def ask(self, stream: Any, operation: Callable[[], Any]) -> Work:
@@ -93,7 +96,7 @@ class Device:
             work.done.set()
 
     def compute(self) -> None:
-        """Wait for all pending operations, as the next computation on a stream would."""
+        """Wait for the operations in `pending`, as a computation on a CUDA stream would."""
         for each in self.pending:
             each.done.wait()
             if each.error:
@@ -103,7 +106,7 @@ class Device:
             self._asked.started.wait()
 
     def load(self, kernel: Any) -> None:
-        """Wait for all earlier work if lazy loading is emulated and this kernel is used for the first time."""
+        """Wait for all earlier work if kernels are loaded lazily and `kernel` was not used before."""
         if self.loading and kernel not in self.loaded:
             self.loaded.add(kernel)
             self.finish()
@@ -114,7 +117,7 @@ class Device:
             each.done.wait()
 
     def meet(self, group: Any, peer: int) -> None:
-        """Block until both ranks have reached the creation of their communicator."""
+        """Before the first message to `peer` in `group`, block until the peer sends its own first message."""
         if not self.lazy or (group, peer) in self._met:
             return
         self._met.add((group, peer))

@@ -1,4 +1,4 @@
-"""Weight gradients accumulated by the matmul itself, against autograd's."""
+"""Weight gradients that the matmul itself adds to the gradient bucket equal autograd's."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support import on_ranks
 
 
 class Model(nn.Module):
-    """A model with weights that are used twice, used outside their layer, observed by a hook, and frozen."""
+    """A model with four kinds of weights: used twice, used outside of their layer, with a hook, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def _widened(total: Tensor, left: Tensor, right: Tensor, *, beta: int, out: Tensor, out_dtype: Any = None) -> Tensor:
-    """Emulate an operation that only CUDA has: a bf16 matmul added to an fp32 sum."""
+    """Emulate torch.addmm with `out_dtype`, which only CUDA has: a bf16 matmul is added to the fp32 `total`."""
     return torch.add(total * beta, left.float() @ right.float(), out=out)
 
 
@@ -83,13 +83,13 @@ def _sums_as_on_cuda() -> int:
 
 
 def test_sums_are_those_of_autograd() -> None:
-    """Accumulated gradients equal autograd's, including gradients that do not come from the weight's own layer."""
+    """Accumulated gradients equal autograd's, also if a weight is used twice, outside of its layer or with a hook."""
     assert on_ranks(1, _sums, torch.float32) == [2 * 3 * 3]
     assert on_ranks(1, _sums_as_on_cuda) == [2 * 3 * 3]
 
 
 class _Touched(TorchDispatchMode):
-    """Counts reads and writes of tensors with a given number of elements."""
+    """Counts how often operations read or write a tensor of `numbers` elements."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -119,9 +119,9 @@ def _passes(direct: bool) -> list[int]:
 
 
 def _taken(again: bool, looked_up: bool) -> int:
-    """Return how many matmuls of two steps were accumulated directly into the bucket.
+    """Return in how many of two steps the matmul added the weight gradient to the bucket directly.
 
-    again: recompute the layer. looked_up: also use the weight as an embedding table.
+    again: recompute the layer in the backward pass. looked_up: also use the weight as an embedding table.
     """
     mpu.initialize_model_parallel(1)
     table = mpu.VocabParallelEmbedding(8, 6, multiple=1)
@@ -152,7 +152,7 @@ def _four() -> list[int]:
 
 
 def test_recomputed_products_are_taken_and_those_of_a_tied_table_are_not() -> None:
-    """Recomputed matmuls are accumulated directly; matmuls of a table that is also looked up never are."""
+    """Recomputed matmuls add to the bucket directly; matmuls of a tied embedding table never do."""
     assert on_ranks(1, _four) == [[2, 0, 2, 0]]
 
 
@@ -161,5 +161,5 @@ def _both() -> tuple[list[int], list[int]]:
 
 
 def test_memory_is_gone_over_less_often() -> None:
-    """Direct accumulation touches memory less often, for the first micro-batch and for later ones."""
+    """Adding directly halves the reads and writes of gradients, from 4 to 2 for each backward pass."""
     assert on_ranks(1, _both) == [([2, 2], [4, 4])]

@@ -43,7 +43,7 @@ def _start_differently(folder: str) -> list[str]:
         with pytest.raises(RunError) as error:
             initialize_megatron(parse((other if rank == 2 else usual).split()))
         told.append(str(error.value))
-    own = Path(folder) / str(rank)  # simulates nodes whose files differ
+    own = Path(folder) / str(rank)  # a folder for each rank simulates nodes whose files differ
     own.mkdir()
     os.chdir(own)
     Path("ds.json").write_text(json.dumps({"gradient_clipping": float(rank == 2)}))
@@ -53,7 +53,7 @@ def _start_differently(folder: str) -> list[str]:
 
 
 def test_ranks_that_were_started_differently_say_so(tmp_path: Path) -> None:
-    """All ranks name the setting and both values in one sentence, before any group is created."""
+    """If settings, versions or ds_config files differ between ranks, every rank's error names the difference."""
     for told in on_ranks(3, _start_differently, str(tmp_path)):
         for sentence, (_, words) in zip(told, DIFFERENT.values(), strict=False):
             assert sentence.startswith(words)
@@ -81,7 +81,7 @@ def test_a_fingerprint_goes_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     assert int(fingerprint(x)) != int(fingerprint(torch.cat([x[4:8], x[:4], x[8:]])))
 
 
-LAYOUTS = {  # name -> (flags, weight in which a bit is flipped on the last rank)
+LAYOUTS = {  # name -> (flags, replicated weight in which the test flips a bit on the last rank)
     "dp2": ("--precision fp32", "layers.0.mlp.dense_h_to_4h.weight"),
     "dp2-zero1-bf16": ("--precision bf16", "embedding.word_embeddings.weight"),
     "dp2-zero2": ("--precision fp32 --zero-stage 2", "final_norm.norm.bias"),
@@ -108,7 +108,7 @@ THREE = {
 
 
 def _three_replicas(folder: str, data: str, vocab_file: str) -> None:
-    """Train with three replicas, comparing weights after every iteration."""
+    """Train with three replicas; --check-replicas 1 compares their weights after every iteration."""
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         for name, words in THREE.items():
             begin()
@@ -120,7 +120,7 @@ def _three_replicas(folder: str, data: str, vocab_file: str) -> None:
 
 @FULL
 def test_tied_weights_stay_the_same_bits_with_three_replicas(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """Copies of tied weights stay bit-identical, although stages reduce them in different messages and orders."""
+    """Copies of a tied weight stay bit-identical, although its stages reduce gradients in different orders."""
     on_ranks(6, _three_replicas, str(tmp_path), tiny_data, vocab_file, timeout=300)
     found = {name: losses_of(tmp_path / name) for name in THREE}
     for name, tolerance in (("fp32", 1e-6), ("fp32-zero1", 1e-6), ("bf16", 2e-3), ("fp16", 2e-3)):
@@ -132,7 +132,7 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
         "--batch-size 1 --train-iters 1 --precision fp32 --pipe-parallel-size 2 --zero-stage 1 --partition-method 0,2,8"
     )
     with make(Start("gpt2", Path(folder), flags), data, vocab_file) as run, contextlib.redirect_stdout(io.StringIO()):
-        train(run)  # our optimizer reduces the norm of all weights at once
+        train(run)  # DistributedOptimizer reduces one gradient norm for all parameter groups
     flags += " --no-overlap-grad-reduce"
     with pytest.raises(ValueError) as error:
         make(Start("gpt2", Path(folder), flags), data, vocab_file)
@@ -140,7 +140,11 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
 
 
 def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A stage with only embeddings lacks a parameter group, for whose norm DeepSpeed's ZeRO would wait forever."""
+    """A stage that lacks a parameter group is refused with DeepSpeed's ZeRO, which would hang.
+
+    DeepSpeed reduces a gradient norm for each parameter group over all stages; a stage with only embeddings has
+    none of the group without weight decay.
+    """
     for told in on_ranks(2, _uneven_groups, str(tmp_path), tiny_data, vocab_file):
         assert told.startswith(
             "the stage of rank 0 has weights for 1 of the optimizer's 2 parameter groups, and ZeRO here"
@@ -149,7 +153,7 @@ def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data
 
 
 def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str, list[str]]:
-    """Return the errors at a save and at a check between saves, after a bit was flipped on the last rank."""
+    """Train, flip a bit of a weight on the last rank; return the errors of a save and of `check_replicas`."""
     told: dict[str, list[str]] = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         for name in names:
@@ -157,7 +161,7 @@ def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str
             flags, where = LAYOUTS[name]
             common = "--num-layers 2 --batch-size 2 --train-iters 4 --save-interval 1 --keep-last 2 --check-replicas 1"
             run = make(Start("gpt2", Path(folder) / name, f"{common} {flags}"), data, vocab_file)
-            train(run)  # copies do not drift on their own
+            train(run)  # --check-replicas 1 finds no difference before the flip
             if dist.get_rank() == dist.get_world_size() - 1:
                 weight: Any = next(p for n, p in global_parameters(run.engine.deepspeed.module) if n == where)
                 own = getattr(weight, "ds_tensor", weight)
@@ -193,7 +197,7 @@ def test_copies_that_differ_by_a_bit_are_not_saved(
 
 
 def _minority() -> list[str]:
-    """Return the error with three replicas for each rank that may differ from the other two."""
+    """Return the errors of `check_replicas` if rank 0, 1 or 2 differs from the other two replicas."""
     mpu.initialize_model_parallel(1, 1)
     told = []
     for victim in range(3):
@@ -213,7 +217,7 @@ def test_of_three_the_one_that_differs_is_named() -> None:
 
 
 def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """Return the output of a run whose last rank is slow in each forward pass."""
+    """Return the output of runs whose last rank sleeps 0.2 s in each forward pass."""
     told = {}
     with remembered_groups() as begin:
         for name, flags in names.items():
@@ -234,7 +238,7 @@ def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) ->
 def test_the_rank_that_others_wait_for_is_in_the_line(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     flags = {"dp2": "", "pp2": "--pipe-parallel-size 2"}
     told = on_ranks(2, _wait_for, flags, str(tmp_path), tiny_data, vocab_file)[0]
-    for name, there in (("dp2", True), ("pp2", False)):  # the slower of two stages may just have more layers
+    for name, there in (("dp2", True), ("pp2", False)):  # a slow stage may just have more layers, so it is not named
         (line,) = [line for line in told[name].splitlines() if "tokens/s" in line]
         assert ("| rank 1 takes " in line) == there, line
         row = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
@@ -252,7 +256,7 @@ def test_who_is_far_behind() -> None:
 
 
 def test_the_source_is_all_of_it() -> None:
-    """source_files() lists all files of both packages, wherever it is called from."""
+    """source_files(), whose hash the ranks compare, lists all Python files of megatron and tds."""
     found = {str(path.relative_to(ROOT)) for path in source_files()}
     assert {"tds/engine.py", "megatron/model/gpt2.py", "megatron/ranks/agreement.py", "megatron/__init__.py"} <= found
     assert len(found) == sum(1 for package in ("megatron", "tds") for _ in (ROOT / package).rglob("*.py"))

@@ -1,4 +1,4 @@
-"""ZeRO 3 partitions a model while it is built, with the same initial weights as without ZeRO 3."""
+"""ZeRO 3 partitions each layer once it is built, and the initial weights are those without ZeRO 3."""
 
 import gc
 from typing import Any
@@ -30,7 +30,7 @@ def _held() -> int:
 
 
 def _build(flags: str) -> tuple[list[int], int, dict[str, torch.Tensor]]:
-    """Return (elements held at each layer's construction, elements of the model, its weights)."""
+    """Return (weight elements in memory before each layer is built, elements of the model, its full weights)."""
     held, honest, before = [], Layer.build, _held()
 
     def build(layer: Layer, seed: int) -> nn.Module:
@@ -62,7 +62,7 @@ def _both(precision: str, tp: int, family: str) -> int:
 
 
 class Wrapped(nn.Module):
-    """A user's head on top of one of our models, with a buffer."""
+    """A user's model around a built-in one, with a linear head and a buffer."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""After a non-finite gradient on one rank, all ranks skip the step, and the error says where it occurred."""
+"""If one rank has a non-finite gradient, all ranks skip the step; a run that keeps skipping names rank and weight."""
 
 import contextlib
 import io
@@ -20,13 +20,13 @@ from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks
 
 SMALL = "--num-layers 2 --batch-size 2 --train-iters 4 --save-interval 0"
-BAD = 2  # iteration, counted from 0
+BAD = 2  # the iteration with the bad gradient, counted from 0
 
 
 class Layout(NamedTuple):
-    """Flags and a parameter.
+    """Flags, and the parameter `where`, whose gradient is made non-finite on the last rank.
 
-    where: its gradient is corrupted on the last rank; it is replicated or tied if possible.
+    The parameter is replicated or tied, so that other ranks hold copies of it.
     """
 
     flags: str
@@ -68,7 +68,7 @@ def spoil(run: Run, where: str, iterations: Iterable[int], value: float = float(
 
 
 def everything(run: Run) -> list[bytes]:
-    """Return the bytes of this rank's weights, master weights and moments, and the optimizer's step count."""
+    """Return the optimizer's step count and this rank's weights, master weights and moments, as bytes."""
     ds = run.engine.deepspeed
     found = [str(zero_state.get_step(ds)).encode()]
     names = zero_state.moment_names(ds)
@@ -82,7 +82,7 @@ def everything(run: Run) -> list[bytes]:
 
 
 def watched(run: Run) -> list[list[bytes]]:
-    """Return a list that is filled with the state before the first step and after each step."""
+    """Return a list with the state of `everything` now, to which each later step appends its state."""
     found = [everything(run)]
     honest: Callable[..., Any] = run.engine.train_batch
 
@@ -98,7 +98,7 @@ def watched(run: Run) -> list[list[bytes]]:
 def _one_bad_step(
     flags: dict[str, Layout], folder: str, data: str, vocab_file: str
 ) -> dict[str, tuple[list[bool], str]]:
-    """Return, by layout, whether each step changed this rank's state, and the printed output."""
+    """Return layout -> (for each step, whether it changed this rank's state; the printed output)."""
     results = {}
     with remembered_groups() as begin:
         for name, layout in flags.items():
@@ -111,7 +111,7 @@ def _one_bad_step(
                 train(run)
                 run.__exit__()
             changed = [a != b for a, b in zip(found, found[1:], strict=False)]
-            assert found[-1][0] == (b"0" if "sgd" in name else b"3"), (name, found[-1][0])  # SGD counts no steps
+            assert found[-1][0] == (b"0" if "sgd" in name else b"3"), (name, found[-1][0])  # SGD has no step count
             results[name] = changed, said.getvalue()
     return results
 
@@ -122,7 +122,7 @@ def _one_bad_step(
 def test_no_rank_applies_a_step_that_is_bad_on_one(
     names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """A step with one bad gradient changes no weight, master weight or moment on any rank; other steps are applied."""
+    """A NaN gradient on one rank leaves weights, master weights and moments of all ranks unchanged in this step."""
     chosen = {name: LAYOUTS[name] for name in names}
     found = on_ranks(2, _one_bad_step, chosen, str(tmp_path), tiny_data, vocab_file, timeout=500)
     for name in names:
@@ -138,10 +138,10 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
 
 
 def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """Return the error that ended each case.
+    """Return the RunError that ended each case, by name; a case without an error is missing.
 
-    A case is (flags, parameter with the bad gradient, first bad iteration). A case named with + resumes the case of
-    that name, and its gradients are bad only up to iteration 5.
+    A case is (flags, parameter with the bad gradient, first bad iteration). A case "x+" resumes the run of case "x",
+    and its gradients are bad only up to iteration 5.
     """
     ends = {}
     with remembered_groups() as begin:
@@ -175,7 +175,10 @@ ENDS = {
 def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
     some: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """A run that only skips steps ends with a report, keeps its last good checkpoint, and can resume past them."""
+    """A run that only skips steps ends with an error and keeps the checkpoint before them.
+
+    Resuming with --skip-iterations passes the bad iterations.
+    """
     (tmp_path / "fp16.json").write_text(
         json.dumps({"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}})
     )
@@ -219,7 +222,7 @@ def _all(starts: list[tuple[Start, list[int]]], data: str, vocab_file: str) -> N
 def test_passing_over_a_batch_is_what_leaving_out_its_step_is(
     workers: int, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Skipping a batch gives the weights and data position of its bad step, even after a resume or by sample."""
+    """--skip-iterations and --skip-samples give the checkpoint of a run whose step was skipped for a NaN."""
     flags = "--precision fp32 --save-interval 2 --train-iters 6"
     over = "--skip-iterations 3"
     starts = [

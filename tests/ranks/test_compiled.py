@@ -26,7 +26,7 @@ LLAMA = (
 
 
 def _compiled(flags: str, sequence: bool, onednn: bool) -> int:
-    """Return the graph breaks in one layer, after checking its compiled outputs and gradients."""
+    """Check the outputs and gradients of a compiled layer; return the number of its graph breaks."""
     config = parse(flags.split())
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=sequence, onednn=onednn))
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ CASES += [(LLAMA, True, False), (f"{FLAGS} {DROPOUTS[1]}", True, True), (f"{T5} 
     covering(CASES, lambda case: (DROPOUTS[1] in case[0] and case[1]) or "t5" in case[0], True),
 )
 def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool, onednn: bool) -> None:
-    """A layer compiles without graph breaks, including its all-reduces, with either matmul library."""
+    """A tensor-parallel layer compiles without graph breaks, all-reduces included, with torch's or oneDNN's matmul."""
     if not compiler_found():
         pytest.skip("needs a C++ compiler")
     if onednn and not mpu.onednn_is_there():
@@ -82,10 +82,7 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
     x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def run(again: bool) -> list[Tensor]:
-        """Return outputs and gradients of two micro-batches.
-
-        again: recompute the layers in the backward pass.
-        """
+        """Return outputs and input gradients of two micro-batches; `again` recomputes layers in the backward pass."""
         mpu.get_rng().begin(3)
         found = []
         for _ in range(2):
@@ -110,7 +107,10 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
 
 
 def _stretches() -> None:
-    """Compile attention over two sequence chunks per rank, whose masks have one shape if there is a window."""
+    """Check that the two sequence chunks of a context-parallel rank have different dropout masks when compiled.
+
+    With a sliding window, the attention masks of the chunks have the same shape.
+    """
     mpu.initialize_model_parallel(context_parallel_size=2)
     flags = LLAMA.replace("--attention-dropout 0", "--attention-dropout 0.5").replace(
         "--sliding-window 5", "--sliding-window 3"

@@ -1,4 +1,4 @@
-"""Context-parallel attention against attention on the whole sequence: masks, outputs and gradients."""
+"""Context-parallel attention equals attention over the whole sequence: masks, outputs and gradients."""
 
 import itertools
 import math
@@ -14,8 +14,9 @@ from megatron import mpu
 from megatron.config import ModelConfig
 from megatron.config.command_line import parse
 from megatron.model.attention import Attention
-from megatron.model.context_attention import pieces_for, views_of
-from megatron.model.masks import no_documents, within
+from megatron.model.context_attention import views_of
+from megatron.model.masks import document_scope, no_documents
+from megatron.model.pieces import pieces_for
 from megatron.mpu.mesh import Axis
 from megatron.ranks.errors import RunError
 from megatron.tasks import Llama
@@ -34,7 +35,7 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(*sizes, unfused=unfused, again=again)
+    Case(*sizes, reference_ops=unfused, again=again)
     for *sizes, unfused, again in itertools.product(
         (1, HEADS), ("", "long", "tiny", "torn"), (None, 5, 30), ((), ("document-attention",)), (False, True)
     )
@@ -42,7 +43,11 @@ CASES = [
 
 
 def ids_of(kind: str) -> Tensor:
-    """Return document ids [b, s]: documents longer than a rank's chunk, tiny ones, or ids that occur twice."""
+    """Return document ids [b, s] of one kind.
+
+    long: some documents exceed a rank's chunk. tiny: documents of one to three tokens. torn: an id occurs in two
+    places. An empty kind means no ids.
+    """
     if not kind:
         return no_documents(torch.device("cpu"))
     lengths = {"long": (3, 20, 1, 24), "tiny": (1,) * 5 + (2, 3) * 8 + (3,), "torn": (10, 10, 10, 18)}[kind]
@@ -79,7 +84,7 @@ def reference(case: Case) -> list[Tensor]:
 
 def _attention(case: Case, p: float = 0.0) -> Attention:
     sizes = {"num_attention_heads": HEADS, "hidden_size": HEADS * D, "num_key_value_heads": case.groups}
-    config = ModelConfig(**sizes, attention_dropout=p, unfused=case.unfused, checkpoint_attention=case.again)  # type: ignore[arg-type]
+    config = ModelConfig(**sizes, attention_dropout=p, reference_ops=case.unfused, checkpoint_attention=case.again)  # type: ignore[arg-type]
     return Attention(config, "here", 0.02, causal=True).double()
 
 
@@ -90,7 +95,7 @@ def _body(world: int) -> list[str]:
         *given, grad = inputs(case.groups)
         own = [mpu.own_tokens(x, 2, axis).clone().requires_grad_() for x in given]
         ids = ids_of(case.documents)
-        views = views_of(ids, S, case.window, within(ids, causal=True), axis)
+        views = views_of(ids, S, case.window, document_scope(ids, causal=True), axis)
         out = _attention(case).attend(own[0], own[1], own[2], views, None)  # [s/c, b, n d]
         out = out.view(-1, B, HEADS, D).permute(1, 2, 0, 3)
         out.backward(mpu.own_tokens(grad, 2, axis))
@@ -124,7 +129,7 @@ def _masks(world: int) -> tuple[Tensor, Tensor]:
 
 
 def test_dropout_is_not_repeated_on_another_rank() -> None:
-    """Attention dropout has the expected mean, and two ranks draw different masks."""
+    """Context-parallel ranks draw different dropout masks, and attention dropout keeps the mean."""
     found = on_ranks(2, _masks, 2)
     means = torch.stack([kept for kept, _ in found]).mean()
     assert abs(means - 1) < 0.05
@@ -163,7 +168,7 @@ def _grid() -> Any:
 
 
 def test_the_grid() -> None:
-    """Model ranks are neighbours, context ranks come next, and the ranks of a context group read the same samples."""
+    """Tensor-parallel ranks are adjacent, context-parallel ranks come next, and these share their samples."""
     found = on_ranks(8, _grid)
     assert [each[0] for each in found] == [(0, 2), (1, 3), (0, 2), (1, 3), (4, 6), (5, 7), (4, 6), (5, 7)]
     assert [each[1] for each in found] == [(0, 2)] * 4 + [(1, 2)] * 4
@@ -172,14 +177,14 @@ def test_the_grid() -> None:
 
 
 def test_one_rank_is_torchs_own() -> None:
-    """The reference of this file equals torch's causal kernel."""
+    """`reference`, on which these tests rely, equals torch's causal attention."""
     q, k, v, _ = inputs(HEADS)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.allclose(reference(Case())[0], wanted, atol=1e-12)
 
 
 class _Whole(Llama):
-    """A custom task whose batches hold whole samples."""
+    """A user's task whose batches have whole sequences instead of this context rank's tokens."""
 
     shares_out_tokens = False
 

@@ -1,4 +1,4 @@
-"""Optimizer states sharded over replicas, against a plain optimizer with whole weights and summed gradients."""
+"""DistributedOptimizer, whose states are sharded over replicas, steps like the wrapped optimizer on whole weights."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
     during = []
     for step in range(4):
         inputs = [torch.randn(4, 6).to(dtype) + dist.get_rank() for _ in range(2)]
-        for name, grad in expected_sums(model, inputs).items():  # rounded to bf16 by each backward pass, like ours
+        for name, grad in expected_sums(model, inputs).items():  # each backward pass rounds them to the model's dtype
             exact.get_parameter(name).grad = grad.to(exact.first.weight.dtype)
         before = len(reduced)
         for micro, x in enumerate(inputs):
@@ -86,10 +86,10 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_steps_as_the_optimizer_inside_does(kind: str) -> None:
-    """Weights used by no rank, by one rank or twice are stepped alike, with few buckets or one for each weight."""
+    """Weights match the wrapped optimizer's, whether no rank, one rank or all use them, with any bucket size."""
     on_ranks(2, _body, kind, torch.float32, None)
     for during in on_ranks(3, _body, kind, torch.float32, 8):
-        assert during[0] == 0 and during[-1] >= 3  # the first step learns the order of the gradients
+        assert during[0] == 0 and during[-1] >= 3  # buckets overlap once the first step has shown the gradients' order
 
 
 def test_in_bf16_it_steps_in_fp32() -> None:
@@ -103,7 +103,7 @@ def _late() -> None:
 
 
 def test_messages_that_complete_late() -> None:
-    """Buckets stay right if messages complete late, as on an accelerator."""
+    """Weights are right even if collectives complete long after their call, as on an accelerator."""
     on_ranks(2, _late)
 
 
@@ -178,13 +178,13 @@ def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
     real = bucket.reduce
     bucket.reduce = lambda self: (left.append(True), real(self))[1]  # type: ignore[method-assign]
     finish = ours.optimizer.finish
-    ours._overlaps.finish = lambda: (left.append(False), finish())[1]
+    ours.optimizer.finish = lambda: (left.append(False), finish())[1]
     expected = _losses(theirs)
     assert _losses(ours) == pytest.approx(expected, rel=2e-2 if more else 1e-6)
     norms = [float(engine.get_global_grad_norm()) for engine in (ours, theirs)]
     assert norms[0] == pytest.approx(norms[1], rel=2e-2 if more else 1e-5)
     bucket.reduce = real  # type: ignore[method-assign]
-    assert left[left.index(False) + 1 :].index(False) >= 2  # buckets sent before the passes ended
+    assert left[left.index(False) + 1 :].index(False) >= 2  # from step 2 on, buckets are sent before `finish`
     for weight in ours.module.parameters():
         told = [torch.zeros_like(weight) for _ in range(dist.get_world_size(ours._replicas))]
         dist.all_gather(told, weight.detach(), group=ours._replicas)
@@ -195,7 +195,7 @@ def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
     "schedule, ranks, stages", [("1f1b", 4, 2), ("interleaved", 4, 2), ("zb-h1", 4, 2), ("1f1b", 6, 2)]
 )
 def test_under_a_pipeline_it_trains_as_deepspeed_does(schedule: str, ranks: int, stages: int) -> None:
-    """Losses and norms equal DeepSpeed's, with a weight tied between the first and the last stage."""
+    """Losses and gradient norms equal DeepSpeed's ZeRO 1, with a weight tied between first and last stage."""
     on_ranks(ranks, _as_deepspeed, schedule, stages, {})
 
 
@@ -231,7 +231,7 @@ def test_deepspeeds_checkpoints(tmp_path: Path) -> None:
 
 
 def _weights_only(folder: str) -> None:
-    """Check that loading only the weights also sets the fp32 master weights."""
+    """Check that loading only the weights of a checkpoint also sets the fp32 master weights."""
     first = _engine(True, "1f1b", 2, **BF16)
     _losses(first, 2)
     first.save_checkpoint(folder)
@@ -249,7 +249,7 @@ def test_checkpoints_of_which_only_weights_are_loaded(tmp_path: Path) -> None:
 
 
 def _looked_at() -> None:
-    """Check that DeepSpeed's public functions return whole gradients and states on every replica."""
+    """Check that DeepSpeed's safe_get_full_grad and safe_get_full_optimizer_state work on every replica."""
     torch.manual_seed(0)
     model = Model()
     ours = tds.DistributedOptimizer(OPTIMIZERS["fused"](_groups(model)), 8)

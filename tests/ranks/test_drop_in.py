@@ -1,4 +1,4 @@
-"""Scripts written for DeepSpeed run with `tds` in its place, with the losses of DeepSpeed and of one process."""
+"""Scripts for DeepSpeed run with `tds` instead, with the losses of DeepSpeed and of plain torch in one process."""
 
 import importlib
 import itertools
@@ -17,10 +17,10 @@ STEPS, MICROS, ROWS = 4, 4, 4
 
 
 def engines(name: str) -> Any:
-    """Return `tds` or `deepspeed`, initialised for gloo."""
+    """Return the module `tds` or `deepspeed`, usable on CPU ranks."""
     import tds
 
-    assert tds  # the import fixes DeepSpeed's handling of the CPU
+    assert tds  # importing tds patches DeepSpeed for training on CPUs
     return importlib.import_module(name)
 
 
@@ -28,7 +28,7 @@ def engines(name: str) -> Any:
 
 
 def alexnet() -> list[Any]:
-    """Return a small AlexNet as in torchvision and DeepSpeed's tutorial: in-place ReLU, dropout off."""
+    """Return the layers of a small AlexNet, as in DeepSpeed's tutorial, with in-place ReLU and without dropout."""
     torch.manual_seed(1)
     relu = lambda: nn.ReLU(inplace=True)  # noqa: E731
     features = [
@@ -68,12 +68,12 @@ def _tutorial(name: str, stages: int, method: str) -> list[float]:
         config={"train_batch_size": ROWS * MICROS, "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0,
                 "steps_per_print": 10**9},
     )  # fmt: skip
-    data = pictures()  # the same tensors each epoch, which no layer may modify
+    data = pictures()  # every step uses these tensors, so an in-place change of one would show
     return [engine.train_batch(iter(data)).item() for _ in range(STEPS)]
 
 
 def _learn(losses: list[Tensor], optimizer: torch.optim.Optimizer) -> float:
-    """Make a step of the reference; return the mean loss of its micro-batches."""
+    """Make an optimizer step in plain torch; return the mean of the micro-batches' losses."""
     total = torch.stack(losses).mean()
     optimizer.zero_grad()
     total.backward()
@@ -111,7 +111,7 @@ def test_the_alexnet_tutorial_with_every_way_to_cut(net: tuple[int, str]) -> Non
     assert expected[-1] < expected[0]
     ours = on_ranks(stages, _tutorial, "tds", stages, method)
     assert ours == [pytest.approx(expected, rel=1e-5)] * stages
-    if method != "balanced" and method[0] != "0":  # these two methods exist only in tds
+    if method != "balanced" and method[0] != "0":  # DeepSpeed lacks "balanced" and explicit cuts
         assert on_ranks(stages, _tutorial, "deepspeed", stages, method)[0] == pytest.approx(expected, rel=1e-5)
 
 
@@ -121,7 +121,7 @@ VOCAB, HIDDEN, LENGTH = 17, 8, 6
 
 
 class EmbeddingPipe(nn.Module):
-    """Layer (tokens, mask) -> (hidden, mask)."""
+    """Embedding layer: (tokens [b, s], mask) -> (hidden [b, s, h], mask)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class EmbeddingPipe(nn.Module):
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """Layer (hidden, mask) -> (hidden, mask), where the mask is True for hidden positions."""
+    """Transformer layer: (hidden [b, s, h], mask) -> the same; the mask is True where attention is forbidden."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,14 +216,14 @@ class _Same(nn.Module):
 
 
 def _same_weights(model: Any, built: list[nn.Module]) -> None:
-    """Load the weights of layers that were all built in one process."""
+    """Load the weights of `built`, layers that each rank builds alike, into this stage's layers."""
     for index, call in zip(range(model._local_start, model._local_stop), model.forward_funcs, strict=True):
         if 0 < index < len(built):
             call.load_state_dict(built[index].state_dict())
 
 
 def _generate(engine: Any) -> list[list[int]] | None:
-    """Generate greedily, by evaluating one micro-batch per token, as NeoX does over stages."""
+    """Return greedily generated tokens; as in GPT-NeoX, each token is an eval_batch of one micro-batch."""
     engine.micro_batches = 1
     text = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
     for place in range(1, LENGTH):
@@ -253,10 +253,9 @@ def neox_reference() -> list[float]:
 
 @pytest.mark.parametrize(("stages", "tensor", "replicas"), [(2, 1, 1), (2, 1, 2)])
 def test_a_script_in_the_manner_of_gpt_neox(stages: int, tensor: int, replicas: int) -> None:
-    """A GPT-NeoX-style script trains and generates like one process, under any class name.
+    """A script in the style of GPT-NeoX has the losses of one process, and all ranks generate the same text.
 
-    Stock DeepSpeed passes its mask only if the class is called `GPT2ModelPipe`. Otherwise the (float, bool) boundary
-    fails.
+    DeepSpeed's own pipeline can send GPT-NeoX's bool mask only if the model's class is called `GPT2ModelPipe`.
     """
     world, expected = stages * tensor * replicas, pytest.approx(neox_reference(), rel=1e-5)
     plain = on_ranks(world, _neox, "tds", stages, tensor, replicas, False)
@@ -319,7 +318,7 @@ def test_checkpoints_go_over_to_deepspeed_and_back(tmp_path: Path, one: str, oth
 
 @pytest.mark.parametrize("one", ["tds", "deepspeed"])
 def test_the_weights_of_a_checkpoint_go_over_to_another_number_of_stages(tmp_path: Path, one: str) -> None:
-    """Weights of a checkpoint load into another number of stages; DeepSpeed's optimizer states do not."""
+    """Weights in DeepSpeed's checkpoint format, written by either engine for two stages, load into three stages."""
     expected = on_ranks(2, _save, one, str(tmp_path), 2, 0)[0]
     found = on_ranks(3, _load, "tds", str(tmp_path), 3, 0, True)[0]
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
@@ -340,9 +339,9 @@ def _interleave(folder: str) -> None:
 
 
 def test_optimizer_states_do_not_go_to_other_layers(tmp_path: Path) -> None:
-    """Optimizer states are refused if the cuts differ.
+    """Loading optimizer states is refused if the model is cut into other stages.
 
-    DeepSpeed stores them by position, and shapes may still match.
+    DeepSpeed's format stores the states by position, so they could silently go to weights of equal shape.
     """
     with pytest.raises(RankFailure, match=r"was cut at \[0, 3, 5\] with 1 chunks a stage, this model is cut at"):
         on_ranks(2, _interleave, str(tmp_path))

@@ -1,4 +1,4 @@
-"""A step without a pipeline reads nothing back from the device; the loss is read only on request."""
+"""A training step without a pipeline does not synchronise with the device; reading its loss does."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ FLAGS = (
 
 
 class Reads(TorchDispatchMode):
-    """Counts scalars read from tensors, each of which would make the host wait for an accelerator."""
+    """Counts scalars read from tensors (`item`), each of which would make the CPU wait for an accelerator."""
 
     count = 0
 
@@ -44,7 +44,7 @@ def _engine(flags: str) -> tuple[Engine, Iterator[dict[str, torch.Tensor]]]:
 
 
 def _reads(flags: str) -> tuple[int, int]:
-    """Return how many scalars a step reads, and how many reading its loss and norm takes."""
+    """Return the number of scalars read by a step, and by the use of its loss and gradient norm."""
     engine, batches = _engine(flags)
     engine.train_batch(batches, 1e-3)
     with Reads() as reads:
@@ -65,7 +65,7 @@ def test_a_step_reads_no_number(ranks: int, flags: str) -> None:
 
 
 def _learned(flags: str) -> dict[str, torch.Tensor]:
-    """Return the fp32 weights and the last gradient norm after three steps with different text on each replica."""
+    """Train three steps, each replica on other text; return the fp32 weights and the last gradient norm."""
     engine, batches = _engine(flags)
     steps = [engine.train_batch(batches, 1e-2) for _ in range(3)]
     named = engine.deepspeed.module.named_parameters()
@@ -84,4 +84,4 @@ def test_gradients_added_up_under_way_are_those_that_deepspeed_adds_up_afterward
     ours = on_ranks(2, _learned, flags)
     theirs = on_ranks(2, _learned, f"{flags} --no-overlap-grad-reduce")
     for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)  # only the order of summation differs
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)  # the gradients are summed in another order

@@ -1,4 +1,4 @@
-"""Errors instead of hangs: whatever fails on one rank, all ranks end in time with a report of where each was."""
+"""If one rank of a pipeline raises, hangs or is killed, all ranks end in time with a report of each one's position."""
 
 import os
 import random
@@ -56,7 +56,7 @@ def _train(kind: str, victim: int, instruction: str, micro: int) -> None:
 
         setattr(engine, handler, dishonest)
     engine.train_batch(batches(MICROS - 1 if kind == "end" and engine.stage_id == victim else MICROS))
-    engine.train_batch(batches(MICROS))  # ranks that no longer needed the victim meet the fault in this step
+    engine.train_batch(batches(MICROS))  # ranks that finished the last step without the victim fail in this one
 
 
 def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int) -> None:
@@ -74,7 +74,7 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
         if kind == "kill" and rank == victim:
             assert f"--- rank {rank} does not answer" in report, words
             first = f"pipeline stopped: rank {victim} does not answer: its process is dead or stopped; rank "
-            # The report may also begin with rank 0's own state.
+            # The report may begin with rank 0's state if rank 0 notices the failed connection first.
             assert report.startswith((first, "pipeline stopped: rank 0, stage")), words
         else:
             assert f"--- rank {rank}, stage {rank}, " in report, words
@@ -88,7 +88,7 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
 
 
 def trials() -> list[tuple[str, int, str, int]]:
-    """Return faults of every kind in every instruction, with victims and micro-batches from a fixed seed."""
+    """Return test cases (kind of fault, rank, instruction, micro-batch), the micro-batch from a fixed seed."""
     rng = random.Random(11)
     found: list[tuple[str, int, str, int]] = [("end", 0, "", 0), ("end", STAGES - 1, "", 0)]
     places = [(victim, name) for victim, names in INSTRUCTIONS.items() for name in names]

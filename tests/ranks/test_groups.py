@@ -1,4 +1,4 @@
-"""Process groups: how many a start creates, and that they equal the groups that DeepSpeed would create."""
+"""Process groups are created in a few calls, and have the ranks of the groups that DeepSpeed would create."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ FLAGS = (
 
 @pytest.mark.parametrize("shape", [(2, 3, 2), (4, 1, 2), (1, 4, 1), (3, 2, 1)])
 def test_lines_like_one(shape: tuple[int, int, int]) -> None:
-    """All parallel groups of an axis, and those of stages that share a weight, follow from any one of them."""
+    """`parallel_groups` finds all groups of an axis from any one, also the groups of stages that share a weight."""
     grid = Topology(*shape)
     for varying in (("pipe",), ("data",), ("model",), ("pipe", "model"), ()):
         lines = grid.lines(*varying)
@@ -46,7 +46,10 @@ def test_lines_of_a_large_grid_are_arithmetic() -> None:
 
 
 def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
-    """Return (groups created one by one, axes created at once, DeepSpeed's group ranks with sums over them)."""
+    """Initialise a pipeline; return (calls of new_group, calls of split_group, groups of DeepSpeed's engine).
+
+    The groups are given by their ranks and an all-reduced bit mask of their ranks. splitting: emulate NCCL's split.
+    """
     one_by_one, at_once, honest = [0], [0], dist.new_group
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +57,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
         return honest(*args, **kwargs)
 
     def split_group(split_ranks: list[list[int]]) -> Any:
-        """Emulate NCCL's split, for which each rank may be in at most one list."""
+        """Emulate NCCL's split, in which each rank may be in at most one group."""
         at_once[0] += 1
         assert len({rank for line in split_ranks for rank in line}) == sum(map(len, split_ranks))
         made = [honest(line) for line in split_ranks]
@@ -83,7 +86,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
 
 @pytest.mark.parametrize(("stages", "model"), [(2, 2), (4, 1)])
 def test_one_collective_an_axis(stages: int, model: int) -> None:
-    """Groups created by splitting take only a few calls and have the right ranks."""
+    """With NCCL's split, one call creates all groups of an axis, and they have the ranks of groups made singly."""
     world = 2 * stages * model
     plain, split = (on_ranks(world, _start, stages, model, splitting) for splitting in (False, True))
     grid = Topology(stages, 2, model)
@@ -102,11 +105,11 @@ def test_one_collective_an_axis(stages: int, model: int) -> None:
 
 
 def test_the_start_of_a_thousand_ranks() -> None:
-    """One rank of a simulated world of 1,024 creates its groups in a few calls and starts in seconds."""
+    """One rank of a simulated world of 1,024 creates its groups in at most 11 calls and starts in seconds."""
     flags = ["--json", "--ranks", "1024", "--rank", "517", "--stages", "16", "--model", "8", "--context", "4"]
     done = command("python", "benchmarks/many_ranks.py", *flags, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["one by one"], found["stage"], found["layers"]) == (0, 8, 2)
-    assert found["at once"] <= 11  # one of them is for context parallelism
+    assert found["at once"] <= 11  # calls of split_group, one of them for context parallelism
     assert found["grid"] + found["model"] + found["engine"] < 60

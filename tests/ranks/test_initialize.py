@@ -1,9 +1,7 @@
-"""Initialisation of a run's process groups, and their timeouts."""
+"""Process groups of a run: timeouts at the start and in steps, and reports of ranks that hang."""
 
 import time
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,8 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.ranks import initialize
 from megatron.ranks.initialize import initialize_megatron
-from megatron.training.watch import WatchedEngine, memory_advice
+from megatron.training.estimate import memory_advice
+from megatron.training.watch import StepWatch
 from tds.diagnose import out_of_memory
 from tests.support import ends_of_ranks, on_ranks
 
@@ -30,7 +29,7 @@ def _late() -> float:
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
-    """--startup-timeout-minutes also applies to the creation of the grid's groups, not only of the world."""
+    """--startup-timeout-minutes also ends a wait for a late rank in a pipeline group, not only in the world group."""
     waited, _ = on_ranks(2, _late)
     assert 2 < waited < 6
 
@@ -51,34 +50,26 @@ def _steps() -> float:
 
 
 def test_steps_have_a_timeout_of_their_own() -> None:
-    """The timeout of steps applies to groups created before and after it is set."""
+    """--distributed-timeout-minutes ends waits of training steps, also in groups that are created later."""
     waited, _ = on_ranks(2, _steps)
     assert 1 < waited < 4
 
 
-class _Slow:
-    """The part of an engine that a watchdog uses."""
-
-    deepspeed = SimpleNamespace(device=torch.device("cpu"))
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.loss = kind, self.forward
-
-    def forward(self, model: Any, batch: Any) -> None:
-        if dist.get_rank() == 1 and self.kind == "sleep":
-            time.sleep(30)
-        if dist.get_rank() == 1 and self.kind == "raise":
-            raise ArithmeticError("the layer broke")
-        dist.all_reduce(torch.ones(1))
-
-    def train_batch(self, batches: Any, lr: float) -> None:
-        for _ in range(2):
-            self.loss(None, None)
+def forward(kind: str) -> None:
+    if dist.get_rank() == 1 and kind == "sleep":
+        time.sleep(30)
+    if dist.get_rank() == 1 and kind == "raise":
+        raise ArithmeticError("the layer broke")
+    dist.all_reduce(torch.ones(1))
 
 
 def _watched(kind: str) -> None:
     dist.barrier()  # a completed collective must not count as pending
-    WatchedEngine(_Slow(kind), 2.0).train_batch(None, 0.0)  # type: ignore[arg-type]
+    watch = StepWatch(2.0, torch.device("cpu"))
+    with watch.step("training"):
+        for _ in range(2):
+            watch.micro_batch()
+            forward(kind)
 
 
 @pytest.mark.parametrize("kind", ["sleep", "raise"])

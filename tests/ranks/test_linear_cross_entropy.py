@@ -1,4 +1,4 @@
-"""The output layer fused with its loss, in chunks of tokens, against plain torch; and its memory."""
+"""Output layer and cross-entropy fused in chunks of tokens: gradients equal torch's, logits stay small."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ from megatron.mpu.linear_cross_entropy import DeferredLogits
 from megatron.ranks.initialize import initialize_megatron
 from tests.support import covering, on_ranks
 
-SEQ, BATCH, HIDDEN, VOCAB = 8, 3, 6, 29  # padded to 32 or more, so the last of four ranks has some padding
+SEQ, BATCH, HIDDEN, VOCAB = 8, 3, 6, 29  # the vocabulary is padded to 32, so the last rank has padding rows
 
 
 def _draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -41,7 +41,7 @@ class _Case:
         )
         with torch.no_grad():
             layer.weight.copy_(self.weight.chunk(ranks)[self.axis.rank])
-            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # padding would dominate if it were included
+            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # padding would dominate a softmax that included it
         dice = torch.Generator().manual_seed(3)
         self.labels = torch.randint(VOCAB, (BATCH, SEQ), generator=dice)
         self.mask = torch.randint(2, (BATCH, SEQ), generator=dice).float()
@@ -50,9 +50,9 @@ class _Case:
         self.loss = TokenLoss(VOCAB)
 
     def ours(self, chunk: int, factor: float) -> list[Tensor]:
-        """Return this rank's shards of the summed loss and of the gradients of hidden states and weight.
+        """Return the summed loss and this rank's shards of the gradients of hidden states and weight.
 
-        chunk 0: whole logits.
+        chunk: tokens whose logits are computed at once; 0: all logits. factor: multiplies the loss.
         """
         self.own.grad = self.layer.weight.grad = None
         logits: Any = self.layer.deferred_logits(self.own, chunk) if chunk else self.layer.logits(self.own)
@@ -62,7 +62,7 @@ class _Case:
         return [total.detach(), self.own.grad, self.layer.weight.grad]
 
     def plain(self, factor: float, dtype: torch.dtype) -> list[Tensor]:
-        """Return the same values computed by torch from whole logits in `dtype`."""
+        """Return what `ours` should return, computed by torch from all logits in `dtype`."""
         hidden, weight = (x.to(dtype).requires_grad_() for x in (self.hidden, self.weight))
         logits = (hidden @ weight[:VOCAB].t()).permute(1, 2, 0)
         total = (F.cross_entropy(logits, self.labels, reduction="none") * self.mask).sum()
@@ -72,7 +72,7 @@ class _Case:
         return [total.detach(), mpu.local_shard(hidden.grad), own]
 
 
-CHUNKS = (1, 5, 8, 24, 100)  # there are 24 tokens; 5 leaves a remainder
+CHUNKS = (1, 5, 8, 24, 100)  # tokens in a chunk, of 24 tokens; 5 leaves a remainder
 
 
 def _equals(ranks: int, sequence: bool, precise: bool) -> None:
@@ -88,13 +88,13 @@ def _equals(ranks: int, sequence: bool, precise: bool) -> None:
     losses = F.cross_entropy(
         (case.hidden.double() @ case.weight.double()[:VOCAB].t()).permute(1, 2, 0), case.labels, reduction="none"
     )
-    # Here gradients are enabled; below they are not.
+    # Check the loss per token with gradients enabled, then, below, under no_grad.
     torch.testing.assert_close(case.loss.per_token(logits, case.labels).double(), losses, **tolerance)
     case.loss = TokenLoss(VOCAB, is_text=lambda labels: labels % 2 == 0)
     with torch.no_grad():
-        whole = case.loss.per_token(logits.in_full(), case.labels), case.loss.aside
+        whole = case.loss.per_token(logits.in_full(), case.labels), case.loss.aux
         torch.testing.assert_close(case.loss.per_token(logits, case.labels).double(), losses, **tolerance)
-        torch.testing.assert_close((case.loss.per_token(logits, case.labels), case.loss.aside), whole)
+        torch.testing.assert_close((case.loss.per_token(logits, case.labels), case.loss.aux), whole)
         torch.testing.assert_close(case.loss(logits, (case.labels, case.mask)).double(), expected[0], **tolerance)
 
 
@@ -107,11 +107,11 @@ def test_equals_torch(ranks: int, sequence: bool, precise: bool) -> None:
     on_ranks(ranks, _equals, ranks, sequence, precise)
 
 
-Z = 0.05  # large enough for its gradient to stand out from rounding
+Z = 0.05  # coefficient of the z-loss, large enough for its gradient to exceed rounding errors
 
 
 def _z_loss(ranks: int, sequence: bool) -> None:
-    """Check that z-loss changes the gradient but not the value, and is reported separately."""
+    """Check that z-loss enters the gradients, but is reported beside the loss instead of in it."""
     case = _Case(ranks, sequence, torch.float64)
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     logits = (hidden @ weight[:VOCAB].t()).permute(1, 2, 0)
@@ -125,12 +125,12 @@ def _z_loss(ranks: int, sequence: bool) -> None:
         case.loss = TokenLoss(VOCAB, fused, z_loss=Z)
         found = case.ours(chunk, 0.37)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(case.loss.aside, {"z_loss": z.detach()}, rtol=1e-10, atol=0)
+        torch.testing.assert_close(case.loss.aux, {"z_loss": z.detach()}, rtol=1e-10, atol=0)
         own_logits: Any = case.layer.deferred_logits(case.own, chunk) if chunk else case.layer.logits(case.own)
         with torch.no_grad():  # evaluation ignores z-loss
             total = case.loss(own_logits, (case.labels, case.mask))
         torch.testing.assert_close(total, expected[0], rtol=1e-10, atol=0)
-        assert case.loss.aside == {}
+        assert case.loss.aux == {}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,10 @@ def test_z_loss_equals_torch(ranks: int, sequence: bool) -> None:
 
 
 def _half(dtype: torch.dtype, factor: float) -> None:
-    """Check that errors against fp32, from equal rounded inputs, are hardly larger than with whole logits."""
+    """Check that errors in half precision are hardly larger with chunks than with all logits at once.
+
+    The reference is fp32 with the same rounded inputs.
+    """
     case = _Case(1, False, dtype)
     expected = case.plain(factor, torch.float32)
 
@@ -152,8 +155,7 @@ def _half(dtype: torch.dtype, factor: float) -> None:
 
     whole = errors(0)
     for chunk in CHUNKS:
-        # Scaling by the factor rounds a hidden state's gradient once more, beside the roundings of logits, of
-        # their gradient and of the matmul.
+        # Allow one more rounding: chunks multiply the finished gradient by the factor, a full pass the logits'.
         rounding = torch.finfo(dtype).eps / 2
         for found, known in zip(errors(chunk), whole, strict=True):
             assert found <= math.hypot(known, rounding), (chunk, found, known)
@@ -165,7 +167,7 @@ def test_half_precision_is_as_close_to_fp32_as_whole_logits(dtype: torch.dtype, 
 
 
 def test_small_probabilities_and_large_sums_stay_in_the_range_of_fp16() -> None:
-    """fp16 neither underflows with probabilities of 1/90,001 nor overflows in sums over 1024 tokens."""
+    """fp16 gradients neither underflow for probabilities of 1/90,001 nor overflow in sums over 1024 tokens."""
     hidden = torch.full((1024, 1, 8), 4.0, dtype=torch.float16, requires_grad=True)
     layer = mpu.VocabParallelEmbedding(90001, 8, multiple=1).half()
     torch.nn.init.zeros_(layer.weight)
@@ -175,11 +177,14 @@ def test_small_probabilities_and_large_sums_stay_in_the_range_of_fp16() -> None:
     assert layer.weight.grad is not None
     expected = torch.full_like(layer.weight, 1024 / 64 * 4 / 90001)
     expected[0] = 1024 / 64 * 4 * (1 / 90001 - 1)
-    torch.testing.assert_close(layer.weight.grad, expected)  # torch's tolerance for fp16
+    torch.testing.assert_close(layer.weight.grad, expected)  # torch's default tolerance for fp16
 
 
 def test_which_gradients_are_wanted() -> None:
-    """Gradients of hidden states and weight can be requested together, separately as in a pipeline, or alone."""
+    """Gradients of hidden states and weight are right if computed together, one after the other, or alone.
+
+    Schedules with a split backward pass compute one after the other.
+    """
     hidden, weight = _draw(SEQ, BATCH, HIDDEN, seed=1), _draw(VOCAB, HIDDEN, seed=2)
     labels, mask = torch.randint(VOCAB, (BATCH, SEQ)), torch.ones(BATCH, SEQ)
 
@@ -201,7 +206,7 @@ def test_which_gradients_are_wanted() -> None:
 
 
 def test_autocast_decides_where_the_output_layer_stands() -> None:
-    """Deferred logits use the autocast state of the output layer's call, even if the loss runs after it ended."""
+    """Deferred logits follow the autocast state at the output layer, even if the loss is computed outside of it."""
     layer = mpu.VocabParallelEmbedding(VOCAB, HIDDEN, multiple=1)
     hidden = _draw(SEQ, BATCH, HIDDEN, seed=1, dtype=torch.float32).requires_grad_()
     targets = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.ones(BATCH, SEQ)
@@ -223,7 +228,7 @@ def test_onednn_gives_the_same() -> None:
 
 def _onednn() -> None:
     case = _Case(1, False, torch.float32, onednn=True)
-    case.hidden = case.hidden.repeat(3, 1, 1)  # 72 tokens, since matmuls of fewer than 32 rows go to torch
+    case.hidden = case.hidden.repeat(3, 1, 1)  # 72 tokens; oneDNN leaves matmuls with fewer than 32 rows to torch
     case.labels, case.mask = case.labels.repeat(1, 3), case.mask.repeat(1, 3)
     case.own = case.hidden.clone().requires_grad_()
     for found, wanted in zip(case.ours(40, 0.37), case.plain(0.37, torch.float64), strict=True):
@@ -231,7 +236,7 @@ def _onednn() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Records the largest number of elements in any operation's output."""
+    """Records in `numbers` the elements of the largest output of any operation."""
 
     numbers = 0
 
@@ -273,7 +278,9 @@ def _scaled(flags: str) -> dict[str, Tensor]:
     before, labels = decoder[:, :-1], decoder[:, 1:]
     total = model(encoder, before, labels=labels, loss_mask=torch.ones(3, 6))
     names = {type(node).__name__ for node, _ in total.grad_fn.next_functions} | {type(total.grad_fn).__name__}
-    assert ("_LinearCrossEntropyBackward" in names) == ("--logits-chunk-size 7" in flags and "--unfused" not in flags)
+    assert ("_LinearCrossEntropyBackward" in names) == (
+        "--logits-chunk-size 7" in flags and "--reference-ops" not in flags
+    )
     total.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"total": total.detach(), "logits": model(encoder, before).detach(), **found}
@@ -282,7 +289,7 @@ def _scaled(flags: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("more", ["", " --z-loss 0.05"])
 def test_scaled_logits_of_a_tied_matrix_and_the_textbook_form(more: str) -> None:
     whole = on_ranks(2, _scaled, f"--logits-chunk-size 0{more}")
-    for flags in ("--logits-chunk-size 7", "--logits-chunk-size 7 --unfused cross-entropy"):
+    for flags in ("--logits-chunk-size 7", "--logits-chunk-size 7 --reference-ops cross-entropy"):
         torch.testing.assert_close(on_ranks(2, _scaled, flags + more), whole, rtol=1e-10, atol=1e-12)
 
 
@@ -293,7 +300,7 @@ GPT2_FLAGS = (
 
 
 def _logits_of_a_pipeline(chunk: int) -> list[Tensor]:
-    """Return the loss and logits of an evaluation, and the outputs of one without a loss."""
+    """Return loss and logits of eval_batch with return_logits, and the outputs with compute_loss=False."""
     config = parse(f"{GPT2_FLAGS} --logits-chunk-size {chunk}".split())
     initialize_megatron(config)
     model = GPT2ModelPipe(config)

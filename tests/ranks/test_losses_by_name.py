@@ -1,4 +1,4 @@
-"""Named losses and evaluation counts may differ between replicas; each loss is summed under its own name."""
+"""Replicas may name different losses and evaluate different numbers of micro-batches; averages stay right."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _engine(loss_fn: Any, stages: int) -> Any:
 
 
 def _images_and_text(out: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `image` for labels 1 and 2, and `text` for labels 0 and 2."""
+    """Return the losses of a micro-batch by its label: 0 gives `text`, 1 gives `image`, 2 gives both."""
     kind, named = int(labels[0, 0]), {}
     if kind:
         named["image"] = 0 * out.sum() + 100.0
@@ -31,7 +31,10 @@ def _images_and_text(out: torch.Tensor, labels: torch.Tensor) -> dict[str, torch
 
 
 def _named(steps: list[list[list[int]]], stages: int) -> list[dict[str, float]]:
-    """Return the named losses of each step. steps: the kinds of micro-batches, by step and replica."""
+    """Return the named losses of each step.
+
+    steps: for each step and replica the labels of its micro-batches (see `_images_and_text`).
+    """
     engine, found = _engine(_images_and_text, stages), []
     for kinds in steps:
         mine = kinds[engine.grid.data_parallel_id]
@@ -42,9 +45,9 @@ def _named(steps: list[list[list[int]]], stages: int) -> list[dict[str, float]]:
 
 def test_replicas_that_name_other_losses() -> None:
     steps = [
-        [[2, 0], [0, 2]],  # in another order
-        [[1, 1], [0, 0]],  # one each
-        [[0, 0], [0, 0]],  # `image` occurred before but not in this step
+        [[2, 0], [0, 2]],  # replicas name the losses in different order
+        [[1, 1], [0, 0]],  # each replica names one loss
+        [[0, 0], [0, 0]],  # no replica names `image`, which earlier steps named
         [[0, 0], [0, 2]],
         [[2, 2], [2, 2]],
     ]
@@ -65,7 +68,7 @@ def _label(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _evaluated(stages: int) -> tuple[float, float]:
-    """Return (loss, error of the mean output); both are known on the last stage of each replica."""
+    """Return the evaluation's loss and the error of its mean output, 0 if this rank does not know the output."""
     engine = _engine(_label, stages)
     count = 1 if engine.grid.data_parallel_id == 0 else 3
     batches = [(torch.full((1, 2), float(count)), torch.full((1, 2), 6.0 + count)) for _ in range(count)]
@@ -79,7 +82,7 @@ def _evaluated(stages: int) -> tuple[float, float]:
 
 
 def test_replicas_that_evaluate_more_or_fewer_micro_batches() -> None:
-    """An evaluation averages over all micro-batches of all replicas: (7 + 3 * 9) / 4."""
+    """Evaluation averages over micro-batches, not replicas: one of loss 7 and three of loss 9 give 8.5."""
     for stages in (1, 2):
         for loss, distance in on_ranks(2 * stages, _evaluated, stages):
             assert loss == 8.5 and distance < 1e-6

@@ -1,4 +1,4 @@
-"""Mistakes in a user's loop or model under plain `tds` give one sentence, and no rank waits for another."""
+"""Mistakes in a user's loop or model give one sentence in `tds`, and no rank hangs."""
 
 import os
 import socket
@@ -30,7 +30,7 @@ def _two() -> list[Any]:
 
 MISTAKES: dict[
     str, tuple[Any, Any, Any, type[Exception], str]
-] = {  # layers, loss, transform of the data, error type, words of the message
+] = {  # mistake -> (layers, loss, function that makes train_batch's argument, error type, part of its message)
     "nothing learns": (_frozen, mse, iter, RuntimeError, "nothing to learn"),
     "no weights": (lambda: [nn.Identity(), nn.Identity()], mse, iter, RuntimeError, "nothing to learn"),
     "a detached loss": (_two, lambda out, y: mse(out.detach(), y), iter, RuntimeError, "loss_fn"),
@@ -60,7 +60,7 @@ def test_each_mistake_is_a_sentence() -> None:
 
 
 class Around(nn.Module):
-    """A layer that is given the module which computes."""
+    """A layer that wraps the module given to it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ deepspeed.initialize(model=net, optimizer=optimizer, model_parameters=list(net.p
 
 @pytest.mark.parametrize("where", ["optimizer", "initialize"])
 def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: Path) -> None:
-    """A stage without weights for its optimizer ends all ranks, even if no launcher would end them."""
+    """If one rank fails before the first step, the other rank ends, too, even without a launcher."""
     (tmp_path / "train.py").write_text(START)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""mpu layers on 1, 2 and 4 gloo ranks against plain torch in fp64."""
+"""mpu on 1, 2 and 4 gloo ranks equals plain torch in fp64: layers, losses, broadcasts, random streams."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def _linear(ranks: int, skip: bool, onednn: bool) -> None:
             (row.bias, b2, None),
         ):
             parameter.copy_(whole if dim is None else whole.chunk(axis.size, dim)[axis.rank])
-    # oneDNN leaves smaller matmuls to torch's BLAS.
+    # 33 rows, since oneDNN leaves matmuls with fewer than 32 rows to torch.
     x = draw(11, 3, 8).to(dtype).requires_grad_()
     y, bias = column(x)
     assert (bias is not None) == skip
@@ -134,7 +134,7 @@ def _embedding(ranks: int) -> None:
         layer.weight.copy_(whole.chunk(axis.size)[axis.rank])
     ids = torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(0))
     ids[0, 0], ids[0, 1] = 0, 49
-    for strange in (-5, 50, 10**6):  # 50 is a row of padding
+    for strange in (-5, 50, 10**6):  # the weight has a row 50, but only as padding
         with pytest.raises(IndexError, match=f"the token id {strange} is outside of the vocabulary of 50"):
             layer(torch.tensor([[3, strange]]))
     out = layer(ids)
@@ -154,9 +154,9 @@ def test_vocab_parallel_embedding_and_its_logits(ranks: int) -> None:
 
 def _cross_entropy(ranks: int, smoothing: float) -> None:
     axis = start(ranks)
-    rows, vocab = 16 // ranks, 13  # three padding rows, on the last rank or ranks
+    rows, vocab = 16 // ranks, 13  # logits 13 to 15 are padding
     whole = draw(4, 5, 16).mul(3)
-    whole[..., vocab:] = 50.0  # padding would dominate if it were included
+    whole[..., vocab:] = 50.0  # padding would dominate a softmax that included it
     logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
     before = logits.detach().clone()
     target = torch.randint(vocab, (4, 5), generator=torch.Generator().manual_seed(0))
@@ -180,7 +180,10 @@ def test_cross_entropy_equals_torch(ranks: int, smoothing: float) -> None:
 
 
 def _overwritten(ranks: int, dtype: torch.dtype) -> None:
-    """Check that the gradient overwrites the logits' memory, equals torch's, and is never mistaken for the logits."""
+    """Check that the logits' gradient equals torch's and is stored in the logits' memory.
+
+    Another use of the overwritten logits must raise.
+    """
     axis = start(ranks)
     rows, vocab = 16 // ranks, 13
     whole = draw(4, 5, 16).mul(3).to(dtype)
@@ -206,7 +209,7 @@ def _overwritten(ranks: int, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="was differentiated before"):
         total.backward()
     logits = part * 1
-    both = logits.square().sum() + loss_of(logits)  # the square's backward pass needs the overwritten logits
+    both = logits.square().sum() + loss_of(logits)  # the backward pass of `square` reads the overwritten logits
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         both.backward()
 
@@ -278,7 +281,7 @@ def _streams() -> list[list[float]]:
 
     torch.manual_seed(0)
     found = [numbers("a", False), numbers("a", True), numbers("b", False), numbers("a", False)]
-    assert torch.rand(1).item() == outside  # torch's own generator is unchanged
+    assert torch.rand(1).item() == outside  # forked streams leave torch's default generator unchanged
     rng.begin(3)
     assert numbers("b", False) == found[2]
     assert numbers("a", False) == found[0]
@@ -288,9 +291,9 @@ def _streams() -> list[list[float]]:
 
 
 def test_streams_agree_where_replicated_and_differ_where_split() -> None:
-    """Streams are equal on the model-parallel ranks of a replica where they should be, and differ between replicas."""
+    """Unsplit random streams are equal on the tensor-parallel ranks of a replica and differ between replicas."""
     a, b, c, d = on_ranks(4, _streams)
-    assert a[0] == b[0] != c[0] == d[0]  # equal within a replica, different between replicas
+    assert a[0] == b[0] != c[0] == d[0]  # a and b are ranks of one replica, c and d of the other
     assert a[2] == b[2]
     first_draws = [tuple(each[2]) for each in (a, c)] + [tuple(a[0]), tuple(c[0])]
     assert len(set(first_draws)) == 4
@@ -317,7 +320,7 @@ def test_checkpointing_replays_dropout_even_after_later_draws() -> None:
             return F.dropout(inputs, 0.5) * inputs
 
     first = mpu.checkpoint(block, x, rng=rng)
-    second = mpu.checkpoint(block, x, rng=rng)  # the stream has advanced when `first` is recomputed
+    second = mpu.checkpoint(block, x, rng=rng)  # advances the stream before `first` is recomputed
     kept = first.detach() != 0
     assert not torch.equal(kept, second.detach() != 0)
     (grad,) = torch.autograd.grad(first.sum(), x)
@@ -383,7 +386,10 @@ def test_a_grid_that_does_not_fit_is_refused() -> None:
 
 
 def _two_meshes() -> None:
-    """Run a model on a mesh of 2 model-parallel ranks and one on a single-rank mesh alternately in one process."""
+    """Check that a process can run a model on a mesh of two tensor-parallel ranks and one on a mesh without.
+
+    Losses, gradients and logits of the two models are equal.
+    """
     grids = {
         "split": (mpu.Mesh.build(mpu.Topology(model=2)), mpu.Options(sequence_parallel=True)),
         "single": (mpu.Mesh.build(mpu.Topology(data=2)), mpu.Options()),
@@ -393,7 +399,7 @@ def _two_meshes() -> None:
         with mpu.built_with(mesh, options, seed=3):
             assert mpu.get_mesh() is mesh and mpu.get_options() is options
             models[name] = GPT2Model(MODEL_OF_TWO).double()
-    mpu.initialize_model_parallel(1)  # neither model may depend on the mesh that is entered while it runs
+    mpu.initialize_model_parallel(1)  # changes the process's current mesh, on which no built model may depend
     split, single = models["split"], models["single"]
     assert split.steps[2][1].attention.heads * 2 == single.steps[2][1].attention.heads
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(4))

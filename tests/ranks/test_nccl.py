@@ -1,4 +1,4 @@
-"""The engine under NCCL's message order and asynchronous execution finishes with the losses of one process."""
+"""Under NCCL's message order and asynchrony, emulated by nccl.py, pipelines do not hang and losses are right."""
 
 import dataclasses
 import threading
@@ -42,11 +42,10 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def _tasks(stages: int, rules: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Yield every schedule with plain layers and two micro-batch counts, then the other cases in rotation."""
+    """Yield (case, pipeline settings): every schedule with plain layers, then each other case with one schedule."""
     plain = BY_NAME[NAMES[0]]
     for pipeline in SCHEDULES:
-        # Under lazy kernel loading this schedule finishes only if the stages divide the micro-batches
-        # (docs/tds.md).
+        # With lazy kernel loading, the interleaved schedule needs a multiple of `stages` micro-batches (docs/tds.md).
         for micros in (1, 2 * stages if rules == "loading" and pipeline["schedule"] == "interleaved" else 5):
             yield dataclasses.replace(plain, rows=((4,) * micros,) * 2), pipeline
     turns = [pipeline for pipeline in SCHEDULES if not _may_be_refused(rules, pipeline)]
@@ -60,9 +59,9 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 
 @contextmanager
 def _told_of_one_queue(rules: str) -> Iterator[None]:
-    """Make the engine see the device and environment that these rules emulate."""
+    """Make the engine choose its communication for NCCL, and for one hardware queue if `rules` emulate it."""
     with pytest.MonkeyPatch.context() as patch:
-        for home in (tds.borders, tds.queues):
+        for home in (tds.neighbours, tds.queues):
             patch.setattr(home, "in_queues", lambda device: True)
         patch.setattr(tds.start, "one_hardware_queue", lambda device: rules == "one queue")
         yield
@@ -99,15 +98,15 @@ def test_every_schedule_ends_with_the_numbers_of_one_process(where: tuple[str, i
 
 # ------------------------------------------------------- a wait for the whole device
 
-Moment = tuple[int, int, int]  # step, stage, number of the forward pass that waits
+Moment = tuple[int, int, int]  # a forward pass that waits for its device first: (step, stage, number in the step)
 WAITS: list[tuple[str, int, list[Moment]]] = [
     ("1f1b", 4, [(2, 1, 4)]),
     (
         "1f1b",
         3,
         [(1, 0, 1)],
-    ),  # one receive posted early is too many: the gradient of micro-batch 0 comes after forward 1
-    ("1f1b", 2, [(1, 0, 1), (1, 1, 0)]),  # both stages at once
+    ),  # hangs if even one receive is posted early: micro-batch 0's gradient arrives after forward pass 1
+    ("1f1b", 2, [(1, 0, 1), (1, 1, 0)]),  # both stages wait at the same time
     ("zb-h1", 3, [(1, 0, 1), (1, 1, 1)]),
     ("gpipe", 3, [(1, 0, 2), (1, 2, 0)]),
     ("interleaved", 2, [(1, 0, 5), (1, 1, 5)]),
@@ -115,7 +114,7 @@ WAITS: list[tuple[str, int, list[Moment]]] = [
 
 
 def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
-    """Return the losses of a pipeline in which some stages wait, in mid-step, for all work on their device."""
+    """Return the losses of a pipeline whose stages synchronise with their device before the passes in `moments`."""
     torch.manual_seed(0)
     with _told_of_one_queue("eager"), nccl("eager") as device:
         chunks = 2 if schedule == "interleaved" else 1
@@ -149,7 +148,10 @@ def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
     ("schedule", "stages", "moments"), covering(WAITS, lambda each: each[0] == "1f1b", several=True)
 )
 def test_a_wait_for_the_whole_device_ends(schedule: str, stages: int, moments: list[Moment]) -> None:
-    """A wait for the device in mid-step, as by an allocator short of memory, cannot deadlock a posted receive."""
+    """A device synchronisation within a step cannot deadlock with a receive that was posted before.
+
+    torch's CUDA allocator, for example, synchronises when memory is short.
+    """
     found = on_ranks(stages, _waits, schedule, stages, moments)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(stages * (1 + (schedule == "interleaved")))))
@@ -170,7 +172,7 @@ def test_a_wait_for_the_whole_device_ends(schedule: str, stages: int, moments: l
 
 
 def _receive_first(groups: int) -> bool:
-    """Post a receive before a send on both ranks; return whether the send completes."""
+    """On both ranks, post a receive before a send; return whether the send completes within 2 s."""
     made = [dist.new_group([0, 1]) for _ in range(groups)]
     me = dist.get_rank()
     with nccl("eager"):
@@ -186,7 +188,10 @@ def test_what_hangs_on_nccl_hangs_here(groups: int) -> None:
 
 
 def _too_early() -> tuple[bool, list[float]]:
-    """Overwrite one buffer while it is being sent, and another after waiting for its send."""
+    """Send two buffers and overwrite one at once, the other after `wait`.
+
+    Returns whether a message was complete too early, and, on the receiver, the sums of the received buffers.
+    """
     with nccl("eager") as device:
         device.lateness = 1.0
         if dist.get_rank() == 0:
@@ -210,7 +215,7 @@ def test_a_message_reads_its_memory_late_and_waiting_blocks_only_what_is_compute
 
 
 def _meets_late() -> bool:
-    """Return whether the first message of rank 0 blocks until rank 1 issues its own."""
+    """Return whether rank 0's first message blocks until rank 1 posts its own first message."""
     group, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     with nccl("lazy"):
         if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""A failing run prints one report, or one line for Ctrl-C, without further output from our code or C++."""
+"""A failing run prints one report, or one line after Ctrl-C, and nothing else, neither from Python nor from C++."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ for step in range(3 if kind == "end" else 10**6):
 
 
 def _start(folder: Path, *argv: str) -> list["subprocess.Popen[str]"]:
-    """Start ranks without a launcher, with the store on rank 0."""
+    """Start the ranks of `SCRIPT` without a launcher, so that rank 0 hosts torch's store."""
     (folder / "train.py").write_text(SCRIPT)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -88,11 +88,11 @@ def test_a_layer_that_raises_is_reported_once(tmp_path: Path, victim: int) -> No
     report, *others = [words for _, words in ends]
     assert others == [""] * (RANKS - 1)
     assert report.startswith(f"pipeline stopped: rank {victim} raised ArithmeticError: the layer broke\n--- rank 0")
-    assert report.count("ArithmeticError: the layer broke") == 2  # the headline, and the end of the stack
+    assert report.count("ArithmeticError: the layer broke") == 2  # in the first line and at the end of the stack
     assert report.count("--- rank") == RANKS
-    assert "Exception raised from" not in report  # no C++ stack
+    assert "Exception raised from" not in report  # C++ stacks are left out
     assert "does not answer" not in report
-    assert 'train.py", line' in report  # the user's own line is shown
+    assert 'train.py", line' in report  # the stack includes the line of the user's script
 
 
 def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
 
 @FULL
 def test_a_frozen_process_that_keeps_the_store(tmp_path: Path) -> None:
-    """The other ranks end even if the process that hosts the store freezes and does not answer."""
+    """If the process that hosts torch's store freezes, the other ranks end with an error that names it."""
     ranks = _start(tmp_path, "freeze", "0")
     try:
         assert [p.wait(120) for p in ranks[1:]] == [1, 1]
@@ -137,5 +137,5 @@ def test_ctrl_c_is_one_line(tmp_path: Path, who: str) -> None:
 
 
 def test_a_script_that_simply_ends_ends_well(tmp_path: Path) -> None:
-    """A script that just ends exits with code 0; a thread killed inside C++ code would make it -6."""
+    """A script that ends without cleaning up exits with code 0; a thread killed within C++ would make it -6."""
     assert _ends(_start(tmp_path, "end", "0")) == [(0, "")] * RANKS

@@ -1,4 +1,4 @@
-"""The mpu names that tutorials of Megatron-LM and CPM-Pretrain call, on 1 and 2 ranks."""
+"""mpu functions that tutorials of Megatron-LM and CPM-Pretrain call work on 1 and 2 ranks."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def _recomputed(ranks: int) -> None:
     layer = nn.Linear(4, 4)
 
     def block(x: Tensor) -> Tensor:
-        x = torch.nn.functional.dropout(x, 0.5)  # draws from torch's own generator, as nn.Dropout does
+        x = torch.nn.functional.dropout(x, 0.5)  # draws from torch's default generator
         with mpu.get_cuda_rng_tracker().fork():
             return torch.nn.functional.dropout(layer(x), 0.5)
 
@@ -104,7 +104,7 @@ def _recomputed(ranks: int) -> None:
         y = run(x)
         torch.rand(10)
         with mpu.get_cuda_rng_tracker().fork():
-            torch.rand(10)  # later draws must not affect the recomputation
+            torch.rand(10)  # draws between forward pass and recomputation must not change the masks
         (y**2).sum().backward()
         found.append((y.tolist(), x.grad.tolist()))
     assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""Neither ranks nor data workers outlive their launcher, in any phase of a run."""
+"""No rank or data-loader worker outlives its launcher, whenever the launcher is killed."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ MARK = "TEST_OF_ORPHANS"
 
 
 def living(mark: str) -> list[int]:
-    """Return the processes that were started with `mark` in their environment."""
+    """Return the ids of the processes that have `mark` in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -119,7 +119,10 @@ def test_a_loaders_worker_ends_with_its_rank(mark: str, tmp_path: Path, phase: s
 def test_nothing_is_left_of_a_run(
     mark: str, tmp_path: Path, tiny_data: str, vocab_file: str, seconds: float | None
 ) -> None:
-    """No process survives a killed launcher of two ranks with data workers, at start-up or (None) in training."""
+    """If the launcher of two ranks is killed, its ranks and data-loader workers end.
+
+    seconds: time from the start to the kill; None: kill during training.
+    """
     argv = (
         f"tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --run-dir {tmp_path} --data-path {tiny_data} "
         f"--vocab-file {vocab_file} --split 1 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint format: state outside of layers, which DeepSpeed itself loses, and buffers."""
+"""`tds` saves and loads state outside of layers, such as a loss's weights and buffers, which DeepSpeed loses."""
 
 import warnings
 from pathlib import Path
@@ -17,7 +17,7 @@ WIDTH, MICROS = 4, 2
 
 
 class Loss(nn.Module):
-    """A loss with a learned weight and a buffer."""
+    """A loss function with a learned weight and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_buffers_that_differ_between_replicas_are_named_once(pipeline: bool, tmp
 def _lacking(folder: str) -> list[str]:
     engine = _engine(1, False)
     engine.save_checkpoint(folder, "a")
-    for path in Path(folder, "a").glob("tds_state*"):  # DeepSpeed writes no such files
+    for path in Path(folder, "a").glob("tds_state*"):  # files that a checkpoint of DeepSpeed itself does not have
         path.unlink()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

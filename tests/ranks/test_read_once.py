@@ -1,4 +1,4 @@
-"""Each rank of a large run reads only what it needs: corpora, checkpoints and weights are not read or drawn twice."""
+"""Each rank reads only the corpora and the checkpoint elements that it needs, and draws no weights to overwrite."""
 
 import math
 import os
@@ -28,7 +28,7 @@ FLAGS = "--batch-size 1 --gas 4 --train-iters {} --precision {} --zero-stage {} 
 
 
 def _count(calls: Counter[str], owner: Any, name: str, key: Any) -> None:
-    """Count all calls of a method by the value that `key` computes from its arguments."""
+    """Replace method `name` of `owner` by one that also counts its calls in `calls[key(*args)]`."""
     honest = getattr(owner, name)
 
     def counted(*args: Any) -> Any:
@@ -41,7 +41,9 @@ def _count(calls: Counter[str], owner: Any, name: str, key: Any) -> None:
 def _trains(
     model: str, layout: tuple[int, int], folder: str, data: str, vocab_file: str
 ) -> tuple[bool, Counter[str], bool]:
-    """Return (whether this rank reads data, its calls, whether its evaluation dataset is a placeholder)."""
+    """Train; return whether this rank reads data, how often it opened and checked corpora, and whether its
+    validation dataset is only a placeholder.
+    """
     calls: Counter[str] = Counter()
     _count(calls, IndexedDataset, "_open", lambda *_: "opened")
     _count(calls, IndexedDataset, "_check_against", lambda *_: "checked")
@@ -58,7 +60,10 @@ def _trains(
 def test_only_ranks_that_read_open_the_corpus(
     model: str, layout: tuple[int, int], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Only ranks that read data open the corpus, and only one of them checks its index."""
+    """Only ranks that read data open the corpus, and only rank 0 checks its index.
+
+    Of each stage that needs data, one tensor-parallel rank reads.
+    """
     told = on_ranks(6, _trains, model, layout, str(tmp_path), tiny_data, vocab_file)
     for rank, (read_here, calls, elsewhere) in enumerate(told):
         stage, last = (rank // 2, 2) if layout[0] else (0, 0)
@@ -70,7 +75,10 @@ def test_only_ranks_that_read_open_the_corpus(
 
 
 def _of_all(folder: str, data: str, vocab_file: str) -> int:
-    """Return how often datasets are built by a task that builds them collectively, as Megatron-LM's builders do."""
+    """Return how often this rank builds datasets in a task with `reads_alone = False`.
+
+    Such a task builds them collectively, on all ranks, as Megatron-LM's dataset builders do.
+    """
     honest = GPT2.datasets
     opened = []
 
@@ -92,7 +100,7 @@ def test_a_task_of_ones_own_is_asked_on_all_ranks_at_once(tmp_path: Path, tiny_d
 
 
 class _Plan:
-    """A plan of a custom dataset that cannot be pickled."""
+    """The `plan` attribute of a user's dataset, which cannot be pickled."""
 
     def __init__(self) -> None:
         self.encoder = lambda: 3
@@ -114,7 +122,7 @@ def test_what_one_process_has_checked_others_take_over(tiny_data: str) -> None:
 
 
 def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[int, int, int]:
-    """Return (elements this rank read, weights it drew at the first start, weights it drew at the resume)."""
+    """Train and resume; return how many elements this rank read, and the parameters initialised at each start."""
     calls: Counter[str] = Counter()
     numbers = [0]
     honest = CheckpointReader._piece
@@ -124,7 +132,7 @@ def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[i
         return honest(reader, key, each)
 
     def spec_of(seed: Any) -> str:
-        return "drawn" if not mpu.parameters._undrawn.get() else "left as it was"  # type: ignore[attr-defined]
+        return "drawn" if not mpu.parallel_context().skip_init else "left as it was"
 
     _count(calls, ParamSpec, "fill", lambda spec, parameter, seed=None: spec_of(seed))
     with remembered_groups() as begin:
@@ -146,7 +154,7 @@ def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
 
 
 def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
-    """Check that ranks of one machine each read all they hold, with the same losses after the resume."""
+    """Check that, if all ranks are on one machine, each reads all elements it needs, and losses are the same."""
     losses = losses_of(folder)
     shutil.rmtree(folder / "checkpoints")
     (folder / "metrics.jsonl").unlink()
@@ -164,7 +172,10 @@ def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: St
 def test_each_number_of_a_checkpoint_is_read_once(
     model: str, precision: str, zero: int, pipe: int, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Data-parallel ranks together read each element of a checkpoint once, and draw no weights before loading."""
+    """When a run on several machines resumes, its ranks together read each element of the checkpoint once.
+
+    Weights that will be loaded are not initialised.
+    """
     first, second = (Start(model, tmp_path, FLAGS.format(n, precision, zero, pipe, 1), n == 3) for n in (2, 3))
     told = on_ranks(4, _resumes, first, second, tiny_data, vocab_file)
     _same_on_one_machine(tmp_path, told, first, second, tiny_data, vocab_file)

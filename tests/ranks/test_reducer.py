@@ -1,4 +1,4 @@
-"""Gradients reduced over replicas during the backward pass, against an all-reduce after it."""
+"""Gradients all-reduced over replicas during the backward pass equal those all-reduced after it."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from .nccl import nccl
 
 
 class Model(nn.Module):
-    """A model with weights that are used twice, never used, used only on rank 0, and frozen."""
+    """A model with four kinds of weights: used twice, never used, used only on rank 0, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 
 def expected_sums(model: Model, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return gradients by name, from plain autograd and an all-reduce afterwards."""
+    """Return weight name -> gradient, summed over `inputs` by plain autograd and then over ranks by an all-reduce."""
     learns = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(p) for name, p in learns.items()}
     for x in inputs:
@@ -58,7 +58,7 @@ def _body(bucket_bytes: int) -> tuple[int, list[int]]:
         before = len(sent)
         for micro, x in enumerate(inputs):
             if micro == 2:
-                assert len(sent) == before  # gradients are not sent while they accumulate
+                assert len(sent) == before  # only the last micro-batch's backward pass sends gradients
                 reducer.arm()
             model(x).backward()
         during.append(len(sent) - before)
@@ -78,12 +78,12 @@ def _late(bucket_bytes: int) -> tuple[int, list[int]]:
 
 
 def test_sums_that_complete_late() -> None:
-    """Reduction stays right if calls return before anything has happened, as on an accelerator."""
-    assert on_ranks(2, _late, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4])]  # rank 0 has one more gradient
+    """Gradients are right even if all-reduces complete long after their call, as on an accelerator."""
+    assert on_ranks(2, _late, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4])]  # only rank 0 uses the weight `sometimes`
 
 
 def test_sums_over_accumulated_gradients() -> None:
-    """Buckets of single parameters are sent during the backward pass from the second step on."""
+    """With a bucket for each weight, buckets are sent during the backward pass from the second step on."""
     assert on_ranks(2, _body, 10**6) == [(1, [0, 0, 0])] * 2
     assert on_ranks(3, _body, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4]), (6, [0, 4, 4])]
 

@@ -1,4 +1,4 @@
-"""Weights and layers replaced by a user between steps behave as in plain torch, or are refused in one sentence."""
+"""Weights or layers that a user replaces between steps train as in plain torch, or one sentence refuses them."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -39,13 +39,13 @@ def half_of_each(model: nn.Module) -> None:
 
 
 def one_weight(model: nn.Module) -> None:
-    """Replace one weight of several in a bucket."""
+    """Replace one matrix by `p.data = new` and leave the other weights of its bucket unchanged."""
     weight = next(p for p in model.parameters() if p.dim() == 2)
     weight.data = weight.detach() * 0.5 + 0.25
 
 
 def transposed(model: nn.Module) -> None:
-    """Replace a weight by a transposed view."""
+    """Replace a weight by a transposed view, which is not contiguous."""
     weight = next(p for p in model.parameters() if p.dim() == 2)
     weight.data = weight.data.clone().t()
 
@@ -55,7 +55,7 @@ def one_vector(model: nn.Module) -> None:
 
 
 def in_place(model: nn.Module) -> None:
-    """Halve all weights in place; in half precision the fp32 copy must follow."""
+    """Halve all weights in place; in bf16, the fp32 master weights must follow."""
     for p in model.parameters():
         p.data.mul_(0.5)
 
@@ -64,13 +64,13 @@ TAKEN_IN: list[Change] = [half_of_each, one_weight, transposed, one_vector, in_p
 
 
 def plain(change: Change, stage: slice, replicas: int) -> list[Tensor]:
-    """Return the weights of some layers after each step of plain torch on the whole batch."""
+    """Train in plain torch, with `change` before step 1; return the weights of the stage's layers after each step."""
     every = layers()
     model, found = nn.Sequential(*every), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         if step == 1:
-            for at in (0, 2):  # each stage calls it
+            for at in (0, 2):  # like the two stages, each with its two layers
                 change(nn.Sequential(*every[at : at + 2]))
         optimizer.zero_grad()
         for replica in range(replicas):
@@ -108,7 +108,7 @@ def _taken_in(dtype: torch.dtype) -> None:
             _step(engine, step, dtype)
             found = torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
             assert torch.allclose(found, expected, rtol, atol), change.__name__
-            if step:  # a checkpoint would hold these
+            if step:  # the master weights, which a checkpoint would contain, match, too
                 exact = torch.cat([optimizer_state.get_weight(p).flatten() for p in engine.module.parameters()])
                 torch.testing.assert_close(exact.to(dtype).float(), found)
 
@@ -122,7 +122,10 @@ def test_a_replaced_storage_is_taken_in(dtype: torch.dtype) -> None:
 
 
 def _swapped(dtype: torch.dtype) -> None:
-    """Check that swapping in averaged weights and back loses nothing; a save in between has the averaged ones."""
+    """Check that replacing all weights for an evaluation and restoring them does not change training.
+
+    A checkpoint in between would contain the replacements.
+    """
     engine, same = _engine(1, dtype), _engine(1, dtype)
     for step in range(2):
         _step(engine, step, dtype)
@@ -170,12 +173,12 @@ KEPT: list[Any] = []
 
 
 def _kept(module: nn.Module) -> None:
-    """Halve all weights while the old storage stays referenced, so that it cannot be reused."""
+    """Halve all weights while `KEPT` still refers to the old tensors, so that their memory cannot be reused."""
     KEPT.append([p.data for p in module.parameters()])
     half_of_each(module)
 
 
-REFUSED: dict[str, tuple[Change, bool, int]] = {  # change, our optimizer or DeepSpeed's, ZeRO stage
+REFUSED: dict[str, tuple[Change, bool, int]] = {  # name -> (change, whether to use DistributedOptimizer, ZeRO stage)
     "assign=True": (_assigned, True, 1),
     "module.double()": (_converted, True, 1),
     "a new layer": (_new_layer, True, 1),
@@ -189,7 +192,7 @@ REFUSED: dict[str, tuple[Change, bool, int]] = {  # change, our optimizer or Dee
 
 def _refused(name: str) -> str:
     change, own, zero = REFUSED[name]
-    if zero == 2:  # not with a pipeline
+    if zero == 2:  # pipelines do not support ZeRO 2
         model = nn.Sequential(*layers())
         config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
         config |= {"zero_allow_untested_optimizer": True}
@@ -220,7 +223,7 @@ def test_what_cannot_be_taken_in_is_named() -> None:
 
 
 def _layer_followed() -> None:
-    """Check that a layer that replaces another one is used, including a tied one."""
+    """Check that a pipeline trains a layer that replaced another one, also in place of a tied layer."""
     tied = tds.pipe.TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH)
     net = tds.PipelineModule([*layers()[:2], tied], num_stages=1, loss_fn=mse)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -250,7 +253,7 @@ def test_a_replaced_layer_runs_without_a_pipeline() -> None:
 
 
 def _added_later() -> float:
-    """Return how far replicas differ in a weight that was added later; without ZeRO its gradient is all-reduced."""
+    """Add a layer after the first step, without ZeRO; return how far its weight differs between replicas."""
     engine = _engine(1, torch.float32, own=False, zero=0)
     _step(engine, 0, torch.float32)
     new = nn.Linear(WIDTH, WIDTH)

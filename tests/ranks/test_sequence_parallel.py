@@ -1,4 +1,4 @@
-"""Sequence parallelism against plain torch, and the number of collectives in a layer."""
+"""Sequence parallelism gives plain torch's numbers, and layers call no more collectives than necessary."""
 
 from collections import Counter
 from typing import Any
@@ -56,7 +56,7 @@ def test_column_then_row_equals_two_linears(ranks: int) -> None:
 
 
 def _ways(ranks: int) -> None:
-    """Check each region's entry and exit; the gradient of one is the definition of the other."""
+    """Check outputs and gradients of the three functions that enter or leave the sequence-parallel region."""
     mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=True))
     axis = mpu.get_mesh().model
     by_rank = [draw(SEQ, 2, seed=rank) for rank in range(ranks)]
@@ -105,7 +105,7 @@ def test_a_length_that_cannot_be_split_names_the_knobs() -> None:
 
 
 class Talk:
-    """Counts collectives by name within a context, and still runs them."""
+    """Context manager that counts calls of torch.distributed's collectives by name."""
 
     NAMES = (
         "all_reduce",
@@ -129,7 +129,7 @@ class Talk:
 
     def _counted(self, name: str, real: Any) -> Any:
         def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # Anything smaller than the hidden states is the gradient of a replicated weight.
+            # A tensor smaller than the hidden states is the gradient of a replicated weight.
             self.found[name if x.numel() >= SEQ * BATCH * 16 // 2 else f"{name} of a weight"] += 1
             return real(x, *args, **kwargs)
 
@@ -142,7 +142,7 @@ class Talk:
 
 
 def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the collectives of one layer: (forward, backward)."""
+    """Return the numbers of collectives in one layer's forward and backward pass, by name."""
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel))
     config = ModelConfig(
         hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0, checkpoint_attention=recompute
@@ -161,9 +161,9 @@ def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(recompute: bool) -> None:
-    """A layer makes two all-reduces in each direction, even if attention is recomputed.
+    """A tensor-parallel layer calls two all-reduces forward and two backward, as in Shoeybi et al. 2019.
 
-    This is the minimum (Shoeybi et al. 2019).
+    Recomputing attention adds none.
     """
     for there, back in on_ranks(2, _count, False, False, recompute):
         assert there == {"all_reduce": 2}
@@ -171,16 +171,16 @@ def test_a_layer_makes_two_all_reduces_forward_and_two_backward(recompute: bool)
 
 
 def test_a_decoder_layer_adds_one_forward_and_two_backward() -> None:
-    """Cross-attention adds one all-reduce forward and two backward, for the gradients of its two inputs."""
+    """Cross-attention adds one all-reduce forward and two backward, one for the gradient of each input."""
     for there, back in on_ranks(2, _count, False, True, False):
         assert there == {"all_reduce": 3}
         assert back == {"all_reduce": 4}
 
 
 def test_with_sequence_parallelism_pairs_stand_for_all_reduces() -> None:
-    """Gather/scatter pairs replace all-reduces.
+    """Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter (all_to_all_single).
 
-    Backward gathers two inputs again and reduces six replicated weights.
+    The backward pass gathers two inputs again and all-reduces the gradients of six replicated weights.
     """
     for there, back in on_ranks(2, _count, True, False, False):
         assert there == {"all_gather": 2, "all_to_all_single": 2}

@@ -1,4 +1,4 @@
-"""Sparse gradients, as of `nn.Embedding(sparse=True)`, in every way to train, against plain torch."""
+"""Sparse gradients, as of `nn.Embedding(sparse=True)`, train as in plain torch in pipelines, replicas and ZeRO."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def layers(tied: bool) -> list[Any]:
 
 
 def batches(step: int, replica: int, tied: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of few tokens, with repetitions, that differ between replicas."""
+    """Yield batches with few, repeated tokens; those of replica 1 only partly overlap those of replica 0."""
     generator = torch.Generator().manual_seed(10 * step + replica)
     for _ in range(MICROS):
         tokens = torch.randint(TOKENS // 2, (3,), generator=generator) + 2 * replica
@@ -56,9 +56,9 @@ def optimizers(kind: str, weights: list[nn.Parameter]) -> list[torch.optim.Optim
 
 
 def plain(kind: str, tied: bool, replicas: int, clip: float) -> tuple[list[float], Tensor]:
-    """Return the losses and the final table.
+    """Train in plain torch; return the losses and the final embedding table.
 
-    Adam gets dense gradients, since torch's accepts no sparse ones.
+    Adam gets dense gradients, since torch's Adam accepts no sparse ones.
     """
     table, linear, *_ = layers(tied)
     if tied:
@@ -89,7 +89,7 @@ def plain(kind: str, tied: bool, replicas: int, clip: float) -> tuple[list[float
 
 CASES: dict[
     str, tuple[str, bool, int, int, float, dict[str, Any]]
-] = {  # optimizer, tied, ranks, stages, clipping, config
+] = {  # name -> (optimizer, tied, ranks, stages, clipping, further config)
     "pp 2": ("momentum", False, 2, 2, 0.3, {}),
     "pp 1": ("sgd", False, 1, 1, 0.0, {}),
     "dp 2": ("momentum", False, 2, 1, 0.3, {}),
@@ -144,7 +144,7 @@ def _without_a_pipeline(stage: int, absent: bool) -> None:
 
     def loss_of(net: Any, step: int, replica: int) -> Tensor:
         x, y = next(batches(step, replica, False))
-        if absent and replica:  # a replica that looks nothing up
+        if absent and replica:  # this replica does not use the embedding
             return mse(net[1](torch.ones(6, WIDTH)), y)
         return mse(net[1](net[0](x)), y)
 
@@ -181,7 +181,7 @@ def test_an_optimizer_that_takes_none_is_refused_at_the_start() -> None:
 
 
 def _functional() -> None:
-    """Check the reduction of a sparse gradient whose module does not declare it as sparse."""
+    """Check the all-reduce of a sparse gradient that no nn.Embedding(sparse=True) announces."""
     weight = nn.Parameter(torch.zeros(TOKENS, WIDTH))
     reducer = GradReducer(nn.ParameterList([weight]), dist.group.WORLD)
     reducer.arm()

@@ -1,4 +1,4 @@
-"""Unusual models and loops of users, each matching plain torch or refused in one sentence."""
+"""Unusual models and training loops of users train as in plain torch, or one sentence refuses them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ Layers = Callable[[], list[nn.Module]]
 
 
 class Conjugate(nn.Module):
-    """A layer of complex tensors whose gradient to the previous stage is a conjugate view."""
+    """A layer on complex tensors whose input gradient is a lazy conjugate view of the output's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.conj()
@@ -35,7 +35,7 @@ class Join(nn.Module):
 
 
 class Reentrant(nn.Module):
-    """A layer that recomputes its activations itself, re-entrantly."""
+    """A layer that calls torch's re-entrant activation checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Reentrant(nn.Module):
 
 
 class Compiled(nn.Module):
-    """A layer compiled down to autograd, which needs no C++ compiler."""
+    """A compiled layer; backend aot_eager traces it without generating kernels, so it needs no C++ compiler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_it_learns_as_one_process_does(name: str) -> None:
 
 
 class Counted:
-    """A loss that counts its targets, for which the last stage reads ahead."""
+    """A loss with `count_targets`, for which the last stage reads a step's labels in advance."""
 
     def __call__(self, out: Tensor, labels: Tensor) -> Tensor:
         return (out - labels).square().sum()
@@ -267,8 +267,8 @@ def _refused(what: str) -> None:
         ("an empty dict", "loss_fn returns an empty dict"),
         ("a number", "loss_fn returns float for 'b'"),
         ("a vector", r"loss_fn returns a tensor of shape \[4\] for 'loss'"),
-        ("meta", "stage 0 puts out what it should not: tensor 0 is on meta, the stage on cpu; move it there"),
-        ("nothing", "stage 0 puts out what it should not: no tensor at all"),
+        ("meta", "stage 0, outputs: tensor 0 is on meta, the stage on cpu; move it there"),
+        ("nothing", "stage 0, outputs: no tensor at all"),
         ("nothing learns", "the stage of rank 0 has no weight that learns, which DeepSpeed's ZeRO"),
         ("no micro-batches", "num_micro_batches 0: there is nothing to evaluate"),
         ("no data", "there are no data: give train_batch"),
@@ -310,9 +310,9 @@ def _without_gradient(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _tie_that_learns_at_the_end(bf16: bool) -> float:
-    """Return how far a tied weight moves if only the last stage has a gradient.
+    """Return how far a step moves the copy of a tied weight that has a gradient on the last stage only.
 
-    It is clipped to 0.01 at learning rate 1.
+    The gradient norm is clipped to 0.01, and the learning rate is 1.
     """
     torch.manual_seed(0)
     layers = [
@@ -325,7 +325,7 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.01, "steps_per_print": 10**9,
         "zero_optimization": {"stage": int(bf16)}, "zero_allow_untested_optimizer": True, "pipeline": {"timeout": 60},
     }  # fmt: skip
-    if bf16:  # DeepSpeed's own optimizer
+    if bf16:  # use DeepSpeed's ZeRO-1 optimizer for bf16
         config |= {
             "bf16": {"enabled": True},
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -343,4 +343,4 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
     first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
-    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # bf16 rounds the weights
+    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # above 0.01, since bf16 weights are rounded

@@ -1,4 +1,4 @@
-"""Every optimisation can be switched off, and its plain form gives the same numbers."""
+"""Each optimisation of the model code can be switched off by a flag, and then gives the same numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ FLAGS = (
 
 
 def _graph(loss: Tensor) -> set[str]:
-    """Return the names of the operations in a loss's graph."""
+    """Return the names of the autograd nodes on which a loss depends."""
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
@@ -38,7 +38,10 @@ def _graph(loss: Tensor) -> set[str]:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Record events of backward passes: communication "start" and "settle", and "product" for matmuls."""
+    """Yield a list of a backward pass's events, in order.
+
+    "start": an asynchronous all-reduce begins. "settle": it is awaited. "product": a matmul.
+    """
     said: list[str] = []
 
     def telling(name: str, call: Any) -> Any:
@@ -68,7 +71,7 @@ OURS = {
     "rope": "_CutGroupsBackward",
     "swiglu": "_GatedBackward",
 }
-IN_LLAMA = ("rope", "swiglu")  # the others are in T5
+IN_LLAMA = ("rope", "swiglu")  # optimisations of Llama; those of T5 are all the others
 
 
 LLAMA = (
@@ -79,7 +82,7 @@ LLAMA = (
 
 
 def _llama_learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
-    """Return `_learns`'s results for Llama."""
+    """Return Llama's losses and gradients in fp64, its autograd nodes, and the events of its backward pass."""
     config = parse(f"{LLAMA} {flags}".split())
     initialize_megatron(config)
     tokens = torch.randint(50, (3, 13), generator=torch.Generator().manual_seed(1))
@@ -87,7 +90,7 @@ def _llama_learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
 
 
 def _learns(flags: str) -> tuple[dict[str, Tensor], set[str], list[str]]:
-    """Return T5's loss and gradients in fp64, the operations of its graph, and the events of its backward pass."""
+    """Return T5's losses and gradients in fp64, its autograd nodes, and the events of its backward pass."""
     config = parse(f"{FLAGS} {flags}".split())
     initialize_megatron(config)
     model = T5Model(config).double()
@@ -112,7 +115,7 @@ def test_unfused(ranks: int, name: str) -> None:
     flags = f"--model-parallel-size {ranks}"
     names = [each for each in FUSED if each not in IN_LLAMA] if name == "all" else [name]
     learns = _llama_learns if name in IN_LLAMA else _learns
-    fused, plain = on_ranks(ranks, learns, flags), on_ranks(ranks, learns, f"{flags} --unfused {' '.join(names)}")
+    fused, plain = on_ranks(ranks, learns, flags), on_ranks(ranks, learns, f"{flags} --reference-ops {' '.join(names)}")
     for (ours, with_ours, _), (theirs, without, _) in zip(fused, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
         assert {OURS[each] for each in names} <= with_ours - without

@@ -1,6 +1,6 @@
-"""tds as DeepSpeed users meet it: the tutorial, training loops and refusals.
+"""tds as users of DeepSpeed call it: the pipeline tutorial, training loops, checkpoints and error messages.
 
-tests/conformance compares numbers.
+tests/conformance compares its losses with other engines in more depth.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ BF16 = {
 
 
 def _copies(config: dict[str, Any]) -> int:
-    """Return how often a step flattens gradients into one tensor, as DeepSpeed does to reduce them over replicas."""
+    """Return how often a step calls `engine.flatten`, with which DeepSpeed copies gradients for their all-reduce."""
     engine, copies = build(1, **config), 0
     flatten = engine.flatten
 
@@ -93,15 +93,15 @@ def _copies(config: dict[str, Any]) -> int:
 def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
     assert on_ranks(1, _copies, config) == [0]
     after = config | {"pipeline": {"overlap_grad_reduce": False}}
-    assert min(on_ranks(2, _copies, after)) > 0  # otherwise this test would watch the wrong function
+    assert min(on_ranks(2, _copies, after)) > 0  # shows that `_copies` counts the right function
 
 
 def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
-    """Return how many messages two stages copied before sending, and how many they sent."""
+    """Return how many messages this stage copied before sending, and how many it sent, in one step."""
     import tds
 
     copied = sent = 0
-    take, start = tds.channel.Channel._copy, tds.channel.Channel._start
+    take, start = tds.channel.Sender._copy, tds.channel.Sender._start
 
     def counting_copies(self: Any, parts: Any) -> Any:
         nonlocal copied
@@ -113,7 +113,7 @@ def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
         sent += buffer.numel() * buffer.element_size() == 4 * WIDTH * 4
         start(self, buffer)
 
-    tds.channel.Channel._copy, tds.channel.Channel._start = counting_copies, counting_messages  # type: ignore[method-assign]
+    tds.channel.Sender._copy, tds.channel.Sender._start = counting_copies, counting_messages  # type: ignore[method-assign]
     last = [nn.Tanh()] if keeps_outputs else []  # Tanh's backward pass needs its output
     stage = [nn.Sequential(nn.Linear(WIDTH, WIDTH), *last) for _ in range(2)]
     model = tds.PipelineModule(stage, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
@@ -228,7 +228,7 @@ def test_what_is_no_dense_tensor_is_named(what: str) -> None:
     with pytest.raises(RankFailure, match=BAD[what][1]):
         on_ranks(2, _bad_input, what)
     found = BAD[what][1].split(":")[1].strip().replace("tensor 0", "tensor 1")
-    with pytest.raises(RankFailure, match=f"stage 0 puts out what it should not: {found}"):
+    with pytest.raises(RankFailure, match=f"stage 0, outputs: {found}"):
         on_ranks(2, _bad_output, what)
 
 
@@ -272,7 +272,7 @@ def _optimizer(name: str, params: dict[str, Any]) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         tds.initialize(model=model, model_parameters=model.parameters(), config=config)
-    assert not any(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/*"))  # nothing was compiled
+    assert not any(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/*"))  # DeepSpeed has compiled no kernel
     return said.getvalue()
 
 
@@ -296,7 +296,7 @@ def test_optimizers_that_only_gpus_have_are_refused(name: str, params: dict[str,
 
 
 def _looks_ahead() -> int:
-    """Return how many micro-batches were read ahead of the forward passes."""
+    """Return the largest number of micro-batches read from the iterator but not yet forwarded."""
     import tds
 
     read, seen = 0, []
@@ -323,12 +323,12 @@ def _looks_ahead() -> int:
 
 
 def test_data_are_read_when_the_schedule_wants_them() -> None:
-    """Besides the current micro-batch, at most as many are read ahead as the pipeline is deep."""
+    """A pipeline of two stages reads at most two micro-batches ahead of the current one."""
     assert on_ranks(2, _looks_ahead)[0] == 3
 
 
 def _auto_cast(schedule: str) -> list[float]:
-    """Return the losses of fp32 batches in an fp16 model with auto_cast."""
+    """Return the losses of an fp16 pipeline that is given fp32 batches, with auto_cast."""
     config = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 1},
               "zero_allow_untested_optimizer": True, "pipeline": {"schedule": schedule}}  # fmt: skip
     engine = build(2, {"chunks": 2 if schedule == "interleaved" else 1}, **config)
@@ -364,14 +364,14 @@ def test_stages_that_do_not_fit_are_found_at_start_on_both() -> None:
 def test_what_nobody_declared_is_checked_on_arrival_and_ends_both() -> None:
     ends = ends_of_ranks(2, _misfit, False)
     assert [end.code for end in ends] == [1, 1]
-    assert "stage 1 got of rank 0: got 1 tensors, declared are 2: hidden, mask" in ends[0].stderr  # the report
+    assert "stage 1, inputs from rank 0: got 1 tensors, declared are 2: hidden, mask" in ends[0].stderr  # the report
 
 
 # ------------------------------------------------- features that DeepSpeed's users rely on
 
 
 class Net(nn.Module):
-    """A small AlexNet-style network, written for one process."""
+    """A small network in the style of AlexNet, written for one process, as in DeepSpeed's tutorial."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -395,7 +395,10 @@ class Pictures(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], list[float], str]:
-    """Run DeepSpeed's tutorial: layers in a PipelineModule, training_data, and train_batch() without arguments."""
+    """Train as in DeepSpeed's pipeline tutorial; return the losses, the learning rates and the printed output.
+
+    The tutorial gives `training_data` to initialize() and calls train_batch() without arguments.
+    """
     import argparse
     import contextlib
     import io
@@ -445,7 +448,7 @@ def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], lis
     [pytest.param("1f1b", 2, 2, marks=FULL), ("interleaved", 2, 1), pytest.param("zb-h1", 3, 1, marks=FULL)],
 )
 def test_the_pipeline_tutorial(tmp_path: Path, schedule: str, stages: int, ranks: int) -> None:
-    """The tutorial learns, its scheduler moves, and progress, breakdown and monitor are written."""
+    """DeepSpeed's pipeline tutorial learns, steps its scheduler, prints progress and times, and writes its monitor."""
     (found, lr, printed), *others = on_ranks(stages * ranks, _tutorial, str(tmp_path), schedule, stages)
     assert all(other[0] == found for other in others)
     assert found[-1] < 0.6 * found[0]
@@ -485,7 +488,7 @@ for step in range(10):
 
 
 def _alone(folder: Path, script: str, *argv: str) -> str:
-    """Run a script next to a copy of tds/ and nothing else of the project."""
+    """Run a script in a folder with a copy of tds/ and nothing else of the project; return its output."""
     if not (folder / "tds").exists():
         shutil.copytree(ROOT / "tds", folder / "tds")
     (folder / "train.py").write_text(script)
@@ -506,7 +509,10 @@ def test_a_hand_written_loop_with_client_state(tmp_path: Path) -> None:
 
 
 def _checkpoint(folder: str, chunks: int) -> tuple[list[float], list[float]]:
-    """Return losses after saving DeepSpeed's own pipeline checkpoint with client state, and after loading it."""
+    """Return the losses after save_checkpoint, and those of a new engine after load_checkpoint.
+
+    The checkpoint has DeepSpeed's pipeline format and a client state.
+    """
     pipeline = {"schedule": "interleaved" if chunks > 1 else "1f1b"}
     engine = build(2, {"chunks": chunks}, pipeline=pipeline)
     data = batches()
@@ -539,7 +545,7 @@ def _evaluate() -> Any:
         engine.set_dataloader(loader * 2)
     first = engine.train_batch().item()
     loss, logits = engine.eval_batch(iter(loader), return_logits=True)
-    second = engine.train_batch().item()  # continues with the training loader
+    second = engine.train_batch().item()  # reads on from the training data loader, not the evaluation's
     left = len(engine._step.microbatches)
     return first, loss.item(), second, None if logits is None else tuple(logits.shape), left
 
@@ -547,15 +553,15 @@ def _evaluate() -> Any:
 def test_eval_batch_returns_loss_and_logits_and_keeps_nothing() -> None:
     (first, loss, second, none, left), (*same, logits, kept) = on_ranks(2, _evaluate)
     assert same == [first, loss, second]
-    assert loss == pytest.approx(second, rel=1e-6)  # the evaluation sees the weights of the next step's forward pass
+    assert loss == pytest.approx(second, rel=1e-6)  # evaluation and second step use the same weights and batches
     assert second < first
     assert none is None
-    assert logits == (4, WIDTH)  # the last micro-batch's, as in DeepSpeed
+    assert logits == (4, WIDTH)  # the last micro-batch's logits only, as in DeepSpeed
     assert left == kept == 0
 
 
 def _overridden() -> tuple[list[str], float]:
-    """Return the order of a subclass's overridden handlers, and the loss of a second step."""
+    """Return the order in which an engine calls a subclass's `_forward` and `_backward`, and its second loss."""
     import tds
     from tds.schedule import Instruction
 
@@ -580,7 +586,7 @@ def _overridden() -> tuple[list[str], float]:
 
 
 def _left_over() -> str:
-    """Return the error of a step whose backward instruction does nothing, so that saved activations are left over."""
+    """Return the error of a step whose `_backward` does nothing, so that activations stay in memory."""
     engine = build(1)
     engine.watchdog = None
     engine._backward = lambda instruction: None
@@ -630,11 +636,11 @@ def test_balanced_cuts_go_by_measured_time() -> None:
 
 
 def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
-    """Return the calls to the communication library in order: (send or recv, group, peer, bytes)."""
+    """Return this rank's sends and receives of two steps, in order: (send or recv, group, peer, bytes)."""
     import tds
 
     with pytest.MonkeyPatch.context() as patch:  # create groups as on an accelerator
-        patch.setattr(tds.borders, "in_queues", lambda device: True)
+        patch.setattr(tds.neighbours, "in_queues", lambda device: True)
         engine = build(2, {"chunks": 2}, pipeline={"schedule": "interleaved"})
     handed: list[tuple[str, tuple[int, ...], int, int]] = []
     numbers: dict[Any, int] = {}
@@ -661,15 +667,16 @@ def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
 
 def _groups(engine: Any) -> Iterator[Any]:
     """Yield the groups in the order in which all ranks created them."""
-    ends = {channel.group.group_name: channel.group for channel in engine._borders.channels}
+    channels = [*engine._neighbours.senders.values(), *engine._neighbours.receivers.values()]
+    ends = {channel.link.group.group_name: channel.link.group for channel in channels}
     yield from (ends[name] for name in sorted(ends, key=lambda name: (len(name), name)))
 
 
 def test_sends_and_receives_are_handed_over_in_the_same_order() -> None:
-    """Each communicator has only sends at one end and receives in the same order at the other, as NCCL requires."""
+    """Each process group has sends of one rank and receives of the other, in the same order, as NCCL requires."""
     zero, one = on_ranks(2, _order)
     groups = {each[1] for each in zero}
-    assert len(groups) == 4  # one boundary within and one between the chunks, in two directions
+    assert len(groups) == 4  # two stage boundaries, within a chunk and between chunks, times two directions
     for group in groups:
         ends = [[each for each in handed if each[1] == group] for handed in (zero, one)]
         kinds = [{each[0] for each in end} for end in ends]
@@ -686,9 +693,9 @@ def _bytes(micros: int) -> list[int]:
 @pytest.mark.parametrize(("micros", "words"), [(4, 0), (9, 2)])
 def test_bytes_on_the_wire_are_the_tensors_one_header_and_few_words(micros: int, words: int) -> None:
     """Traffic is 4 x 6 floats a message, one header at the start, and one word for every 3 micro-batches ahead."""
-    from tds.channel import HEADER_SIZE, WORD_SIZE
+    from tds.channel import CONTINUATION_SIZE, HEADER_SIZE
 
-    message, more = 4 * WIDTH * 4, HEADER_SIZE + words * WORD_SIZE
+    message, more = 4 * WIDTH * 4, HEADER_SIZE + words * CONTINUATION_SIZE
     assert on_ranks(3, _bytes, micros) == [[micros * message + more], [2 * micros * message + more], [micros * message]]
 
 
@@ -723,7 +730,7 @@ assert type(engine).__module__ == "tds.engine" and last < 0.1 * first, (first, l
 
 
 def test_the_folder_works_when_copied_alone(tmp_path: Path) -> None:
-    """A copied tds/ works alone, also with DeepSpeed's own PipelineModule and the old config_params argument."""
+    """A copy of the folder tds/ works alone, with DeepSpeed's PipelineModule and its old argument config_params."""
     _alone(tmp_path, ALONE)
 
 

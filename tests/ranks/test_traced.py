@@ -1,4 +1,4 @@
-"""--trace over several ranks: the same losses, a file for each rank, and a merged one."""
+"""--trace on several ranks does not change losses and writes a timeline for each rank and a merged one."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def flags(tiny_data: str, vocab_file: str) -> list[str]:
 
 
 def test_every_rank_is_in_the_timeline_of_all(tmp_path: Path, flags: list[str]) -> None:
-    """The merged timeline has every rank, and ignores files of an earlier start with more ranks, even broken ones."""
+    """The merged timeline has the events of every rank, and ignores files of an earlier start with more ranks."""
     folder = tmp_path / "traced" / "trace"
     folder.mkdir(parents=True)
     (folder / "rank_00007.json").write_text("no timeline")
@@ -31,8 +31,8 @@ def test_every_rank_is_in_the_timeline_of_all(tmp_path: Path, flags: list[str]) 
     assert {event["pid"] for event in spans} == {0, 1}
     assert {event["args"]["iteration"] for event in spans} == {2, 3}
     passes = [event for event in spans if event["cat"] == "pass"]
-    assert len(passes) == 2 * 2 * 2 * 2  # iterations, stages, micro-batches, forward and backward
-    assert {event["ph"] for event in events} >= {"s", "f"}  # messages as arrows
+    assert len(passes) == 2 * 2 * 2 * 2  # 2 iterations x 2 stages x 2 micro-batches x (forward, backward)
+    assert {event["ph"] for event in events} >= {"s", "f"}  # start and finish of the arrows that show messages
 
 
 def test_a_timeline_that_cannot_be_written_ends_no_run(tmp_path: Path, flags: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""tools/verify_layout.py finds planted mistakes of a parallel model and names the faulty layer."""
+"""tools/verify_layout.py finds typical bugs of a tensor-parallel layer and names the faulty layer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +20,11 @@ from megatron_tools.verify.records import Records
 from tds.pipe import PipelineModule
 from tests.support import covering, on_ranks
 
-MICROS, STEPS, AT = 2, 2, 2  # AT: index of the faulty layer in the list
+MICROS, STEPS, AT = 2, 2, 2  # AT: index of the faulty layer in the model's list of layers
 
 
 class Faulty(nn.Module):
-    """A layer that a user might add after a block, right in one process: [s, b, h] -> [s, b, h]."""
+    """Base of the faulty layers, which are right in one process only: [s, b, h] -> [s, b, h]."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Faulty(nn.Module):
 
 
 class NoGather(Faulty):
-    """A layer that uses the mean of its own output shard as the mean of all."""
+    """A layer that takes the mean over its own output shard for the mean over all shards."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -47,7 +47,7 @@ class NoGather(Faulty):
 
 
 class NoSum(NoGather):
-    """A row-parallel layer without its all-reduce, so each rank has only a partial sum."""
+    """A layer that lacks the all-reduce of its partial sums."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, _ = self.gate(hidden)
@@ -56,7 +56,7 @@ class NoSum(NoGather):
 
 
 class OwnDropout(Faulty):
-    """A layer whose dropout is seeded by rank."""
+    """A layer whose dropout mask differs between ranks, since its seed is the rank."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -73,7 +73,10 @@ class OwnValues(Faulty):
 
 
 class NoGradientSum(Faulty):
-    """A layer whose weight meets only this rank's shard, so its gradient is partial and needs an all-reduce."""
+    """A layer with a replicated weight that is applied to this rank's shard only.
+
+    Its gradient is a partial sum, and the layer lacks the all-reduce.
+    """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -88,7 +91,7 @@ class NoGradientSum(Faulty):
 
 
 class OwnStatistics(Faulty):
-    """A layer with a running mean of one replica's data, which changes no output."""
+    """A layer whose running mean, which no output uses, is computed from one replica's data."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -123,7 +126,10 @@ def _decoder(fault: type[Faulty] | None) -> Callable[[], nn.Module]:
 
 
 class NormForgets(GPT2):
-    """A norm with a plain parameter: under sequence parallelism its gradient covers only the rank's tokens."""
+    """A GPT-2 in which a norm's weight is a plain nn.Parameter instead of a declared one.
+
+    Under sequence parallelism, its gradient covers this rank's tokens only and is not all-reduced.
+    """
 
     def model(self, config: Any, tokenizer: Any) -> nn.Module:
         model = super().model(config, tokenizer)
@@ -195,7 +201,7 @@ FORWARD = [(NoGather, ""), (NoSum, ""), (OwnDropout, "")]
 @pytest.mark.parametrize("fault", covering([fault for fault, _ in FORWARD], lambda fault: fault is NoGather))
 def test_a_wrong_output_is_named(fault: type[Faulty], tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(fault, Layout(tp=2), tmp_path, tiny_data, vocab_file)
-    assert not found.agrees and found.first_values is None and found.forward
+    assert not found.agrees and found.initial_values is None and found.forward
     assert (found.forward.layer, found.forward.name) == (f"{AT}", f"{AT}.extra")
     assert found.forward.kind == fault.__name__
     table = as_table([found], TOLERANCE["fp32"])
@@ -204,7 +210,7 @@ def test_a_wrong_output_is_named(fault: type[Faulty], tmp_path: Path, tiny_data:
 
 def test_a_gradient_that_is_not_summed_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(NormForgets, Layout(tp=2, sp=True), tmp_path, tiny_data, vocab_file)
-    assert not found.agrees and found.forward is None and found.first_values is None and found.backward
+    assert not found.agrees and found.forward is None and found.initial_values is None and found.backward
     assert found.backward.name == "layers.1.input_layernorm.weight" and found.others == 0
     assert "the copies differ from each other" in found.backward.words
 
@@ -216,10 +222,10 @@ def test_a_gradient_of_a_share_is_named(tmp_path: Path, tiny_data: str, vocab_fi
 
 
 @pytest.mark.full
-def test_first_values_by_rank_are_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+def test_initial_values_by_rank_are_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(OwnValues, Layout(tp=2), tmp_path, tiny_data, vocab_file)
-    assert found.first_values and found.first_values.name == f"{AT}.extra.scale"
-    assert "never seeded by the rank" in found.first_values.words
+    assert found.initial_values and found.initial_values.name == f"{AT}.extra.scale"
+    assert "the same random seed" in found.initial_values.words
 
 
 def test_a_buffer_that_differs_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

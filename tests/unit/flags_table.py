@@ -42,7 +42,7 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
 def _rows(
     kinds: tuple[type, ...], of: Sequence[Row] = (*MEGATRON, *foreign_core.ROWS), chinese: bool = False
 ) -> dict[str, list[str]]:
-    """Return the flags grouped by their effect, in the order of the table."""
+    """Return effect -> flags with this effect, in the order of the page's table."""
     found: dict[str, list[str]] = {}
     for row in of:
         if isinstance(row.outcome, kinds):
@@ -78,7 +78,7 @@ def english() -> list[str]:
 
 
 def chinese() -> list[str]:
-    """Return the Chinese tables. Raises KeyError for words that flags_words.py does not have."""
+    """Return the tables in Chinese. Raises KeyError for English text that flags_words.py does not translate."""
     return [
         _table("参数", "当作", _rows((Means, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),

@@ -1,7 +1,7 @@
 """Chinese text of the tables in docs/migration_zh.md, by the English text in docs/migration.md."""
 
 CHINESE = {
-    # replaced by another flag
+    # Notes on flags that are translated to another flag.
     "1 there means no pipeline, which is 0 here": "没有流水线在那里是 1，在这里是 0",
     "iterations count from 0 there and from 1 here": "第一次迭代在那里是 0，在这里是 1",
     "there the fused GELU uses tanh and the other one erf": "那里融合的 gelu 用 tanh，否则用 erf",
@@ -28,7 +28,7 @@ CHINESE = {
     "rebuild the corpus with tools/preprocess_data.py": "用 tools/preprocess_data.py 重新生成语料",
     "always on": "总是打开",
     "the sample order is always shuffled by --seed": "样本只有一种顺序，由 --seed 打乱",
-    # without effect
+    # Reasons why a flag has no effect.
     "DeepSpeed always does this": "DeepSpeed 本来就这样做",
     "an optimizer on the CPU is always torch's": "CPU 上的优化器本来就是 torch 的",
     "the device decides: NCCL between GPUs, gloo between CPUs": "由设备决定：GPU 之间用 NCCL，CPU 之间用 gloo",
@@ -58,7 +58,7 @@ CHINESE = {
     "always on: --load without a checkpoint is an error": "本来如此：--load 找不到检查点就是错误",
     "checkpoints have one format, which every layout reads": "检查点只有一种格式，任何布局都能读",
     "metrics.jsonl has all timings": "已有的计时都在 metrics.jsonl 里",
-    # refused
+    # Advice for refused flags.
     "the batch size is constant": "批大小自始至终不变",
     "--partition-method decides how layers are split into stages": "层在哪里切开由 --partition-method 决定",
     'write "zero_optimization": {"reduce_bucket_size": ...} in --deepspeed-config': '在 --deepspeed-config 里写 "zero_optimization": {"reduce_bucket_size": ...}',
@@ -101,6 +101,6 @@ CHINESE = {
     "give --data-path; corpus/sample.jsonl is a small text": "给出 --data-path；corpus/sample.jsonl 是一小段文本",
     "name corpora with --data-path, or with --train-data-path, --valid-data-path and --test-data-path": "语料由 --data-path、--train-data-path 等给出",
     "give that run's config.json with --config": "用 --config 给出那次运行的 config.json",
-    # keys of JSON files
+    # Notes on keys of JSON files.
     "gated, as in a Llama": "带门控，与 Llama 相同",
 }  # fmt: skip

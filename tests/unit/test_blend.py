@@ -1,4 +1,4 @@
-"""Blends of corpora: proportions at every prefix, purity, and a position that proves which samples were read."""
+"""Blends of corpora: the shares after any number of samples, and a hash that proves which samples were read."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.blend import BlendedDataset, consumed_by_corpus, order_of, quotas
 from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sample_hash import extend
 
 
 class Numbers:
-    """A dataset whose sample n is (name, n)."""
+    """A dataset whose sample n is the tuple (name, n)."""
 
     def __init__(self, name: str, samples_per_epoch: int = 10) -> None:
         self.name, self.samples_per_epoch = name, samples_per_epoch
@@ -72,14 +72,14 @@ def test_consumed_samples_are_those_that_were_located(weights: list[str], sample
     [((0.7, 0.3), 1), ((1, 2, 4), 1), ((1, 1e-6, 1e-5), 2), ((0.6, 0.4, 3e-6), 2), ((0.9999, 0.00004, 1e-7), 2)],
 )
 def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bound: int) -> None:
-    """Each corpus's count is within one sample of its share, or within two if tiny shares need a second level."""
+    """Each corpus's count is within one sample of its share, or two if rare corpora form a separate blend."""
     samples = 400_000
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     owners, _ = blend._locate_all(0, samples)
     prefix = np.arange(1, samples + 1)
     for i, weight in enumerate(weights):
         deviation = np.abs(np.cumsum(owners == i) - prefix * (weight / sum(weights)))
-        drift = prefix * (weight / sum(weights)) / 65536  # rounded weights drift
+        drift = prefix * (weight / sum(weights)) / 65536  # long weights are rounded to 1/65536
         assert (deviation < bound + drift * (bound > 1) + 1e-6).all()
 
 
@@ -92,7 +92,7 @@ def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bou
     ids=["mixed", "tiny", "short", "equal", "many", "many small"],
 )  # fmt: skip
 def test_any_weight_is_kept(weights: tuple[float, ...]) -> None:
-    """Weights have no lower limit: a corpus of a millionth gets a millionth everywhere, without repeated samples."""
+    """Weights have no lower limit: a corpus of weight 1e-6 gets its share everywhere, and no sample repeats."""
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     total = sum(weights)
     for n in (0, 10**6, 10**9 + 7, 10**12 + 1):
@@ -141,7 +141,7 @@ def test_the_position_does_not_depend_on_batches(cuts: list[int], first: int) ->
 
 
 def test_the_position_equals_a_loop() -> None:
-    """The position hash equals a loop of Horner's rule in integers."""
+    """The hash of the samples read equals Horner's rule, computed in a loop over Python integers."""
     from megatron.data.sample_hash import BASE, _mix
 
     state = 0

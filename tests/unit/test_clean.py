@@ -95,7 +95,7 @@ def test_what_is_kept(text: str) -> None:
 
 
 def test_misread_text_is_found_everywhere() -> None:
-    """Each document of the bundled corpus is detected if it is read in a wrong encoding, and never as it is."""
+    """Each document of the bundled corpus is dropped as mojibake if it was decoded wrongly, and kept otherwise."""
     off_length = [name for name in DEFAULT_RULES if name != "length"]
     thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
     for text in texts([str(SAMPLE)]):
@@ -104,7 +104,7 @@ def test_misread_text_is_found_everywhere() -> None:
             continue
         for wrong in (text.encode().decode("gb18030", "replace"), text.encode("gb18030", "ignore").decode("latin-1")):
             assert clean(wrong, off_length).reason == "mojibake"
-        for kind in thrown_away:  # these conversions lose bytes, so the remainder can be anything
+        for kind in thrown_away:  # these conversions lose bytes, so not every result can be detected
             wrong = text.encode("gb18030", "ignore").decode(kind, "ignore")
             thrown_away[kind].append(clean(wrong, off_length).reason == "mojibake")
     assert {kind: sum(found) / len(found) > 0.6 for kind, found in thrown_away.items()} == {"big5": True, "utf-8": True}

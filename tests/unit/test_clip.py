@@ -1,4 +1,4 @@
-"""The gradient norm against sums in fp64; a large weight and its shards give the same number."""
+"""The gradient norm equals a sum in fp64, for a large weight and for its shards; clipping scales every dtype."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_the_norm_of_any_size_is_that_of_fp64(size: int, dtype: torch.dtype) -> 
     gradient = (torch.randn(size) * 1e-3 + 0.02 * (torch.rand(size) < 0.01)).to(dtype)
     assert norm_of([gradient]) == pytest.approx(
         gradient.double().norm().item(), rel=1e-6
-    )  # a row of 4096 elements is summed in fp32
+    )  # tds.clip sums rows of 4096 elements in fp32
 
 
 def test_shards_of_a_weight_have_the_norm_of_the_weight() -> None:
@@ -33,7 +33,7 @@ def test_shards_of_a_weight_have_the_norm_of_the_weight() -> None:
         parts = [norm_of([part]) for part in gradient.chunk(ranks)]
         assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(
             whole, rel=1e-6
-        )  # a row of 4096 elements is summed in fp32
+        )  # tds.clip sums rows of 4096 elements in fp32
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -46,7 +46,7 @@ def test_a_value_that_is_not_finite_shows(bad: float, place: int) -> None:
 
 @pytest.mark.parametrize("first", [torch.float16, torch.bfloat16, torch.float32])
 def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
-    """A norm of 3e10 leaves gradients of 1e-3, whatever the dtype of the first weight."""
+    """Clipping applies one factor, here 2e-13, to every gradient, although the first one's fp16 cannot represent it."""
     gradients = [torch.ones(4, dtype=first), torch.full((4,), 1.5e10), torch.full((4,), 1.5e10, dtype=torch.float64)]
     parameters = []
     for gradient in gradients:
@@ -57,5 +57,5 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
     factor = 1e-2 / norm.item()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         assert parameter.grad is not None
-        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # half precision rounds
+        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # fp16 and bf16 round
         torch.testing.assert_close(parameter.grad.double(), gradient.double() * factor, rtol=rel, atol=1e-7)

@@ -32,7 +32,7 @@ GONE_FROM_DEEPSPEED = {"tds.utils.distributed init_distributed", "tds.runtime.en
 
 
 def test_every_name_is_here_or_names_its_counterpart() -> None:
-    """Every imported name exists or its error names the counterpart, which the reference lists."""
+    """Each name that CPM-Pretrain's code imports exists, or the ImportError names its documented counterpart."""
     pages = [(ROOT / "docs/reference" / page).read_text(encoding="utf-8") for page in ("imports.md", "imports_zh.md")]
     here = 0
     for module, name in NAMES:
@@ -66,7 +66,7 @@ def test_every_setting_that_the_original_reads_has_a_value_or_a_reason() -> None
 
 
 def test_names_are_found_without_torch() -> None:
-    """Names resolve without importing torch, which data tools must not pay for."""
+    """Importing `megatron` and its table of names does not import torch, which would slow down the data tools."""
     code = "import sys, megatron, megatron.compat.names; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -117,7 +117,7 @@ EOD, PAD = 1, 0
 
 
 def by_loops(tokens: Tensor, eod: int) -> Tensor:
-    """Return the attention mask [b, 1, s, s] position by position: each token sees its document's preceding tokens."""
+    """Return a mask [b, 1, s, s], by loops, that is True where a token sees a token up to itself in its document."""
     b, s = tokens.shape
     allowed = torch.zeros(b, 1, s, s, dtype=torch.bool)
     for n in range(b):
@@ -166,7 +166,7 @@ class Words:
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_masks_of_a_t5_are_taken(data: st.DataObject) -> None:
-    """T5 masks of padded documents are accepted and allow each token exactly its document."""
+    """CPM-Pretrain's function for T5 masks lets each token attend to exactly its document, with padded samples."""
     b, k, q = 2, 10, 8
     contexts, targets = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)
     ends, labels = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)

@@ -2,10 +2,12 @@ import json
 import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.checkpointing import plain_config
 from megatron.config import SECTIONS
 from megatron.config.command_line import Args, from_file, parse, with_values
 from megatron.config.ds_config import resolve
@@ -58,7 +60,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         (["--config", "/no/such.json"], "cannot read /no/such.json: No such file"),
         (
             ["--family", "t5", "--reset-position-ids"],
-            "--reset-position-ids: a T5 knows documents apart only with --reset-attention-mask; give both, or neither",
+            "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, or neither",
         ),
         (
             ["--family", "t5", "--position-embedding", "relative", "--relative-attention-max-distance", "16"],
@@ -93,7 +95,7 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, content: Any, message: str
         ({"sliding_window": 8}, "--sliding-window none", {"sliding_window": None}),
         ({"num_key_value_heads": 4, "kv_hidden_size": 8}, "--num-key-value-heads none", {"key_value_heads": 12, "head_size": 8}),
         ({"max_position_embeddings": 4096}, "--max-position-embeddings=none", {"max_position_embeddings": None}),
-        ({"unfused": ["rope", "swiglu"]}, "--unfused none", {"unfused": ()}),
+        ({"reference_ops": ["rope", "swiglu"]}, "--reference-ops none", {"reference_ops": ()}),
         ({"sliding_window": 8}, "--sliding-window none --sliding-window 3", {"sliding_window": 3}),
         ({"sliding_window": "none", "rope_scaling": "none"}, "", {"sliding_window": None, "rope_scaling": None}),
     ],
@@ -101,6 +103,24 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, content: Any, message: str
 def test_none_turns_off_what_a_file_sets(tmp_path: Path, content: Any, flags: str, found: dict[str, Any]) -> None:
     model = parse(["--config", write(tmp_path / "a.json", content), *flags.split()]).model
     assert {name: getattr(model, name) for name in found} == found
+
+
+def test_former_names_of_settings(tmp_path: Path) -> None:
+    """Flags, files, checkpoints and `get_args()` know a renamed setting by its former name, too."""
+    notes: list[str] = []
+    config = parse(["--unfused", "rope", "swiglu", "--failed-saves=5"], tell=notes.append)
+    assert (config.model.reference_ops, config.checkpoint.max_failed_saves) == (("rope", "swiglu"), 5)
+    assert [note.split(";")[0] for note in notes] == [
+        "--unfused is now --reference-ops",
+        "--failed-saves is now --max-failed-saves",
+    ]
+    assert Args(config).failed_saves == 5
+    content = config.to_dict()
+    content["model"]["unfused"] = content["model"].pop("reference_ops")
+    content["checkpoint"]["failed_saves"] = content["checkpoint"].pop("max_failed_saves")
+    assert from_file(write(tmp_path / "config.json", content)) == config
+    reader: Any = SimpleNamespace(path=tmp_path, config=content, tensors={})
+    assert plain_config(reader).model.reference_ops == ("rope", "swiglu")
 
 
 def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> None:
@@ -121,7 +141,7 @@ def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> No
 
 
 def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: Path) -> None:
-    """A new --rope-scaling drops a file's settings that it does not read; as flags, these are refused."""
+    """A --rope-scaling flag drops RoPE settings of --config that it does not read; given as flags, they are refused."""
     llama3 = {
         "rope_scaling": "llama3",
         "rope_scaling_factor": 8.0,
@@ -157,9 +177,9 @@ def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: P
     ("text", "message"),
     [
         ('{\n "lr": \n}', "a.json, line 3: Expecting value"),
-        ('{\n "lr": 1,\n "gas": 2,\n\n}', "a.json, line 3: JSON has no comma before a closing }"),
-        ('{"gas": [\n1, ]}', "a.json, line 2: JSON has no comma before a closing ]"),
-        ('{\n // the rate\n "lr": 1}', "a.json, line 2: JSON has no comments"),
+        ('{\n "lr": 1,\n "gas": 2,\n\n}', "a.json, line 3: JSON does not allow a comma before }"),
+        ('{"gas": [\n1, ]}', "a.json, line 2: JSON does not allow a comma before ]"),
+        ('{\n // the rate\n "lr": 1}', "a.json, line 2: JSON does not allow comments"),
     ],
 )
 def test_bad_json_names_the_line(text: str, message: str, tmp_path: Path) -> None:
@@ -224,7 +244,7 @@ def test_the_family_of_settings_that_do_not_say_it(tmp_path: Path) -> None:
 
 
 def test_settings_of_decoders_before_they_had_objectives(tmp_path: Path) -> None:
-    """Old decoder configurations contain T5's default objective, which is ignored for decoders."""
+    """Old config.json files of decoders contain T5's objective, span-corruption, which is ignored."""
     for family, read in (("gpt2", None), (None, None), ("t5", "span-corruption")):
         content = parse([]).to_dict()
         content["model"]["family"], content["data"]["objective"] = family, "span-corruption"
@@ -235,7 +255,7 @@ def test_settings_of_decoders_before_they_had_objectives(tmp_path: Path) -> None
 
 
 def test_every_setting_is_read_by_something() -> None:
-    """Every setting is read somewhere, since an unused flag is a bug."""
+    """The code reads every setting; a flag without a reader would be a bug."""
     root = Path(__file__).resolve().parents[2]
     source = (
         "".join(
@@ -266,7 +286,7 @@ def test_every_setting_is_read_by_something() -> None:
         ("--family gpt2 --model-parallel-size 4 --seq-length 64", False, False),
         ("--family gpt2 --model-parallel-size 4 --seq-length 66", True, False),
         ("--family gpt2 --seq-length 64", True, False),
-        ("--model-parallel-size 4 --seq-length 64", True, False),  # a custom model may not support it
+        ("--model-parallel-size 4 --seq-length 64", True, False),  # a custom model may not split sequences
         ("--model-parallel-size 4 --seq-length 66 --sequence-parallel", False, True),
         ("--family gpt2 --model-parallel-size 4 --seq-length 64 --no-sequence-parallel", True, False),
         ("--family t5 --model-parallel-size 4 --enc-seq-length 62 --seq-length 64", True, False),
@@ -277,7 +297,7 @@ def test_sequences_are_split_where_that_pays(flags: str, accelerated: bool, spli
 
 
 def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:
-    """Context ranks share samples, so they do not enlarge the global batch; DeepSpeed counts them as replicas."""
+    """Context-parallel ranks do not enlarge the global batch; DeepSpeed's train_batch_size counts them as replicas."""
     config = parse(["--context-parallel-size", "2", "--model-parallel-size", "2", "--batch-size", "3", "--gas", "5"])
     assert config.parallel.data_parallel_size(8) == 2 and config.train_batch_size(8) == 30
     assert resolve(config, 8, False).deepspeed["train_batch_size"] == 60

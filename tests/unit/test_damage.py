@@ -10,16 +10,16 @@ import pytest
 
 from data_utils.documents import chunks, documents
 from data_utils.files import find_files
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.streams import BadLine, InputError
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 
 VOCAB = 300
 
 
 def corrupt(content: bytes, rng: random.Random) -> bytes:
-    """Make one to three changes: a flipped bit, a changed number, or bytes removed or inserted."""
+    """Return `content` with one to three changes: a flipped bit, a changed number, bytes removed or inserted."""
     raw = bytearray(content)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(raw)) if raw else 0
@@ -41,7 +41,7 @@ def corrupt(content: bytes, rng: random.Random) -> bytes:
 
 
 def read_all(prefix: str) -> list[list[int]]:
-    """Read everything that a dataset offers, checking that no id is outside the vocabulary."""
+    """Return all sequences of a dataset, after checking that every training sample has valid token ids."""
     indexed = IndexedDataset(prefix)
     found = [indexed[i].tolist() for i in range(len(indexed))]
     assert [len(each) for each in found] == indexed.sizes.tolist()
@@ -58,7 +58,7 @@ def read_all(prefix: str) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("ending", ["idx", "bin"])
 def test_damaged_pairs(tmp_path: Path, ending: str, dtype: type[np.integer]) -> None:
-    """Damaged pairs are refused or harmless, as a changed .bin is if its ids stay in the vocabulary (6,000 trials)."""
+    """A damaged .bin/.idx pair is refused, or readable with all ids inside the vocabulary (6,000 trials)."""
     rng = np.random.default_rng(5)
     with IndexedDatasetBuilder(tmp_path / "x", dtype) as builder:
         for d in range(12):
@@ -87,7 +87,7 @@ def test_damaged_pairs(tmp_path: Path, ending: str, dtype: type[np.integer]) -> 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".txt", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst"])
 def test_damaged_text(tmp_path: Path, ending: str) -> None:
-    """Damaged text gives documents, a bad line with its place, or an error that names the file (700 trials each)."""
+    """Damaged text files give documents, bad lines with their number, or an error with the file's name."""
     import gzip
     import lzma
 

@@ -1,4 +1,4 @@
-"""DeepSpeed releases that scale gradients differently are refused by version, and by measurement if a user insists."""
+"""Other DeepSpeed releases are refused; TDS_ANY_DEEPSPEED=1 allows those whose gradient scale measures right."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,10 +48,10 @@ def _times(factor: float) -> Callable[[Any], Any]:
 
 
 def _measured(zero: int, precision: str, fault: str) -> list[str]:
-    """Return the measured verdicts for a plain engine and for a pipeline, with a fault injected into DeepSpeed."""
+    """Inject a fault into DeepSpeed; return the verdicts, right or wrong, without and with a pipeline."""
     patch = pytest.MonkeyPatch()
     measure._right.clear()
-    if fault == "accumulation":  # DeepSpeed 0.17.0 to 0.18.2 has this fault
+    if fault == "accumulation":  # DeepSpeed 0.17.0 to 0.18.2 really has this fault
         patch.setattr(DeepSpeedEngine, "backward", _times(2))
     elif fault == "replicas":
         patch.setattr(Zero12Optimizer, "gradient_average", property(lambda _: False, lambda *_: None), raising=False)
@@ -90,7 +90,7 @@ def test_a_wrong_factor_is_measured_and_a_right_one_passes() -> None:
         (3, "fp32", ""): ["right"],
         (0, "bf16", ""): ["right", "right"],
         (1, "fp16", ""): ["right", "right"],
-        (0, "fp32", "accumulation"): ["wrong", "right"],  # a pipeline calls autograd directly
+        (0, "fp32", "accumulation"): ["wrong", "right"],  # a pipeline does not call DeepSpeedEngine.backward
         (2, "fp32", "accumulation"): ["wrong"],
         (1, "fp32", "replicas"): ["wrong", "wrong"],
         (1, "fp16", "loss scale"): ["wrong", "wrong"],
@@ -112,7 +112,7 @@ def _summed() -> str:
 
 
 def test_a_sum_over_replicas_that_the_user_asks_for_is_a_sum_under_a_pipeline() -> None:
-    """A requested sum over replicas is a sum under a pipeline: gradients of 1 on 2 replicas move the bias by 0.2."""
+    """A pipeline follows gradient_allreduce_op "sum": two replicas with gradient 1 and lr 0.1 move the bias by 0.2."""
     assert on_ranks(2, _summed) == ["0.2000", "0.2000"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from megatron.model.attention import kernels_for
+from megatron.model.attention_kernels import kernels_for
 from megatron.model.mlp import gated_gelu, gelu
 from megatron.ranks import device
 from megatron.training.metrics import Timers
@@ -17,7 +17,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def test_bf16_that_is_emulated_is_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated bf16 is not fast: torch reports support on a V100 unless emulation is excluded."""
+    """A GPU that only emulates bf16, such as a V100, is not `fast_bf16`, although torch reports bf16 support."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert not device.fast_bf16(CUDA)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
@@ -47,7 +47,7 @@ def test_tf32_is_spoken_of_where_it_could_be_on(monkeypatch: pytest.MonkeyPatch)
 
 
 class _Event:
-    """A device that reaches each event one second after the previous one, long after it was recorded."""
+    """A stand-in for torch.Event on a device that completes each event one second after the previous one."""
 
     reached = 0.0
 
@@ -80,7 +80,7 @@ def test_timers_take_what_the_device_noted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gate_and_value_may_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and value may be strided views, as on accelerators, without changing the input or the gradients."""
+    """Gated GELU is right and leaves its input unchanged if gate and value are strided views, as on a GPU."""
     from megatron.model import mlp
 
     monkeypatch.setattr(mlp, "_apart", lambda x: x.view(*x.shape[:-1], -1, 2).unbind(-1))

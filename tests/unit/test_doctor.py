@@ -47,7 +47,7 @@ def only(found: Iterable[Finding], check: str) -> Finding:
 
 @pytest.fixture
 def examined(tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A function that returns all findings for a run with the given flags, by check."""
+    """A function that examines a run with the given flags and returns check name -> finding."""
     for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
 
@@ -87,8 +87,8 @@ def test_all_faults_of_flags_and_files(examined: Callable[..., Any], tmp_path: P
     refused = tmp_path / "ds.json"
     refused.write_text('{"scheduler": {}}')
     check("ds_config", "'scheduler' has no effect here", "--deepspeed-config", str(refused))
-    check("tokens", "a sample takes 4097", "--seq-length", "4096", state="warning")
-    check("tokens", "a sample takes 100001", "--seq-length", "100000")
+    check("tokens", "a sample needs 4097", "--seq-length", "4096", state="warning")
+    check("tokens", "a sample needs 100001", "--seq-length", "100000")
     check("data", "there is no", data=str(tmp_path / "nowhere"))
     check("ids", "the vocabulary ends at 499", "--vocab-size", "500")
 
@@ -99,7 +99,7 @@ def test_all_faults_of_flags_and_files(examined: Callable[..., Any], tmp_path: P
     check("data", "100", data=str(cut))
     shutil.copy(tiny_data + ".bin", f"{cut}.bin")
     Path(f"{cut}.json").write_text(json.dumps({"fingerprint": "0" * 64}))
-    check("tokenizer of the data", "was made with the one of SHA-256 000000000000", data=str(cut))
+    check("tokenizer of the data", "SHA-256 000000000000", data=str(cut))
 
 
 def test_memory_and_disk(examined: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +289,8 @@ def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
     assert read is not None and read.model.hidden_size == 16 and found[0].state == "ok"
     written = str(tmp_path / "config.json")
     read, found = settings.read(MODEL, written, 1)
-    assert read is not None and f"of the flags given, not of {written}" in found[0].words
-    assert "flags given" not in settings.read(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
+    assert read is not None and f"given flags, not {written}" in found[0].words
+    assert "given flags" not in settings.read(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) ->
 
 
 def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
-    """A corpus with another end token is detected even if both tokenizers have the same fingerprint."""
+    """A corpus with another end-of-document token is reported, even if both tokenizers have one fingerprint."""
     train_byte_bpe(["The river runs"] * 9, str(tmp_path / "tokenizer.json"), 264, "hf", ["<|im_end|>"])
     pair, jsonl = str(tmp_path / "c_text_document"), tmp_path / "c.jsonl"
     jsonl.write_text("".join(json.dumps({"text": f"river {i} runs"}) + "\n" for i in range(9)))
@@ -372,7 +372,7 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
     preprocess("e", "--no-append-eod")  # this corpus has no end tokens
     assert checked(usual, f"{tmp_path}/e_text_document") == "ok"
     about = json.loads((tmp_path / "c_text_document.json").read_text())
-    del about["eod"]  # an old corpus does not record it
+    del about["eod"]  # corpora of older versions do not record the end token
     (tmp_path / "c_text_document.json").write_text(json.dumps(about))
     assert checked(other) == "ok"
 
@@ -387,7 +387,7 @@ def test_rank_0_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("broken", ["torch", "deepspeed"])
 def test_packages_that_are_there_and_broken(broken: str, tmp_path: Path) -> None:
-    """Broken packages leave all other lines intact, with and without the flags of a run."""
+    """A package whose import fails is reported, and all other checks still run, with and without flags of a run."""
     (tmp_path / broken).mkdir()
     (tmp_path / broken / "__init__.py").write_text('raise OSError("libmissing.so.12: cannot open shared object file")')
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -12,9 +12,9 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
 from megatron.model.biased_attention import biased_attention
-from megatron.model.chunks import SMALL, chunks_of
-from megatron.model.document_attention import chunks_for, document_attention
+from megatron.model.flash_attention import flash_attention
 from megatron.model.masks import Documents
+from megatron.model.pieces import SMALL, pieces_for, pieces_of
 
 HEADS, WIDTH, SCALE = 3, 8, 0.3
 
@@ -67,9 +67,9 @@ def _gradients(call: Any, documents: Documents, dtype: torch.dtype) -> list[Tens
 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    chunks = chunks_for(query, documents)
-    assert chunks is not None
-    return document_attention(query, key, value, chunks, SCALE)
+    pieces = pieces_for(query, documents)
+    assert pieces is not None
+    return flash_attention(query, key, value, pieces, SCALE)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 0.05)])
@@ -91,11 +91,11 @@ def test_with_a_learned_bias(name: str) -> None:
     s = grad.shape[2]
     inputs = [x.detach().requires_grad_() for x in (*inputs, torch.randn(1, HEADS, s, s, dtype=torch.float64))]
     query, key, value, bias = inputs
-    chunks = chunks_for(query, documents)
+    pieces = pieces_for(query, documents)
     ours, theirs = (
         [out, *torch.autograd.grad(out, inputs, grad)]
         for out in (
-            biased_attention(query, key, value, bias, chunks, SCALE),
+            biased_attention(query, key, value, bias, pieces, SCALE),
             _written_down(query, key, value, documents, bias),
         )
     )
@@ -108,12 +108,12 @@ def test_heads_lie_side_by_side_as_layers_go_on_with_them() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_chunks_hold_every_query_once_and_no_score_too_many(name: str) -> None:
+def test_pieces_hold_every_query_once_and_no_score_too_many(name: str) -> None:
     documents = CASES[name]
-    chunks = chunks_of(documents)
-    assert chunks is not None and chunks_of(documents) is chunks, "found once"
+    pieces = pieces_of(documents)
+    assert pieces is not None and pieces_of(documents) is pieces, "found once"
     seen = torch.zeros_like(documents.queries)
-    for row, queries, keys, mask in chunks.found:
+    for row, queries, keys, mask, *_ in pieces.found:
         seen[row, queries] += 1
         if mask is not None:
             assert mask.shape == (1, 1, queries.stop - queries.start, keys.stop - keys.start)
@@ -121,25 +121,25 @@ def test_chunks_hold_every_query_once_and_no_score_too_many(name: str) -> None:
     assert (seen == 1).all()
 
 
-def test_tiny_documents_share_chunks() -> None:
-    chunks = chunks_of(Documents(torch.arange(1, 513).expand(4, 512), None, True))
-    assert chunks is not None and len(chunks.found) == 4 * 512 // SMALL
+def test_tiny_documents_share_pieces() -> None:
+    pieces = pieces_of(Documents(torch.arange(1, 513).expand(4, 512), None, True))
+    assert pieces is not None and len(pieces.found) == 4 * 512 // SMALL
 
 
 def test_a_document_in_two_pieces_needs_the_mask() -> None:
     ids = _rows([(1, 3), (2, 3), (1, 3)])
     for documents in (Documents(ids), Documents(ids.clone(), None, True), Documents(ids.clone(), _rows([(1, 9)]))):
-        assert chunks_of(documents) is None
+        assert pieces_of(documents) is None
 
 
-def test_chunks_change_and_go_with_their_ids() -> None:
+def test_pieces_change_and_go_with_their_ids() -> None:
     gc.disable()
     try:
         ids = TINY.clone()
-        before = chunks_of(Documents(ids, None, True))
+        before = pieces_of(Documents(ids, None, True))
         assert before is not None
         ids[2] = 1
-        after = chunks_of(Documents(ids, None, True))
+        after = pieces_of(Documents(ids, None, True))
         assert after is not None and len(after.found) == len(before.found) and after.found[-1].mask is None
         assert before.found[-1].mask is not None
         gone = weakref.ref(before.found[-1].mask)
@@ -158,7 +158,7 @@ FAMILIES = {
 
 
 def _learns(flags: str) -> list[Tensor]:
-    """Return a model's loss in fp64 over two micro-batches, and its gradients."""
+    """Return a model's losses of two micro-batches, [2] in fp64, and the gradients of their sum."""
     config = parse(flags.split())
     torch.manual_seed(1)
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config).double()
@@ -183,14 +183,14 @@ def _learns(flags: str) -> list[Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> None:
     flags = f"{FAMILIES[family]} --hidden-dropout {dropout} --attention-dropout {dropout}"
-    ours, theirs = _learns(f"{flags} {more}"), _learns(f"{flags} --unfused document-attention biased-attention")
+    ours, theirs = _learns(f"{flags} {more}"), _learns(f"{flags} --reference-ops document-attention biased-attention")
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 7)])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_ids_of_other_tokens_are_refused(family: str, shape: tuple[int, int]) -> None:
-    """Document ids of another shape are refused, since rows without documents would keep uninitialised memory."""
+    """Document ids must have the shape of the tokens; the output for tokens without an id would be uninitialised."""
     config = parse(
         f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 32".split()
     )

@@ -37,7 +37,7 @@ def headings(path: Path) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors that GitHub and the site make of headings."""
+    """Return the anchors that GitHub and the site derive from a page's headings."""
     found: set[str] = set()
     for line in headings(path):
         words = re.sub(r"[^\w\- ]", "", line.lstrip("# ").strip().lower()).replace(" ", "-")
@@ -66,7 +66,7 @@ def test_both_languages_have_the_same_commands_and_headings(path: Path) -> None:
     levels = [[line.split()[0] for line in headings(p)] for p in (path, other)]
     assert levels[0] == levels[1]
     rows = [len(re.findall(r"^ *\|", text(p), flags=re.MULTILINE)) for p in (path, other)]
-    if path.parent != reference.FOLDER and path.stem != "migration":  # Chinese tables of these pages are shorter
+    if path.parent != reference.FOLDER and path.stem != "migration":  # the Chinese pages have fewer rows
         assert rows[0] == rows[1], "tables of another number of rows"
 
 
@@ -90,7 +90,7 @@ def drifting(content: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in EVERY if p.stem.endswith("_zh")], ids=name)
 def test_words_do_not_drift(path: Path) -> None:
-    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # these pages contain terms of the code
+    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # both need the rejected terms
         assert drifting(text(path)) == []
 
 
@@ -135,7 +135,7 @@ def test_errors_of_the_faq_are_those_of_the_code() -> None:
         rest = error.strip().partition(": ")[2]
         for sentence in sentences():
             rest = rest.replace(sentence, "")
-        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # neither number nor name
+        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # three words are a message
         assert not words, f"nothing in the code says this any more: {rest}"
 
 

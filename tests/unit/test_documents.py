@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from data_utils import clean_corpus
+from data_utils.chat_templates import messages_of
 from data_utils.documents import chunks, documents, texts
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError
-from megatron.tokenizer.chat import messages_of
 from tests.support import ROOT
 
 LARGEST = 4000
 
 
 def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "utf-8") -> tuple[list[str], list[str]]:
-    """Return (texts, messages about bad documents without the path)."""
+    """Return the texts of a file, and the messages about its bad documents with the path removed."""
     found = [
         d for c in chunks(Source(str(path), encoding=encoding), size, largest) for d in documents(c, largest=largest)
     ]
@@ -139,7 +139,7 @@ def test_a_bad_row_is_one_bad_document(tmp_path: Path) -> None:
 
 
 def test_lines_are_counted_once(tmp_path: Path) -> None:
-    """Bad lines in every second place of 2 MB are numbered correctly, without reading the file again."""
+    """If every second line of a 2 MB file is bad, the line numbers are right and cost no repeated reading."""
     path = tmp_path / "x.jsonl"
     path.write_text(('{"text": "good"}\n' + "x" * 40 + "\n") * 30_000)
     begin = time.process_time()
@@ -149,7 +149,7 @@ def test_lines_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    """A folder is read in one order; other files are reported, and hidden ones are skipped."""
+    """Text files of a folder are read in sorted order, files of other kinds reported, and hidden files skipped."""
     line = b'{"text": "%s"}\n'
     for name, content in {
         "a.ndjson": line % b"a", "b.JSONL": line % b"b", "c.jsonl.bz2": bz2.compress(line % b"c"), "d.TXT.GZ": gzip.compress(b"d"),
@@ -168,9 +168,9 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shards cleaned into one folder can be cleaned again as a whole, ignoring their reports.
+    """A folder of separately cleaned shards can be cleaned again as one corpus, as docs/data.md describes.
 
-    See docs/data.md.
+    The reports of the first cleaning, in the same folder, are not read as text.
     """
 
     def clean(source: Path, output: Path, *more: str) -> None:
@@ -193,7 +193,7 @@ def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All tools name a bad line or an overlong document by file and line, or skip and count it."""
+    """Tools refuse an unreadable or overlong document by file and line, or skip and count it on request."""
     dice = random.Random(1)
     lines = [json.dumps({"text": "".join(dice.choices("abcdefghij 春眠不觉晓", k=60))}) for _ in range(300)]
     lines[100:100] = ["no JSON", json.dumps({"text": "长" * 9000})]
@@ -237,7 +237,7 @@ def test_parquet(tmp_path: Path) -> None:
 def test_columns_of_parquet_as_the_hub_has_them(tmp_path: Path) -> None:
     """Parquet text is read from every Arrow string type, and conversations from lists of structs.
 
-    Other columns are named.
+    The message about a missing text column lists the columns and their types.
     """
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -292,7 +292,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
     path.write_bytes("\n\n".join("plain words"[:i] for i in range(1, 12)).encode("utf-16-le"))
     assert "looks like utf-16" in read(path)[1][0]
     dice = random.Random(1)
-    for _ in range(200):  # damaged UTF-8 is not mistaken for another encoding
+    for _ in range(200):  # the message about damaged UTF-8 must not suggest another encoding
         raw = bytearray("\n\n".join(CHINESE[:3]).encode())
         raw[dice.randrange(len(raw))] ^= 0x80
         path.write_bytes(raw)
@@ -307,7 +307,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
 
 
 def test_ascii_is_ascii(tmp_path: Path) -> None:
-    """ASCII text suggests no other encoding, and --encoding does not turn it into Chinese."""
+    """Errors about ASCII text suggest no other encoding, and a wrong --encoding for it is refused."""
     path = tmp_path / "x.txt"
     path.write_text("It is a truth universally acknowledged, that a single man. " * 200)
     _, bad = read(path)
@@ -330,7 +330,7 @@ def test_ascii_is_ascii(tmp_path: Path) -> None:
 def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
     """A JSON array takes at most five times the CPU time of JSON lines.
 
-    It is parsed twice, to find where items end.
+    An array is parsed twice: first to find where its items end.
     """
     records = [{"text": f"{i} " + "一段话" * 40} for i in range(12_000)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
@@ -349,7 +349,7 @@ def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
 def test_what_follows_a_stream_is_read_or_is_damage(
     tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
 ) -> None:
-    """Files of several compressed streams, as parallel compressors write them, are read, and damage is detected."""
+    """Files of several concatenated compressed streams, as parallel compressors write, are read; damage is detected."""
     streams = [compress(b"".join(b'{"text": "%d"}\n' % i for i in range(k, k + 100))) for k in (0, 100, 200)]
     path = tmp_path / f"x.jsonl{ending}"
     padding = b"\0" * 4 if ending == ".xz" else b""
@@ -373,7 +373,7 @@ def test_a_link_to_nothing_ends_it(tmp_path: Path) -> None:
 
 
 def test_folders_behind_links_and_patterns(tmp_path: Path) -> None:
-    """Folders reached by links and patterns are read once, even if a link leads back to its own folder."""
+    """Each folder is read once, even if links and patterns reach it twice or a link leads to its parent."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "raw/c").mkdir(parents=True)
     for name in ("raw/a.jsonl", "raw/c/c.jsonl", "raw/c/.no.jsonl", "disk/w.jsonl"):
@@ -393,7 +393,7 @@ def test_folders_behind_links_and_patterns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [True, False], ids=["listing", "entering"])
 def test_a_folder_that_cannot_be_read_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: bool) -> None:
-    """An unreadable folder is an error; it is simulated, since root can read everything."""
+    """An unreadable folder is an error. The test simulates it, since root can read every folder."""
     (tmp_path / "a/b").mkdir(parents=True)
     for name in ("a/a.jsonl", "a/b/b.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n')

@@ -1,4 +1,4 @@
-"""docs/reliability.md and the drills list the same faults, and each drill is an existing test."""
+"""docs/reliability.md and tests/drills/faults.py list the same faults, and each fault has an existing test."""
 
 import re
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.model.attention_dropout import attention_with_dropout, by_document
-from megatron.model.chunks import chunks_of
 from megatron.model.masks import Documents, added_mask, causal_mask
+from megatron.model.pieces import pieces_of
 
 
 def _rng() -> mpu.RngStreams:
@@ -69,7 +69,7 @@ def test_a_compiled_graph_draws_the_same_and_takes_any_stream() -> None:
 
 
 def test_several_draws_in_one_graph_are_several() -> None:
-    """Several draws in one compiled graph differ by their turn; torch would merge identical operations."""
+    """Two masks from one stream in a compiled graph differ by `turn`; torch.compile would merge equal operations."""
     rng, x = _rng(), torch.ones(64, requires_grad=True)
     stream = mpu.Stream(rng, "a")
 
@@ -113,9 +113,9 @@ def test_attention_drops_weights() -> None:
 def test_documents_drop_weights_one_by_one(causal: bool) -> None:
     ids = torch.tensor([[1] * 90 + [2] * 70, [1] * 100 + [2] * 30 + [3] * 30])
     query, key, value = (torch.randn(2, 3, 160, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    chunks = chunks_of(Documents(ids, None, causal))
-    assert chunks is not None and len(chunks.found) == 4, "the last two share a chunk"
-    ours = by_document(query, key, value, chunks, 0.5, 0.4, mpu.Stream(_rng(), "a", split=True))
+    pieces = pieces_of(Documents(ids, None, causal))
+    assert pieces is not None and len(pieces.found) == 4, "the last two share a chunk"
+    ours = by_document(query, key, value, pieces, 0.5, 0.4, mpu.Stream(_rng(), "a", split=True))
     sees = (ids[:, :, None] == ids[:, None])[:, None]
     sees = sees.tril() if causal else sees
     weights = (query @ key.mT * 0.5).masked_fill(~sees, -torch.inf).softmax(-1)

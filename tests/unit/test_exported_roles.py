@@ -1,4 +1,4 @@
-"""Token roles of an exported folder equal those of the imported one, or are omitted rather than mask an end token."""
+"""Exported folders have the bos, eos, pad and unk tokens of the imported folder, but no pad that masks an end."""
 
 import json
 import shutil
@@ -31,7 +31,10 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 
 
 def folder_of(path: Path, kind: str, about: dict[str, Any], generation: dict[str, Any], **ids: Any) -> Path:
-    """Save a model with a byte-level tokenizer. ids: token names for the ids in config.json."""
+    """Save a model with a byte-level tokenizer.
+
+    about: content of tokenizer_config.json. generation, ids: key of generation_config.json or config.json -> token.
+    """
     path.mkdir()
     train_byte_bpe(TEXT, str(path / "tokenizer.json"), 300, "hf", [*IM, "<s>", "</s>"])
     marks = load_tokenizer(str(path)).marks
@@ -74,7 +77,7 @@ def test_every_role_that_came_in_goes_out(name: str, tmp_path: Path) -> None:
     main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
     same_roles(folder, tmp_path / "out")
-    keep_tokenizer(str(folder), tmp_path / "c")  # a run directory keeps a copy, since the source may disappear
+    keep_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer, as a run does into its directory
     shutil.rmtree(folder / "config.json", ignore_errors=True)
     kept = str(tmp_path / "c" / FOLDER)
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "again"), "--vocab-file", kept]))
@@ -96,9 +99,9 @@ def same_roles(folder: Path, output: Path) -> None:
 
 
 def test_an_exported_chat_model_learns_its_ends(tmp_path: Path) -> None:
-    """An exported chat model learns its end tokens.
+    """Labels that transformers makes with an exported chat tokenizer contain the end-of-turn tokens.
 
-    transformers' collator would drop one that is also the pad token.
+    The collator would mask them if the end token were also the pad token.
     """
     kind, about, generation, ids = FOLDERS["Qwen3"]
     folder = folder_of(tmp_path / "in", kind, about, generation, **ids)
@@ -133,7 +136,7 @@ def test_our_own_pad_is_no_end(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_pad_that_a_text_may_give_is_none(tmp_path: Path) -> None:
-    """A token that ordinary text may produce, such as <unk> without byte pieces, is no pad token."""
+    """A token that ordinary text may produce, such as <unk> without byte fallback, does not become the pad token."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
@@ -144,7 +147,7 @@ def test_a_pad_that_a_text_may_give_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", export_roles.CLASS_ROLES)
 def test_roles_that_classes_give(name: str) -> None:
-    """The table of class roles equals the defaults of transformers' classes."""
+    """CLASS_ROLES has the default special tokens of transformers' tokenizer classes."""
     theirs = getattr(transformers, name)()
     roles = {role: getattr(theirs, role) for role in ("bos_token", "eos_token", "unk_token", "pad_token")}
     assert export_roles.CLASS_ROLES[name] == {role: token for role, token in roles.items() if token is not None}
@@ -157,7 +160,7 @@ def test_the_words_of_qwen2_are_those_of_the_class() -> None:
 
 
 def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
-    """A Qwen2 with another pre-tokenizer keeps its ids, although its folder names a class that splits differently."""
+    """An exported tokenizer gives the same ids, although its source names Qwen2Tokenizer, which splits differently."""
     folder = folder_of(tmp_path / "in", "qwen3", {**QWEN, "tokenizer_class": "Qwen2Tokenizer"}, {})
     ours, output = load_tokenizer(str(folder)), tmp_path / "out"
     output.mkdir()
@@ -172,7 +175,7 @@ def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_goes_out_without_one(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model without a tokenizer is exported without one, with unchanged weights, ids and generation settings."""
+    """A model without a tokenizer is exported without one; weights, special ids and generation settings survive."""
     from tests.unit.test_hf_configs import nothing, old, write
 
     ids = {"bos_token_id": 3, "eos_token_id": [5, 7], "pad_token_id": 9}

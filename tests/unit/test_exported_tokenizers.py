@@ -1,4 +1,4 @@
-"""Exported tokenizers give the same ids in transformers for unseen texts, or are not exported."""
+"""Exported tokenizers give the same ids in transformers for random texts; those that would not are not exported."""
 
 import contextlib
 import io
@@ -86,7 +86,7 @@ def held_out(dice: random.Random) -> Iterator[str]:
 
 
 def train_foreign(kind: str, path: Path, given: list[str], dice: random.Random) -> None:
-    """Train a sentencepiece model with options that other projects choose."""
+    """Train a sentencepiece model with random options of the kinds that other projects use."""
     t5 = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     options: dict[str, Any] = {"byte_fallback": dice.random() < 0.5, "add_dummy_prefix": dice.random() < 0.5}
     options |= {"model_type": dice.choice(("bpe", "bpe", "unigram", "unigram", "char", "word"))}
@@ -122,7 +122,7 @@ def train_foreign(kind: str, path: Path, given: list[str], dice: random.Random) 
 
 
 def fitting(train: Callable[[int], None]) -> None:
-    """Train with the largest vocabulary that the text allows."""
+    """Call `train` with the largest vocabulary size, 270 to 600, that the text allows."""
     for size in range(600, 260, -10):
         with contextlib.suppress(TokenizerError):
             train(size)
@@ -177,12 +177,12 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
     exported(output, ours, path, model_type)
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(output)
-    except Exception as error:  # the library raises no narrower class
+    except Exception as error:  # transformers raises no narrower class
         assert path.name in str(error) and kind not in ("hf", "gpt2-bpe", "llama"), (kind, error)
         assert load_tokenizer(str(output)).fingerprint == ours.fingerprint
         return
     given = ours.encode
-    if kind == "t5":  # Unigram segmentations may tie, so the reference is transformers' own conversion
+    if kind == "t5":  # Unigram segmentations may tie, so compare with transformers' conversion of the source
         (source / "config.json").write_text('{"model_type": "t5"}')
         before = transformers.AutoTokenizer.from_pretrained(source)
         given = lambda text: before(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -192,7 +192,7 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
 def test_a_first_piece_of_punctuation_is_a_piece(given: str, tmp_path: Path) -> None:
-    """A first BPE piece of punctuation stays a piece, although its score 0 is also that of user-defined symbols."""
+    """The first BPE merge is exported as a merge, although its score, 0, is also that of user-defined symbols."""
     path = tmp_path / "zh.model"
     train_sentencepiece([given], str(path), 268)
     ours, output = load_tokenizer(str(path)), tmp_path / "out"

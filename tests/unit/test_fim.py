@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: how documents are rearranged, how often, and reproducibly from the seed."""
+"""Fill-in-the-middle: the order of rearranged documents, their rate, and reproducibility from the seed."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.fim import FillInTheMiddle
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.tasks.fim import gaps_of
 from megatron.tokenizer import load_tokenizer
 from tests.support import losses, train_gpt2
@@ -31,9 +31,9 @@ HALF = gaps(0.5)
 
 
 def pieces(ids: list[int]) -> tuple[list[int], list[int], list[int], bool]:
-    """Return (prefix, middle, suffix, suffix first) of a document in the paper's formats.
+    """Return (prefix, middle, suffix, whether the suffix comes first) of a rearranged document.
 
-    In SPM format the middle follows the prefix directly.
+    In suffix-first (SPM) order the prefix is empty, and `middle` is the prefix followed by the middle.
     """
     assert ids[0] == PREFIX and [ids.count(mark) for mark in (PREFIX, MIDDLE, SUFFIX)] == [1, 1, 1]
     suffix, middle = ids.index(SUFFIX), ids.index(MIDDLE)
@@ -52,23 +52,26 @@ def test_the_pieces_are_the_text(length: int, closed: bool, spm: bool, first: fl
         return
     assert found[len(found) - closed :] == end
     prefix, middle, suffix, suffix_first = pieces(found[: len(found) - closed])
-    # Suffix first: prefix and middle both follow the last token.
+    # In suffix-first order, `middle` includes the prefix.
     assert (middle + suffix if suffix_first and spm else prefix + middle + suffix) == text[: length - 3]
     assert gaps().document(ids, False, spm, (first, second)).tolist() == ids.tolist()
 
 
 def test_rates_and_cuts() -> None:
-    """Rearrangement and cuts have the expected rates: 9 tokens of each document remain, so a cut has 10 places."""
+    """Documents are rearranged at the given rates, and cuts fall uniformly between tokens.
+
+    The three special tokens displace 3 of 12 tokens, so a cut has 10 possible positions, 0 to 9.
+    """
     window = np.tile(np.append(np.arange(1, 13), EOD), 8)
     found = np.concatenate([gaps(0.6, 0.3).window(window, [13] * 8, [7, n]) for n in range(500)]).reshape(4000, 13)
     rearranged = found[found[:, 0] == PREFIX]
     assert (found[found[:, 0] != PREFIX] == [*range(1, 13), EOD]).all()
     assert abs(len(rearranged) / 4000 - 0.6) < 4 * (0.6 * 0.4 / 4000) ** 0.5
-    # A non-empty prefix in PSM order means that both cuts are after the first place.
+    # Documents in prefix-first (PSM) order with a non-empty prefix have both cuts after position 0.
     first = rearranged[rearranged[:, 1] == 1]
     chance = 0.7 * 0.9**2
     assert abs(len(first) / len(rearranged) - chance) < 4 * (chance * (1 - chance) / len(rearranged)) ** 0.5
-    # The earlier of two cuts is at place k with probability (19 - 2 k) / 100.
+    # The earlier of two cuts is at position k with probability (19 - 2 k) / 100.
     shares = np.bincount([row.index(SUFFIX) - 1 for row in first.tolist()], minlength=10)[1:] / len(first)
     wanted = np.array([19 - 2 * k for k in range(1, 10)]) / 81
     assert np.abs(shares - wanted).max() < 4 * (0.21 * 0.79 / len(first)) ** 0.5
@@ -132,7 +135,7 @@ def test_flags_that_do_not_go_together(flags: str, message: str) -> None:
 
 
 def test_a_run_reads_rearranged_text(tmp_path: Path) -> None:
-    """A run trains on rearranged text, and its checkpoint records the rate."""
+    """A run with --fim-rate trains on rearranged documents, and its checkpoint records the rate."""
     marks, vocab_file = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"], str(tmp_path / "t.model")
     train_sentencepiece(["abc abd <fim_middle> bcd"] * 9, vocab_file, 280, specials=marks)
     tokenizer = load_tokenizer(vocab_file)

@@ -1,4 +1,4 @@
-"""Initialisation of layers: sensible defaults, equal in every layout, and never applied to foreign parameters."""
+"""Initialisation of layers: right defaults, equal in every layout, and not applied to users' own parameters."""
 
 import math
 from typing import Any
@@ -45,9 +45,9 @@ def test_parts_of_ranks_make_up_the_whole(ranks: int) -> None:
 
 
 def test_a_parameter_knows_its_part() -> None:
-    """A sharded parameter knows its rows.
+    """A sharded parameter knows which rows of the full weight it holds.
 
-    With 10 rows in blocks of 4, rank 2 has two and padding, rank 3 only padding.
+    With 10 rows in shards of 4, rank 2 has two rows and padding, and rank 3 has only padding.
     """
     whole = torch.arange(30.0).view(10, 3)
     for rank, begin, end in ((0, 0, 4), (1, 4, 8), (2, 8, 10), (3, 10, 10)):
@@ -63,7 +63,7 @@ def test_a_parameter_knows_its_part() -> None:
 
 
 def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMAL) -> tuple[Tensor, int]:
-    """Return a rank's shard of a [200, 100] weight from one seed, and how many numbers were drawn for it."""
+    """Return a rank's shard of a [200, 100] weight, and how many random numbers were drawn for it."""
     shape = [200, 100]
     full = shape[dim]
     shape[dim] = -(-full // ranks)
@@ -75,7 +75,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMA
         init_method(x)
 
     counted.func = nn.init.normal_  # type: ignore[attr-defined]
-    with mpu.filled_later():
+    with mpu.defer_init():
         parameter = nn.Parameter(torch.full(shape, 7.0))
         mpu.declare(parameter, counted, dim=dim, full_size=full, axis=Axis(None, tuple(range(ranks)), rank))
     mpu.spec_of(parameter).fill(parameter, 5)
@@ -85,7 +85,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMA
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("at_once", [50, 1000, 1700, 10**6])
 def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards do not depend on the number of ranks, and a rank draws at most one chunk more on either side."""
+    """A weight does not depend on the number of ranks, and a rank draws at most its shard and one chunk at each end."""
     monkeypatch.setattr(parameters, "AT_ONCE", at_once)
     whole, drawn = _filled(0, 1, dim)
     assert drawn == whole.numel()
@@ -104,7 +104,7 @@ def test_what_looks_at_the_shape_is_drawn_for_the_whole(monkeypatch: pytest.Monk
     values = _built(0, 1)["row.weight"]
     torch.manual_seed(3)
     parameter = nn.Parameter(torch.empty(64, 96))
-    with mpu.filled_later():
+    with mpu.defer_init():
         mpu.declare(parameter, nn.init.xavier_normal_)
     mpu.spec_of(parameter).fill(parameter, 5)
     assert parameter.std().item() == pytest.approx(values.std().item(), rel=0.1)
@@ -116,12 +116,12 @@ def test_what_nobody_declared_is_a_copy_and_keeps_its_values() -> None:
     spec.fill(parameter, 5)
     assert spec.rows == (0, 0, 4) and spec.full_shape == (4, 3) and not mpu.is_split(parameter)
     assert torch.equal(parameter, torch.ones(4, 3))
-    parameter.model_parallel = True  # the attribute that users' code sets
+    parameter.model_parallel = True  # Megatron-LM's attribute for sharded weights
     assert mpu.is_split(parameter) and mpu.counts_here(parameter, 1)
 
 
 class _Mixed(nn.Module):
-    """A module with torch layers, its own parameters and one of our layers."""
+    """A module with torch layers, a parameter without a declaration, and a tensor-parallel layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_a_list_in_one_process_computes_ties_and_names_as_a_pipeline_does() -> N
 
 
 def test_what_a_user_draws_after_ours_is_the_same_where_no_weight_is_drawn() -> None:
-    """Numbers that a user draws after ours, for example for a buffer, do not change if initialisation is skipped."""
+    """Random numbers that a model draws after a tensor-parallel layer are the same if initialisation is skipped."""
 
     def buffer() -> Tensor:
         torch.manual_seed(3)
@@ -184,5 +184,5 @@ def test_what_a_user_draws_after_ours_is_the_same_where_no_weight_is_drawn() -> 
         return torch.randn(3)
 
     before = buffer()
-    with mpu.undrawn():
+    with mpu.skip_init():
         assert torch.equal(buffer(), before)

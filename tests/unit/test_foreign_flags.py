@@ -17,7 +17,7 @@ from megatron.optim import lr_at
 from tests.support import ROOT
 from tests.unit import flags_table
 
-# Every flag of CPM-Pretrain's parser, DeepSpeed's included.
+# Every flag of CPM-Pretrain's parser, including those that DeepSpeed adds.
 CPM_PRETRAIN = """
 --num-layers --num-unique-layers --param-sharing-style --hidden-size --kv-hidden-size --ff-hidden-size
 --num-attention-heads --max-position-embeddings --make-vocab-size-divisible-by --layernorm-epsilon
@@ -41,7 +41,7 @@ CPM_PRETRAIN = """
 --deepspeed --deepspeed_config --deepscale --deepscale_config --deepspeed_mpi
 """
 
-# The commands of its run scripts, with their values.
+# Flags and values of the commands in CPM-Pretrain's run scripts.
 COMMON = """
 --model-parallel-size 2 --num-layers 2 --kv-hidden-size 16 --max-position-embeddings 1024 --batch-size 4 --gas 16
 --train-iters 320000 --lr-decay-iters 320000 --save checkpoints/a --data-path data/a --data-impl mmap
@@ -151,7 +151,7 @@ def test_megatrons_llama_is_ours() -> None:
 
 @pytest.mark.parametrize("hidden", [64, 768, 2048, 2560, 4096, 5120, 8192])
 def test_a_gated_mlp_is_as_wide_as_megatrons(hidden: int) -> None:
-    """A gated MLP has the width of Megatron-LM's arguments.py, unless a width is given."""
+    """--swiglu gives the MLP width that Megatron-LM's arguments.py computes, unless a flag gives a width."""
     width = int((4 * hidden * 2 / 3) / 64) * 64
     sizes = f"--hidden-size {hidden} --num-attention-heads 4"
     config, notes = taken(f"--swiglu {sizes}")
@@ -272,7 +272,7 @@ def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"iterations_to_skip": [10, 11]}))
     skips = Skips(parse_ranges(taken(f"--config {path}")[0].train.skip_iterations))
-    # Megatron-LM counts iterations from 0; iteration n here begins with sample (n - 1) * batch.
+    # Megatron-LM counts iterations from 0, this project from 1: iteration n begins with sample 4 * (n - 1).
     assert [n for n in range(0, 80, 4) if skips.hold(n // 4 + 1, n, 4)] == [10 * 4, 11 * 4]
     with pytest.raises(ConfigError, match="--skip-iterations"):
         taken("--iterations-to-skip soon")
@@ -289,7 +289,7 @@ def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
     ],
 )
 def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
-    """--no-bias-gelu-fusion selects the erf GELU, as convert/megatron_settings.py does for checkpoints."""
+    """--no-bias-gelu-fusion selects the exact (erf) GELU, as the conversion of Megatron-LM checkpoints does."""
     config, notes = taken(f"--no-bias-gelu-fusion {more}")
     assert config.model.activation == activation
     taken_for = "taken for --activation gelu (there the fused GELU uses tanh and the other one erf)"
@@ -376,7 +376,7 @@ def test_the_documents_show_the_tables(page: str, tables: str) -> None:
 
 
 def test_defaults_in_the_documents_are_ours() -> None:
-    """Our defaults in the table of differing defaults are those of the code."""
+    """docs/migration.md states this project's defaults as they are in the code."""
     for page in ("migration.md", "migration_zh.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         rows = re.findall(r"^\| `--([a-z-]+)` \| [^|]+ \| `([^`|]+)`", text, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Inconsistent, incomplete or unsupported folders of Hugging Face and Megatron-LM are refused by name."""
+"""Inconsistent or incomplete Hugging Face and Megatron-LM checkpoints are refused, naming the file or key."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def sharded(folder: Path) -> dict[str, Any]:
-    """Save a GPT-2 in two files; return the index."""
+    """Save a GPT-2 as two safetensors files; return the index that names each tensor's file."""
     write(folder, "gpt2", {}, nothing, "float32")
     tensors = safetensors_torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -49,10 +49,10 @@ def wrong_file(index: dict[str, Any]) -> object:
     ("change", "sentence"),
     [
         (lambda index: [], "not a JSON object"),
-        (lambda index: {}, "weight_map must give"),
-        (lambda index: {"weight_map": None}, "weight_map must give"),
-        (lambda index: {"weight_map": dict.fromkeys(index["weight_map"], 5)}, "weight_map must give"),
-        (lambda index: {"weight_map": dict.fromkeys(index["weight_map"], "../a.safetensors")}, "weight_map must give"),
+        (lambda index: {}, "weight_map must map"),
+        (lambda index: {"weight_map": None}, "weight_map must map"),
+        (lambda index: {"weight_map": dict.fromkeys(index["weight_map"], 5)}, "weight_map must map"),
+        (lambda index: {"weight_map": dict.fromkeys(index["weight_map"], "../a.safetensors")}, "weight_map must map"),
         (wrong_file, "b.safetensors lacks"),
     ],
 )
@@ -84,8 +84,8 @@ def test_a_config_that_is_no_object(content: str, tmp_path: Path) -> None:
         ("gpt2", {"activation_function": ["gelu"]}, "activation_function is"),
         ("gpt2", {"model_type": ["gpt2"]}, "of type"),
         ("gpt2", {"architectures": "GPT2LMHeadModel"}, "architectures must be a list"),
-        ("gpt2", {"n_layer": "2"}, "n_layer is '2', where int is meant"),
-        ("gpt2", {"n_head": True}, "n_head is True, where int is meant"),
+        ("gpt2", {"n_layer": "2"}, "n_layer is '2', not of type int"),
+        ("gpt2", {"n_head": True}, "n_head is True, not of type int"),
         ("t5", {"feed_forward_proj": None}, "feed_forward_proj is None"),
         ("t5", {"eos_token_id": [1, "2"]}, "eos_token_id is"),
     ],
@@ -97,9 +97,9 @@ def test_values_of_another_type(family: str, settings: dict[str, Any], sentence:
 
 
 def test_null_is_no_for_the_scale_of_logits() -> None:
-    """A null `scale_decoder_outputs` means no.
+    """A null `scale_decoder_outputs` is read as False.
 
-    As in transformers, a missing key leaves the choice to the embedding's tie.
+    Without the key, tied embeddings decide whether logits are scaled, as in transformers.
     """
     said = {"model_type": "t5", **T5}
     assert "scale_decoder_outputs" not in said
@@ -165,7 +165,7 @@ def test_tokens_added_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
-    """Only tokenizer_config.json records whether a text gets a leading space, not vocab.json or merges.txt."""
+    """For vocab.json and merges.txt, tokenizer_config.json decides whether a text gets a leading space."""
     transformers = pytest.importorskip("transformers")
     library = tokenizers.Tokenizer.from_file(str(Path(bpe(tmp_path / "json")) / "tokenizer.json"))
     fingerprints = set()
@@ -183,7 +183,7 @@ def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
 
 
 def unigram(folder: Path, scheme: str, special: bool = True) -> str:
-    """Save a T5-style tokenizer.json with space marks in its pieces and sentinels at the end; return the folder."""
+    """Save a T5-style tokenizer.json whose pieces mark spaces by ▁, with sentinels at the end; return the folder."""
     words = ["▁", "The", "▁The", "river", "▁river", "t", "u", "▁t", "▁u", "<", "/", "s", ">", "a", "▁a"]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((word, -3.0 - i) for i, word in enumerate(words))]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
@@ -211,7 +211,7 @@ def test_texts_with_sentinels_get_the_ids_of_transformers(scheme: str, special: 
 
 
 def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path: Path) -> None:
-    """A special token's name in a text is text: `</s>` also ends struck-out HTML and must not end a document."""
+    """A special token's name in a text is encoded as text; HTML's `</s>` must not end a document."""
     tokenizer = load_tokenizer(unigram(tmp_path, "always"))
     for text in ("a</s>t", "</s>", "a <pad> t</s>", "</s></s>"):
         ids = tokenizer.encode(text)
@@ -236,14 +236,14 @@ def test_two_tokens_of_a_vocabulary_exchanged(tmp_path: Path) -> None:
 def test_several_ends_and_too_many_tokens_are_said(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(bpe(tmp_path))
     values = {"model_type": "gpt2", "vocab_size": tokenizer.vocab_size, "eos_token_id": [0, 7]}
-    assert "a text ends with 0 only" in check_tokenizer(values, values, tokenizer, tmp_path)[0]
-    with pytest.raises(ValueError, match="the model has 100 tokens, its tokenizer"):
+    assert "only 0 ends a text" in check_tokenizer(values, values, tokenizer, tmp_path)[0]
+    with pytest.raises(ValueError, match="more than vocab_size 100"):
         check_tokenizer(values | {"vocab_size": 100}, values, tokenizer, tmp_path)
 
 
 def test_a_dtype_that_cannot_hold_a_weight() -> None:
     entries = entries_of([Match("a", ("b",))], lambda name: torch.tensor([1.0, 7e4]), lambda name: [2], "fp16")
-    with pytest.raises(ValueError, match=r"b reaches 7e\+04, more than fp16 holds"):
+    with pytest.raises(ValueError, match=r"b reaches 7e\+04, which overflows fp16"):
         entries[0].make()
 
 
@@ -316,16 +316,16 @@ def test_megatrons_arguments_are_honoured(args: dict[str, Any], settings: dict[s
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm True"),
-        ({"squared_relu": True}, "squared_relu True"),
-        ({"swiglu": True}, "swiglu True"),
-        ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
-        ({"normalization": "RMSNorm"}, "normalization 'RMSNorm'"),
-        ({"group_query_attention": True, "num_query_groups": 2}, "group_query_attention True"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is True"),
+        ({"squared_relu": True}, "squared_relu is True"),
+        ({"swiglu": True}, "swiglu is True"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True"),
+        ({"normalization": "RMSNorm"}, "normalization is 'RMSNorm'"),
+        ({"group_query_attention": True, "num_query_groups": 2}, "group_query_attention is True"),
         ({"tensor_model_parallel_size": 2}, "there are files of 1 ranks"),
         ({"onnx_safe": True, "bias_gelu_fusion": True}, "onnx_safe and bias_gelu_fusion"),
         ({"norm_epsilon": 0.3, "layernorm_epsilon": 0.2}, "contradict each other"),
-        ({"layernorm_epsilon": "small"}, "which is no number"),
+        ({"layernorm_epsilon": "small"}, "not a number"),
     ],
 )
 def test_megatrons_arguments_are_refused(args: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -361,15 +361,15 @@ def test_megatrons_files_are_whole(change: Callable[[dict[str, Tensor]], None], 
 
 def test_megatrons_files_contradict_the_command_or_each_other(tmp_path: Path) -> None:
     save(tmp_path, weights())
-    with pytest.raises(ValueError, match="says 4 heads, --num-attention-heads 2"):
+    with pytest.raises(ValueError, match="--num-attention-heads is 2"):
         read(tmp_path, 2)
     save(tmp_path, weights(), "model_rng.pt")
-    with pytest.raises(ValueError, match=r"model_optim_rng.pt and model_rng.pt are of the same rank"):
+    with pytest.raises(ValueError, match=r"model_optim_rng.pt and model_rng.pt belong to the same rank"):
         read(tmp_path)
 
 
 def test_a_file_a_layer_tells_how_many_there_should_be(tmp_path: Path) -> None:
-    """A missing layer file is detected with --num-layers, without which unusually numbered files are refused."""
+    """Checkpoints with one file per layer need --num-layers if files have unusual numbers; a missing file is found."""
     body = weights()
     items: dict[int, dict[str, Tensor]] = {
         0: {"word_embeddings.weight": torch.randn(VOCAB, HIDDEN), "position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},
@@ -382,7 +382,7 @@ def test_a_file_a_layer_tells_how_many_there_should_be(tmp_path: Path) -> None:
         RankFiles(tmp_path, 2)
     assert RankFiles(tmp_path, 2, 2).layers == 2
     (tmp_path / "layer_03-model_00-model_states.pt").unlink()
-    with pytest.raises(ValueError, match="holds 1 layers of the model, which has 2"):
+    with pytest.raises(ValueError, match="contains 1 layers, but the model has 2"):
         RankFiles(tmp_path, 2, 2)
 
 
@@ -399,7 +399,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
         (("--from-hf", str(tmp_path / "hf")), "exists and is not empty"),
         (("--from-megatron", str(tmp_path / "meg")), "exists and is not empty"),
         (("--from-megatron", str(tmp_path / "meg"), "--verify"), "--verify compares with transformers"),
-        (("--from-hf", str(tmp_path / "hf"), "--num-layers", "2"), "--num-layers belongs to --from-megatron"),
+        (("--from-hf", str(tmp_path / "hf"), "--num-layers", "2"), "--num-layers needs --from-megatron"),
         (("--load", str(tmp_path / "run"), "--max-shard-size", "nan"), "--max-shard-size nan must be"),
         (("--load", str(tmp_path / "run"), "--max-shard-size", "-1"), "--max-shard-size -1 must be"),
     ):
@@ -409,7 +409,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
 
 
 def test_sentinels_that_a_folder_says_it_has(tmp_path: Path) -> None:
-    """The number of sentinels is the folder's `extra_ids`, as in T5Tokenizer; unused rows say nothing about it."""
+    """`extra_ids` of tokenizer_config.json, by default 100, counts the sentinels; spare embedding rows are none."""
     model = tmp_path / "spiece.model"
     assert (_extra_ids(model, 180), _extra_ids(model, 100), _extra_ids(model, 20)) == (100, 100, 20)
     for said, count in (("20", 20), ("200", 200), ("null", 100)):

@@ -6,6 +6,7 @@ import weakref
 import pytest
 
 from megatron.training.gc_interval import Garbage
+from megatron.training.health import SampleRange
 
 
 class _Ring:
@@ -19,7 +20,7 @@ def test_at_the_interval_and_not_before() -> None:
         for _ in range(2000):  # enough to trigger Python's own collection
             _Ring()
         for iteration, there in ((1, True), (2, True), (3, False)):
-            garbage.after(iteration)
+            garbage.after_step(None, SampleRange(iteration, 0, 1))
             assert (gone() is not None) == there
         assert not gc.isenabled() and gc.get_freeze_count()
     assert gc.isenabled() and not gc.get_freeze_count()
@@ -27,7 +28,7 @@ def test_at_the_interval_and_not_before() -> None:
 
 def test_left_to_python() -> None:
     with Garbage(0) as garbage:
-        garbage.after(1)
+        garbage.after_step(None, SampleRange(1, 0, 1))
         assert gc.isenabled() and not gc.get_freeze_count()
 
 

@@ -97,14 +97,14 @@ def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> 
 
 def test_prompts_of_different_lengths_are_not_read_together() -> None:
     model: Any = build("gpt2", True).model  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"must be of one length, not \[2, 1\] tokens"):
+    with pytest.raises(ValueError, match=r"must have equal length, not \[2, 1\] tokens"):
         GPT2Stepper(model, [[1, 2], [3]], 24)
 
 
 class Elsewhere:
-    """A stepper whose model is on torch's meta device, in place of a GPU, whose values only `cpu` can read.
+    """A stepper whose model seems to be on a GPU: torch's meta device, with logits that only `cpu` can read.
 
-    It prefers the token after the last one, and fails on CPU tensors.
+    Row r prefers token r + s at step s. A tensor on the CPU fails an assertion.
     """
 
     def __init__(self, rows: int) -> None:
@@ -141,7 +141,7 @@ def test_what_goes_to_the_model_goes_to_its_device() -> None:
 
 @pytest.mark.parametrize("kind", [*DECODERS, "cpm", "t5"])
 def test_a_model_on_another_device_meets_no_tensor_of_the_cpu(kind: str) -> None:
-    """A model on another device meets no CPU tensor; torch's fake tensors refuse mixed devices as a GPU would."""
+    """Decoding uses tensors on the model's device only; torch's fake tensors refuse mixed devices as a GPU would."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     stepper: Any = build(kind, True)
@@ -174,7 +174,7 @@ def test_greedy_is_hugging_faces() -> None:
 
 @pytest.mark.parametrize(("kind", "window"), [("Llama", None), ("Qwen3", None), ("Mistral", 7)])
 def test_greedy_decoders_are_hugging_faces(kind: str, window: int | None) -> None:
-    """Greedy decoding equals Hugging Face's, beyond the window and with cached keys and values."""
+    """Greedy decoding with cached keys and values, also beyond the sliding window, equals Hugging Face's."""
     other = twins.theirs(kind, window=window)
     ours = GPT2Model(parse(twins.flags_of(kind, window=window).split()), parallel_output=False).eval()
     twins.copy_weights(other, ours, twins.USUAL)
@@ -204,7 +204,7 @@ def test_beam_search_is_hugging_faces(beams: int, end: int) -> None:
 @pytest.mark.parametrize(("kind", "window"), [("Llama", None), ("Qwen3", None), ("Mistral", 7)])
 @pytest.mark.parametrize("end", [1, 40])
 def test_beams_of_decoders_are_hugging_faces(kind: str, window: int | None, end: int) -> None:
-    """Beam search with grouped-head caches and past the window equals Hugging Face's without a cache."""
+    """Beam search with cached keys and values, also beyond the sliding window, equals Hugging Face's."""
     other = twins.theirs(kind, window=window)
     ours = GPT2Model(parse(twins.flags_of(kind, window=window).split()), parallel_output=False).eval()
     twins.copy_weights(other, ours, twins.USUAL)

@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py after an accident: finished work stays, and a resumed run gives the same output."""
+"""tools/preprocess_data.py can be resumed after a failure and then writes the same files as without it."""
 
 import errno
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.indexed_writer import IndexedDatasetBuilder
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from tests.support import FULL
 
 LINES = [json.dumps({"text": f"第{i}篇文章。" + "春眠不觉晓，处处闻啼鸟。" * (i % 9)}) + "\n" for i in range(400)]
@@ -20,7 +20,7 @@ BAD = 300
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The preprocessor, with chunks of a few documents and a journal entry after each."""
+    """The module of tools/preprocess_data.py, with chunks of 2,000 bytes and a journal entry after each."""
     module = importlib.import_module("data_utils.preprocess_data")
     monkeypatch.setattr(module, "JOURNAL_SECONDS", 0)
     honest = module.chunks
@@ -53,7 +53,7 @@ def kept(folder: Path) -> None:
 
 
 class Disk:
-    """A file on a disk that is full after some writes."""
+    """A file whose disk is full after `writes` writes."""
 
     def __init__(self, file: Any, writes: int) -> None:
         self._file, self._left = file, writes

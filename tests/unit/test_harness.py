@@ -1,4 +1,4 @@
-"""The lm-eval adapter against sums over a table of bigrams, and a custom task if lm-eval is installed."""
+"""The lm-eval adapter on a bigram model gives the sums of its log probabilities and evaluates a custom task."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ LETTERS = "$abcdefghi "
 
 
 class Letters:
-    """A tokenizer of eleven letters."""
+    """A character tokenizer for the eleven characters of LETTERS."""
 
     eod, before = 0, (0,)
 
@@ -44,7 +44,7 @@ def ask(*args: Any) -> Any:
 
 
 def log_probability(text: str, first: int = 1) -> float:
-    """Return the log probability of letters `first` and later of `$text`, from the table."""
+    """Return the bigram model's log probability of characters `first` and later of `$text`, counted from 0."""
     ids = Letters.encode("$" + text)
     logs = TABLE.log_softmax(-1)
     return sum(float(logs[a, b]) for a, b in list(zip(ids, ids[1:], strict=False))[first - 1 :])
@@ -58,7 +58,7 @@ def test_loglikelihood() -> None:
 
 
 class Pairs(Letters):
-    """Letters with `ab` as one token, with the id of `i`, and without trailing spaces."""
+    """A tokenizer that merges `ab` into one token, with the id of `i`, and strips trailing spaces."""
 
     @staticmethod
     def encode(text: str) -> list[int]:
@@ -90,16 +90,16 @@ def test_generation_stops_at_the_first_stop_word() -> None:
     stop = free[2:4]
     cut, *_ = harness().generate_until([ask("a", {"until": stop, "max_gen_toks": 9})])
     assert cut == free[: free.find(stop)]
-    with pytest.raises(ValueError, match="wants sampled texts"):
+    with pytest.raises(ValueError, match="needs sampling"):
         harness().generate_until([ask("a", {"do_sample": True})])
 
 
 def test_a_task_of_our_own(tmp_path: Path) -> None:
-    """A custom multiple-choice task is scored by the table's better continuation."""
+    """lm-eval scores a user's multiple-choice task: the bigram model answers 3 of 4 questions correctly."""
     pytest.importorskip("lm_eval")
     rows = [{"q": q, "a": [a, b], "label": int(log_probability(q + b) > log_probability(q + a))} for q, a, b in
             (("ab", "c", "d"), ("fg", "h", "i"), ("e", "a", "b"), ("hi", "d", "e"))]  # fmt: skip
-    rows[3]["label"] = 1 - int(rows[3]["label"])  # one that the model must get wrong
+    rows[3]["label"] = 1 - int(rows[3]["label"])  # the model answers this question wrongly
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "letters.yaml").write_text(
         "task: letters\ndataset_path: json\noutput_type: multiple_choice\ntest_split: train\n"
@@ -109,5 +109,5 @@ def test_a_task_of_our_own(tmp_path: Path) -> None:
     )
     found = evaluate_tasks(harness(), ["letters"], None, str(tmp_path))
     assert found["letters"]["acc,none"] == 0.75
-    with pytest.raises(ValueError, match="knows no task nothing"):
+    with pytest.raises(ValueError, match="no task nothing"):
         evaluate_tasks(harness(), ["nothing"], None, str(tmp_path))

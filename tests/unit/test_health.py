@@ -1,4 +1,4 @@
-"""Skipped steps and loss jumps: what a run concludes from its numbers, which it reads late."""
+"""Skipped steps and loss jumps are detected, although losses are read from the device only now and then."""
 
 import math
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_loss_that_is_none_with_a_gradient_that_is_one() -> None:
     feed(health, [1.0, 1.0], losses=[1.0, NAN])
     health.read()
     assert health.fault is not None
-    assert (health.fault.taken.iteration, health.fault.streak) == (2, 0)
+    assert (health.fault.samples.iteration, health.fault.streak) == (2, 0)
 
 
 def test_fp16_may_search_for_its_scale_and_ends_at_the_least_one() -> None:
@@ -67,7 +67,7 @@ def test_jumps_are_named_and_noise_is_not() -> None:
     health = Health(TrainState(), 3)
     feed(health, [1.0] * 200, losses=noise)
     (spike,) = health.read().spikes
-    assert str(spike.taken) == "iteration 121 (samples 960 to 967)"
+    assert str(spike.samples) == "iteration 121 (samples 960 to 967)"
     assert spike.median == pytest.approx(3.0, abs=0.05)
     falling = Health(TrainState(), 3)
     feed(falling, [1.0] * 60, losses=[10 * 0.9**i for i in range(60)])

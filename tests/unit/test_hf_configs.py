@@ -1,6 +1,6 @@
-"""Random transformers models in many configurations keep their logits to 1e-5 on import, or are refused by name.
+"""GPT-2 and T5 models of transformers keep their logits to 1e-5 on import; unsupported configurations are refused.
 
-Folders are written as transformers 5 writes them and, with other keys and tensors, as transformers 4 did.
+Folders have the keys and tensor names that transformers 5 writes, and those that transformers 4 wrote.
 """
 
 import itertools
@@ -59,13 +59,13 @@ def tied_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def dead_table(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Add the unused position table that t5-small and its relatives hold for cross-attention."""
+    """Add the unused relative-position table for cross-attention that t5-small's checkpoint has."""
     of_decoder = tensors["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
     tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = of_decoder + 1
 
 
 def only(name: str) -> Edit:
-    """Return an edit that stores the embedding under another of its names only."""
+    """Return an edit that stores the embedding as `name` instead of its usual name."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for key in EMBEDDINGS:
@@ -76,7 +76,7 @@ def only(name: str) -> Edit:
 
 
 def without_prefix(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Remove the prefix and add constant masks, as in GPT2Model and the first GPT-2 files."""
+    """Remove the prefix `transformer.` and add constant mask tensors, as in GPT2Model and the first GPT-2 files."""
     for key in [key for key in tensors if key.startswith("transformer.")]:
         tensors[key.removeprefix("transformer.")] = tensors.pop(key)
     for i in range(config["n_layer"]):
@@ -94,7 +94,7 @@ def by_aliases(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def old(**keys: Any) -> Edit:
-    """Return an edit that sets keys as transformers 4 wrote them; `...` removes one."""
+    """Return an edit that sets keys of config.json, or removes those whose value is `...`."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         config.update({key: value for key, value in keys.items() if value is not ...})
@@ -112,7 +112,7 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
-Case = tuple[str, dict[str, Any], Edit, str]  # family, settings, edit of the files, dtype
+Case = tuple[str, dict[str, Any], Edit, str]  # model family, config settings, edit of the saved files, dtype
 
 
 def right() -> Iterator[Case]:
@@ -147,7 +147,7 @@ def right() -> Iterator[Case]:
             yield "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": tied}, edit, "float32"
     for scaled, edit in itertools.product((True, False), (nothing, new_head)):
         yield "t5", {"scale_decoder_outputs": scaled}, edit, "float32"
-    # transformers 4 wrote v1.1 with this key and an untied head, and without a key for the scale.
+    # transformers 4 saved T5 v1.1 with tie_word_embeddings and an untied head, but no scale_decoder_outputs.
     four = old(
         tie_word_embeddings=False, scale_decoder_outputs=..., dense_act_fn=..., is_gated_act=..., n_positions=512
     )
@@ -189,7 +189,7 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
     model = make_model(make_config(**{**small, **settings}))
     for (
         parameter
-    ) in model.parameters():  # otherwise biases and norms would have no effect, and some differences would be too small
+    ) in model.parameters():  # default values would hide mistakes: biases of 0, norm weights of 1, small logits
         parameter.data.normal_(0.0 if parameter.dim() > 1 else 0.5, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -203,7 +203,7 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
 
 @torch.no_grad()
 def difference(folder: Path, family: str) -> float:
-    """Return the largest difference of a logit, relative to the range of the logits."""
+    """Return the largest difference between the imported model's logits and transformers', over their range."""
     theirs = KINDS[family][1].from_pretrained(folder, dtype=torch.float32).eval()
     found = Folder(folder)
     model: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False).eval()
@@ -251,49 +251,49 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ),
     ("gpt2", old(add_cross_attention=True), "add_cross_attention is True"),
     ("gpt2", old(activation_function="silu"), "activation_function is silu"),
-    ("gpt2", old(model_type="gpt_neo"), "a model of type 'gpt_neo'"),
-    ("gpt2", old(architectures=["GPT2ForSequenceClassification"]), "is of a GPT2ForSequenceClassification"),
-    ("gpt2", old(rotary_dim=4), "the key rotary_dim (4) is not known here"),
+    ("gpt2", old(model_type="gpt_neo"), "model_type is 'gpt_neo'"),
+    ("gpt2", old(architectures=["GPT2ForSequenceClassification"]), "architectures names GPT2ForSequenceClassification"),
+    ("gpt2", old(rotary_dim=4), "the key rotary_dim (4) is unknown"),
     ("gpt2", old(quantization_config={"bits": 4}), "the key quantization_config"),
-    ("gpt2", old(hidden_size=32), "n_embd is 16, but hidden_size, the same thing, is 32"),
-    ("gpt2", old(n_embd=32), "by config.json it has"),
+    ("gpt2", old(hidden_size=32), "n_embd is 16, but its alias hidden_size is 32"),
+    ("gpt2", old(n_embd=32), "but config.json implies"),
     ("gpt2", old(layer_norm_epsilon=-1.0), "config.json: --layernorm-epsilon -1.0"),
     ("gpt2", old(resid_pdrop=1.5), "config.json: --hidden-dropout 1.5"),
-    ("gpt2", old(n_positions=12), "transformer.wpe.weight has shape [24, 16], by config.json it has [12, 16]"),
-    ("gpt2", old(vocab_size=99), "transformer.wte.weight has shape [61, 16], by config.json it has [99, 16]"),
-    ("gpt2", old(n_inner=20), "by config.json it has"),
+    ("gpt2", old(n_positions=12), "transformer.wpe.weight has shape [24, 16], but config.json implies [12, 16]"),
+    ("gpt2", old(vocab_size=99), "transformer.wte.weight has shape [61, 16], but config.json implies [99, 16]"),
+    ("gpt2", old(n_inner=20), "but config.json implies"),
     (
         "gpt2",
         old(n_layer=1),
-        "holds tensors that are no part of the model that config.json describes: transformer.h.1.",
+        "model in config.json: transformer.h.1.",
     ),
-    ("gpt2", old(n_layer=3), "holds no tensor transformer.h.2."),
-    ("gpt2", old(tie_word_embeddings=False), "says tie_word_embeddings false, but there is no lm_head.weight"),
-    ("gpt2", extra("score.weight"), "describes: score.weight"),
-    ("gpt2", gone("transformer.wte.weight"), "holds no tensor transformer.wte.weight"),
+    ("gpt2", old(n_layer=3), "no tensor transformer.h.2."),
+    ("gpt2", old(tie_word_embeddings=False), "has tie_word_embeddings false, but the files contain no lm_head.weight"),
+    ("gpt2", extra("score.weight"), "model in config.json: score.weight"),
+    ("gpt2", gone("transformer.wte.weight"), "no tensor transformer.wte.weight"),
     ("t5", old(tie_encoder_decoder=True), "tie_encoder_decoder is True"),
-    ("t5", old(is_encoder_decoder=False), "is_encoder_decoder is False, of a t5 it is True"),
+    ("t5", old(is_encoder_decoder=False), "is_encoder_decoder is False, but True for t5"),
     ("t5", old(feed_forward_proj="gated-silu", dense_act_fn="silu", is_gated_act=True), "feed_forward_proj is silu"),
     ("t5", old(feed_forward_proj="gated-relu", dense_act_fn="relu", is_gated_act=True), "a gated relu"),
     ("t5", old(dense_act_fn="gelu", is_gated_act=True), "a gated gelu"),
-    ("t5", old(architectures=["T5EncoderModel"]), "is of a T5EncoderModel"),
-    ("t5", old(d_kv=8), "by config.json it has"),
-    ("t5", old(num_decoder_layers=2), "describes: decoder.block.2."),
+    ("t5", old(architectures=["T5EncoderModel"]), "architectures names T5EncoderModel"),
+    ("t5", old(d_kv=8), "but config.json implies"),
+    ("t5", old(num_decoder_layers=2), "model in config.json: decoder.block.2."),
     ("t5", old(relative_attention_num_buckets=16), "relative_attention_bias.weight has shape [32, 2]"),
-    ("t5", old(num_heads=3), "by config.json it has"),
+    ("t5", old(num_heads=3), "but config.json implies"),
     ("t5", other_copy, "decoder.embed_tokens.weight and shared.weight differ"),
-    ("t5", extra("classification_head.dense.weight"), "describes: classification_head.dense.weight"),
+    ("t5", extra("classification_head.dense.weight"), "model in config.json: classification_head.dense.weight"),
     (
         "mt5",
         old(model_type="bart"),
-        "a model of type 'bart'; gpt2, t5, mt5, umt5, llama, qwen2, qwen3, mistral can be converted",
+        "'bart'; only gpt2, t5, mt5, umt5, llama, qwen2, qwen3, mistral",
     ),
     ("umt5", extra("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"), "EncDecAttention"),
     ("umt5", gone("encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"), "encoder.block.1.layer.0"),
     (
         "t5",
         old(model_type="umt5", architectures=None),
-        "holds no tensor encoder.block.1.layer.0.SelfAttention.relative_attention_bias",
+        "no tensor encoder.block.1.layer.0.SelfAttention.relative_attention_bias",
     ),
 ]
 
@@ -322,5 +322,5 @@ def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )  # fmt: skip
 def test_what_a_gpt2_of_theirs_cannot_be(flags: str) -> None:
-    with pytest.raises(ConfigError, match=f"GPT-2 cannot be a model with {flags}$"):
+    with pytest.raises(ConfigError, match=f"GPT-2 does not support {flags}$"):
         gpt2_config(parse(flags.split()).model, 8, 0, "fp32")

@@ -1,6 +1,6 @@
-"""Keys of config.json: declared ones are known, unread ones named, and ones that change the computation refused.
+"""Keys of config.json are read, ignored with a note, or refused if they change the computation.
 
-The tables of megatron_tools/convert, which needs no transformers, are compared with transformers' classes here.
+The tables of keys in megatron_tools/convert are compared with the configuration classes of transformers.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from tests.unit.test_hf_configs import KINDS, difference, old, write
 
 transformers = pytest.importorskip("transformers")
 WHERE = Path("config.json")
-# Other families' keys for files, text lengths, image or sound parts, further losses and initialisation.
+# Keys of other model families that are harmless: files, text lengths, images, sound, extra losses, initialisation.
 REVIEWED = {
     "z_loss_coefficient", "init_std", "pooling", "prompt_types", "prompt_length", "max_seq_len", "vocabulary_map", "mm_tokens_per_image",
     "audio_soft_tokens_per_image", "image_seq_length", "aux_loss_coef", "init_device", "chroma_length", "seed", "context_length",
     "apply_spec_augment", "mask_time_length", "mask_feature_length", "lang_id", "languages", "default_language",
 }  # fmt: skip
-# config.json of folders on the hub, beside the usual keys: family, keys, and what a note names.
+# Models on the Hugging Face Hub -> (family, unusual keys of config.json, keys that a note must name).
 ON_THE_HUB: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "distilgpt2": ("gpt2", {"_num_labels": 1, "n_ctx": 24, "id2label": {"0": "LABEL_0"}, "task_specific_params": {"text-generation": {"max_length": 50}}}, ("_num_labels",)),
     "gpt2-finetuned": ("gpt2", {"n_special": 0, "predict_special_tokens": True, "gradient_checkpointing": False}, ("predict_special_tokens",)),
@@ -74,7 +74,7 @@ ALIVE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", covering(list(range(100)), lambda seed: seed < 8))
 def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
-    """Ignored keys change no logit in any combination; a key that changes the computation is refused by name."""
+    """Random combinations of keys in DEAD change no logit; a key in ALIVE, which would, is refused by name."""
     dice = random.Random(seed)
     family = dice.choice(list(KINDS))
     known = {*FAMILIES[family].defaults, *FAMILIES[family].aliases, *MUST}
@@ -89,7 +89,7 @@ def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_class_declares_is_known(family: str) -> None:
-    """A configuration that transformers' own class writes out in full is read."""
+    """Every key that transformers' configuration class writes for a supported family is known."""
     content = KINDS[family][0](**KINDS[family][2]).to_dict()
     assert read_config({**content, "model_type": family}, WHERE)
     assert unread_keys({**content, "model_type": family}) == []
@@ -102,7 +102,7 @@ def test_tensors_to_ignore_are_those_of_the_class(family: str) -> None:
 
 
 def test_keys_by_which_other_families_compute_are_refused() -> None:
-    """Fields of all text configurations in transformers are refused, unless they were reviewed as harmless."""
+    """Keys of all text models in transformers are refused, unless they are supported or listed as harmless."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

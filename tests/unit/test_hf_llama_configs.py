@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral in many configurations keep their logits to 1e-5, or are refused by name."""
+"""Llama, Qwen2, Qwen3 and Mistral keep their logits to 1e-5 on import; unsupported configurations are refused."""
 
 import copy
 import itertools
@@ -54,7 +54,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def as_before(key: str) -> Edit:
-    """Return an edit that writes rotary positions as transformers 4 did, with the type under `key`."""
+    """Return an edit that writes RoPE settings as transformers 4 did, with the scaling type as `key`."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         content = config.pop("rope_parameters")
@@ -67,13 +67,13 @@ def as_before(key: str) -> Edit:
 
 
 def said_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write rotary positions in both versions' forms, which agree; transformers then reads only the older one."""
+    """Write RoPE settings as transformers 4 and 5 do; given both, transformers reads only `rope_scaling`."""
     theta = config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["rope_scaling"] = {"type": "linear", "factor": 3.0} | ({} if theta == 10000.0 else {"rope_theta": theta})
 
 
 def without_prefix(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Remove the prefix as in LlamaModel, and add a constant that the first Llamas had among their tensors."""
+    """Remove the prefix `model.`, as in LlamaModel, and add `inv_freq`, which the first Llama files contain."""
     for key in list(tensors):
         tensors[key.removeprefix("model.")] = tensors.pop(key)
     for i in range(config["num_hidden_layers"]):
@@ -132,7 +132,7 @@ def right() -> Iterator[Case]:
 
 
 def by_chance(dice: random.Random) -> Case:
-    """Return a random case that combines all of these."""
+    """Return a case with random sizes, RoPE scaling, windows, biases, file format and dtype."""
     kind, heads, name = dice.choice(KINDS), dice.choice((1, 2, 3, 4, 6, 8)), dice.choice(list(ROPES))
     settings: dict[str, Any] = {
         "hidden_size": heads * dice.choice((2, 3, 5, 8)), "num_attention_heads": heads, "head_dim": 2 * dice.randint(1, 9),
@@ -157,7 +157,7 @@ CASES = list(right())
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_it_is_right_and_comes_back(number: int, tmp_path: Path) -> None:
-    """An imported model has the same logits, and its export is bit-identical."""
+    """An imported model has transformers' logits, and exporting it gives bit-identical weights."""
     family, settings, edit, dtype = CASES[number]
     write(tmp_path, family, settings, edit, dtype)
     assert difference(tmp_path, family) <= 1e-5
@@ -180,54 +180,54 @@ def check_return(theirs: Folder) -> None:
 
 
 REFUSED: list[tuple[str, Edit, str]] = [
-    ("llama", old(architectures=["LlamaForSequenceClassification"]), "is of a LlamaForSequenceClassification"),
-    ("llama", old(model_type="llama4"), "a model of type 'llama4'"),
+    ("llama", old(architectures=["LlamaForSequenceClassification"]), "architectures names LlamaForSequenceClassification"),
+    ("llama", old(model_type="llama4"), "model_type is 'llama4'"),
     ("llama", old(quantization_config={"bits": 4}), "the key quantization_config"),
-    ("llama", old(hidden_act="gelu"), "hidden_act is gelu; silu, swish,"),
+    ("llama", old(hidden_act="gelu"), "hidden_act is gelu; only silu, swish,"),
     ("llama", old(hidden_act="relu"), "hidden_act is relu"),
     ("llama", old(attention_bias=True), "attention_bias is True and mlp_bias False; only models with biases in all"),
     ("llama", old(mlp_bias=True), "attention_bias is False and mlp_bias True"),
-    ("llama", old(attention_bias=True, mlp_bias=True), "holds no tensor model.layers.0.self_attn."),
-    ("llama", old(sliding_window=8), "the key sliding_window (8) is not known here"),
-    ("llama", old(partial_rotary_factor=0.5), "the key partial_rotary_factor (0.5) is not known here"),
+    ("llama", old(attention_bias=True, mlp_bias=True), "no tensor model.layers.0.self_attn."),
+    ("llama", old(sliding_window=8), "the key sliding_window (8) is unknown"),
+    ("llama", old(partial_rotary_factor=0.5), "the key partial_rotary_factor (0.5) is unknown"),
     ("llama", old(original_max_position_embeddings=8), "the key original_max_position_embeddings (8)"),
-    ("llama", old(num_key_value_heads=4), "by config.json it has"),
+    ("llama", old(num_key_value_heads=4), "but config.json implies"),
     ("llama", old(num_key_value_heads=3), "--num-key-value-heads 3"),
-    ("llama", old(num_key_value_heads="2"), "num_key_value_heads is '2', where int is meant"),
-    ("llama", old(head_dim=8), "by config.json it has"),
+    ("llama", old(num_key_value_heads="2"), "num_key_value_heads is '2', not of type int"),
+    ("llama", old(head_dim=8), "but config.json implies"),
     ("llama", old(head_dim=5), "rotary positions turn pairs of numbers"),
-    ("llama", old(intermediate_size=21), "by config.json it has"),
-    ("llama", old(vocab_size=99), "model.embed_tokens.weight has shape [61, 32], by config.json it has [99, 32]"),
-    ("llama", old(num_hidden_layers=1), "describes: model.layers.1."),
-    ("llama", old(num_hidden_layers=3), "holds no tensor model.layers.2."),
-    ("llama", gone("lm_head.weight"), "says tie_word_embeddings false, but there is no lm_head.weight"),
-    ("llama", gone("model.norm.weight"), "holds no tensor model.norm.weight"),
-    ("llama", extra("model.layers.0.self_attn.q_norm.weight"), "describes: model.layers.0.self_attn.q_norm.weight"),
-    ("llama", extra("model.layers.0.self_attn.q_proj.bias"), "describes: model.layers.0.self_attn.q_proj.bias"),
+    ("llama", old(intermediate_size=21), "but config.json implies"),
+    ("llama", old(vocab_size=99), "model.embed_tokens.weight has shape [61, 32], but config.json implies [99, 32]"),
+    ("llama", old(num_hidden_layers=1), "model in config.json: model.layers.1."),
+    ("llama", old(num_hidden_layers=3), "no tensor model.layers.2."),
+    ("llama", gone("lm_head.weight"), "has tie_word_embeddings false, but the files contain no lm_head.weight"),
+    ("llama", gone("model.norm.weight"), "no tensor model.norm.weight"),
+    ("llama", extra("model.layers.0.self_attn.q_norm.weight"), "model in config.json: model.layers.0.self_attn.q_norm.weight"),
+    ("llama", extra("model.layers.0.self_attn.q_proj.bias"), "model in config.json: model.layers.0.self_attn.q_proj.bias"),
     ("llama", old(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope_parameters has the type 'dynamic'"),
-    ("llama", old(rope_parameters={"rope_type": "longrope"}), "'longrope'; default, linear, llama3, yarn can be converted"),
+    ("llama", old(rope_parameters={"rope_type": "longrope"}), "'longrope'; only default, linear, llama3, yarn can be converted"),
     ("llama", old(rope_parameters=None, rope_scaling={"type": "mrope"}), "rope_scaling has the type 'mrope'"),
     ("llama", old(rope_parameters=None, rope_scaling={"type": 3}), "rope_scaling has the type 3"),
-    ("llama", old(rope_parameters=None, rope_scaling=[2]), "rope_scaling is [2], where dict is meant"),
-    ("llama", old(rope_parameters={"rope_type": "linear"}), "factor of rope_parameters is None, where a number"),
+    ("llama", old(rope_parameters=None, rope_scaling=[2]), "rope_scaling is [2], not of type dict"),
+    ("llama", old(rope_parameters={"rope_type": "linear"}), "factor of rope_parameters is None, not a number"),
     ("llama", old(rope_parameters={"rope_type": "linear", "factor": 0.5}), "--rope-scaling-factor 0.5"),
     ("llama", old(rope_parameters={"rope_type": "linear", "factor": "2"}), "factor of rope_parameters is '2'"),
-    ("llama", old(rope_parameters={"rope_type": "default", "factor": 2.0}), "the key factor of rope_parameters is not read"),
-    ("llama", old(rope_parameters={"rope_type": "linear", "type": "yarn", "factor": 2.0}), "which are one thing"),
+    ("llama", old(rope_parameters={"rope_type": "default", "factor": 2.0}), "the key factor of rope_parameters has no effect"),
+    ("llama", old(rope_parameters={"rope_type": "linear", "type": "yarn", "factor": 2.0}), "type 'yarn' but rope_type 'linear'"),
     ("llama", old(rope_parameters={"rope_type": "yarn", "factor": 2.0, "truncate": False}), "truncate of rope_parameters is False"),
     ("llama", old(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor of rope_parameters is 0.5"),
     ("llama", old(rope_parameters={"rope_type": "default", "rope_theta": "1"}), "rope_theta of rope_parameters is '1'"),
     ("llama", old(rope_theta=7.0), "rope_theta is 7.0, but in rope_parameters it is 10000.0"),
-    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 3.0}), "differ"),
-    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}), "differ: rope_theta is 10000.0 and 1000000.0; take one of them out of the file"),
-    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), "differ: rope_type is 'linear' and 'default'"),
-    ("llama", old(rope_scaling={"type": "yarn", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 2.0, "beta_fast": 9.0}), "differ: beta_fast is None and 9.0"),
-    ("llama", old(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ from layer to layer"),
+    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 3.0}), "must be equal"),
+    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}), "rope_theta is 10000.0 and 1000000.0; remove one of them"),
+    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), "rope_type is 'linear' and 'default'"),
+    ("llama", old(rope_scaling={"type": "yarn", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 2.0, "beta_fast": 9.0}), "beta_fast is None and 9.0"),
+    ("llama", old(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ between layers"),
     ("llama", old(rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}), "--rope-high-freq-factor 1"),
     ("llama", old(rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 0, "high_freq_factor": 1.0}), "--rope-low-freq-factor 0.0 must be more than 0"),
     ("llama", old(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}), "--rope-theta 1 must be more than 1"),
-    ("qwen2", old(use_sliding_window=True, sliding_window=5, max_window_layers=None, layer_types=...), "max_window_layers is null; with use_sliding_window"),
-    ("qwen2", old(attention_bias=True), "the key attention_bias (True) is not known here"),
+    ("qwen2", old(use_sliding_window=True, sliding_window=5, max_window_layers=None, layer_types=...), "max_window_layers is null"),
+    ("qwen2", old(attention_bias=True), "the key attention_bias (True) is unknown"),
     ("qwen2", old(use_mrope=True), "use_mrope is True; only models with False"),
     ("qwen2", old(use_sliding_window=True, sliding_window=5, max_window_layers=1, layer_types=...), "(or max_window_layers 1) must make all 2 layers"),
     ("qwen3", old(layer_types=["full_attention", "sliding_attention"]), "models whose layers differ cannot"),
@@ -235,9 +235,9 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("qwen3", old(layer_types=["chunked_attention"] * 2), "full_attention or all sliding_attention"),
     ("qwen3", old(layer_types=["sliding_attention"] * 2), "layer_types are sliding_attention, but sliding_window is None"),
     ("qwen3", old(attention_bias=True), "attention_bias is True; only models with biases in all"),
-    ("qwen3", gone("model.layers.1.self_attn.k_norm.weight"), "holds no tensor model.layers.1.self_attn.k_norm.weight"),
+    ("qwen3", gone("model.layers.1.self_attn.k_norm.weight"), "no tensor model.layers.1.self_attn.k_norm.weight"),
     ("mistral", old(layer_types=["full_attention"] * 2), "layer_types are full_attention, but sliding_window is 4096"),
-    ("mistral", old(mlp_bias=True), "the key mlp_bias (True) is not known here"),
+    ("mistral", old(mlp_bias=True), "the key mlp_bias (True) is unknown"),
     ("mistral", old(sliding_window=0), "--sliding-window 0"),
     ("mistral", old(num_local_experts=8), "the key num_local_experts (8)"),
 ]  # fmt: skip
@@ -281,15 +281,15 @@ def test_the_class_follows_from_the_settings(flags: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--normalization layernorm", "Llama cannot be a model with --normalization layernorm"),
-        ("--activation relu", "Llama cannot be a model with --activation relu"),
-        ("--rotary-percent 0.5", "Llama cannot be a model with --rotary-percent 0.5"),
-        ("--no-scale-attention", "Llama cannot be a model with --no-scale-attention"),
-        ("--hidden-bias --no-qkv-bias", "Llama cannot be a model with --no-qkv-bias"),
-        ("--hidden-bias --sliding-window 8", "Mistral cannot be a model with --hidden-bias"),
-        ("--hidden-bias --num-attention-heads 5 --kv-hidden-size 6", "Mistral cannot be a model with --hidden-bias"),
-        ("--hidden-bias --qk-norm", "Qwen3 cannot be a model with --hidden-bias"),
-        ("--qkv-bias --qk-norm", "Qwen3 cannot be a model with --qkv-bias"),
+        ("--normalization layernorm", "Llama does not support --normalization layernorm"),
+        ("--activation relu", "Llama does not support --activation relu"),
+        ("--rotary-percent 0.5", "Llama does not support --rotary-percent 0.5"),
+        ("--no-scale-attention", "Llama does not support --no-scale-attention"),
+        ("--hidden-bias --no-qkv-bias", "Llama does not support --no-qkv-bias"),
+        ("--hidden-bias --sliding-window 8", "Mistral does not support --hidden-bias"),
+        ("--hidden-bias --num-attention-heads 5 --kv-hidden-size 6", "Mistral does not support --hidden-bias"),
+        ("--hidden-bias --qk-norm", "Qwen3 does not support --hidden-bias"),
+        ("--qkv-bias --qk-norm", "Qwen3 does not support --qkv-bias"),
     ],
 )
 def test_what_none_of_theirs_is(flags: str, message: str) -> None:
@@ -298,13 +298,13 @@ def test_what_none_of_theirs_is(flags: str, message: str) -> None:
 
 
 def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() -> None:
-    """Null layers without windows are accepted where transformers 4 accepted them; transformers 5 accepts no null."""
+    """A null `max_window_layers` of a Qwen2, valid in transformers 4 but not 5, is read as no sliding window."""
     read = read_config({"model_type": "qwen2", "max_window_layers": None}, Path("config.json"))
     assert settings_of(read, False, Path("config.json"))[0]["sliding_window"] is None
 
 
 def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
-    """rope_parameters that differ from rope_scaling are refused, since transformers would ignore their theta."""
+    """`rope_parameters` whose theta differs from that beside `rope_scaling` are refused; transformers ignores it."""
     import transformers
 
     both = {
@@ -323,7 +323,7 @@ def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
 
 
 def test_defaults_are_theirs() -> None:
-    """Keys missing from config.json have transformers' defaults."""
+    """A key that config.json lacks is read as transformers' default."""
     import transformers
 
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Damaged or malicious files and environments each give one sentence that names the cause, and nothing hangs."""
+"""Damaged or malicious files and environment variables give one sentence that names the cause; nothing hangs."""
 
 import json
 import os
@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
+from data_utils import jinja_sandbox as sandbox
+from data_utils.chat_templates import Message, template_from
 from data_utils.documents import InputError, texts
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import save, schema
 from megatron.config.command_line import read_json
 from megatron.config.fields import ConfigError
 from megatron.rows import RowError, row_of
-from megatron.tokenizer import load_tokenizer, sandbox
+from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import TokenizerError, read_object
-from megatron.tokenizer.chat import Message, template_from
 from megatron.training.metrics import MetricsWriter
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.report import report
@@ -125,7 +126,10 @@ def test_a_template_without_an_end_is_named(vocab_file: str, monkeypatch: pytest
 
 
 def test_a_regular_expression_without_an_end_is_named_by_a_worker(tmp_path: Path) -> None:
-    """A regular expression that never ends is named by a worker, although the library's panic cannot be pickled."""
+    """A worker reports the tokenizer.json with a catastrophic regular expression.
+
+    The panic of the tokenizers library cannot be pickled and sent to the main process.
+    """
     path = tmp_path / "tokenizer.json"
     train_byte_bpe(["What is the capital of France? system user assistant. " * 20], str(path), 290, "hf")
     content: dict[str, Any] = json.loads(path.read_text())

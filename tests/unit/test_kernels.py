@@ -1,4 +1,4 @@
-"""The choice of kernels, with a stand-in for apex that has its names, arguments and state."""
+"""The choice between apex's and torch's kernels, with a stand-in for apex that has its names and state."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -48,7 +48,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """An optimizer like apex's, which counts steps per group instead of per parameter."""
+    """AdamW with apex's interface: it counts steps per parameter group instead of per parameter."""
 
     def __init__(self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
@@ -121,7 +121,7 @@ def test_apex_learns_what_torch_learns(flags: str, norm: type[nn.Module], on_gpu
 
 
 def plain_engine(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the part of a DeepSpeed engine without ZeRO that optimizer-state code uses."""
+    """Return a stand-in for a DeepSpeed engine without ZeRO, as checkpoints of optimizer state need it."""
     return SimpleNamespace(optimizer=optimizer, zero_optimization_stage=lambda: 0)
 
 
@@ -152,7 +152,10 @@ def test_without_apex_or_gpu_torchs_are_taken_and_apex_is_refused(
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_counts_of_steps_are_made_where_torch_would_have_them(fused: bool) -> None:
-    """Step counts are on the device where torch's `load_state_dict` puts them: the weights' if fused, else the CPU."""
+    """`make_moments` creates AdamW's step counts on the weights' device if AdamW is fused, else on the CPU.
+
+    torch's `load_state_dict` puts them there.
+    """
     weights = [nn.Parameter(torch.ones(4, device="meta")) for _ in range(2)]
     ours, theirs = (torch.optim.AdamW([weight], fused=fused) for weight in weights)
     zero_state.make_moments(plain_engine(ours), ["exp_avg", "exp_avg_sq"], 3)

@@ -1,4 +1,4 @@
-"""Partitioning layers by measured time."""
+"""Layers are divided into pipeline stages by their measured seconds."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ from tds.layer_times import cut_by_time
 
 
 def test_the_slowest_stretch_is_as_fast_as_can_be() -> None:
-    """The chosen partition has the fastest slowest stage, and is the most even of those."""
+    """The partition minimises the time of the slowest stage and, among equals, is the most even one."""
     rng = random.Random(1)
     for count in range(1, 9):
         for stretches in range(1, count + 1):

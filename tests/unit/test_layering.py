@@ -1,6 +1,6 @@
-"""The project's rules, checked on the source.
+"""The project's rules, checked on the source: imports, private names, file sizes and others.
 
-A new import arrow is a decision: change MAY_IMPORT in the same commit.
+A new import between packages is a decision: add it to MAY_IMPORT in the same commit.
 """
 
 import ast
@@ -11,17 +11,17 @@ import pytest
 
 from tests.support import ROOT
 
-# The core's packages, for the tools that may use all of it.
+# Packages of the core, all of which data_utils and megatron_tools may import.
 CORE = {
     *("megatron._torch", "megatron.atomic", "megatron.config", "megatron.config.ds_config", "megatron.mpu"),
     *("megatron.tokenizer", "megatron.data", "megatron.model", "megatron.model.pipe", "megatron.optim"),
     *("megatron.ranks", "megatron.ranks.device", "megatron.checkpointing", "megatron.training", "megatron.tasks"),
-    *("megatron.tasks.synthetic", "megatron.utils"),
+    "megatron.utils",
 }
-# Package -> our packages that it may import. The longest matching name wins.
+# Package -> packages of this project that it may import. The longest matching name applies.
 MAY_IMPORT = {
     "tds": set(),
-    "megatron._torch": set(),  # private names of torch, which any package may need
+    "megatron._torch": set(),  # gives access to private names of torch
     "megatron.atomic": set(),
     "megatron.config": set(),
     "megatron.config.ds_config": {"tds"},
@@ -81,7 +81,7 @@ MAY_IMPORT = {
         "megatron.training",
         "megatron.utils",
     },
-    # Modules that only the original's entry scripts import; arrows into them are the names that scripts import.
+    # Only CPM-Pretrain's entry scripts import this package. It passes names of the packages below on to them.
     "megatron.compat": {
         "megatron.config",
         "megatron.mpu",
@@ -96,22 +96,14 @@ MAY_IMPORT = {
         "megatron.utils",
     },
     "megatron.compat.data": {"megatron.config", "megatron.ranks", "megatron.tasks", "megatron.training"},
-    "megatron.tasks.synthetic": {
-        "megatron.config",
-        "megatron.model",
-        "megatron.model.pipe",
-        "megatron.ranks.device",
-        "megatron.tasks",
-        "megatron.training",
-    },
     "megatron.utils": {"megatron.mpu"},
     "megatron": {
         "megatron.compat",
         "megatron.mpu",
         "megatron.ranks",
         "megatron.training",
-    },  # tutorials import these names from here
-    # The two upper packages: the core never imports them. Inside them any room may use any package of the core.
+    },  # `megatron` offers these packages' names to CPM-Pretrain's scripts
+    # The two tool packages: they may import the whole core, which never imports them.
     "data_utils": {"tds", "megatron", *CORE},
     "megatron_tools": {"tds", "data_utils", "megatron", *CORE},
 }
@@ -128,14 +120,15 @@ OUTSIDE = {
         "tqdm",
         "zstandard",
         "datasketch",
+        "jinja2",
         "matplotlib",
         "pyarrow",
         "ray",
-    },  # each where it is needed
+    },  # optional ones are imported in functions
     "megatron.config": set(),
     "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},
-    "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers", "jinja2"},
+    "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers"},
     "megatron.data": {"numpy", "torch"},
     "megatron.model": {"torch"},
     "megatron.optim": {"torch"},
@@ -230,7 +223,7 @@ def test_a_broken_arrow_is_found(tmp_path: Path) -> None:
 
 
 def test_no_circles_inside_a_package() -> None:
-    """Files of a package import each other in one direction only."""
+    """Files of a package do not import each other in a circle."""
     graph: dict[str, set[str]] = {}
     for path, module, tree in sources():
         top = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
@@ -255,8 +248,8 @@ def test_no_circles_inside_a_package() -> None:
         visit(module, ())
 
 
-# File -> private names of third-party libraries that it uses. An upgrade of torch affects these files, one of
-# DeepSpeed tds/.
+# File -> private names of third-party libraries that it uses. An upgrade of torch may break these files, an upgrade
+# of DeepSpeed may break tds/.
 PRIVATE = {
     "megatron/_torch.py": {
         "_C",
@@ -271,25 +264,24 @@ PRIVATE = {
         "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
         "_get_backend", "_get_default_store", "_storage_Use_Count",
     },
-    "tds/diagnose.py": {"_current_frames"},  # part of sys: the only way to another thread's stack
-    # Attributes of parameters that DeepSpeed has tied or partitioned. mpu is below tds and reads them like
-    # Megatron's.
+    "tds/diagnose.py": {"_current_frames"},  # sys._current_frames is the only way to another thread's stack
+    # DeepSpeed's attribute of partitioned parameters. mpu may not import tds, so it reads the attribute itself.
         "megatron/mpu/parameters.py": {"ds_shape"},
 }  # fmt: skip
 OF_TORCH = {name for file, names in PRIVATE.items() for name in names if not file.startswith("megatron/mpu/")}
-# Undocumented attributes of DeepSpeed's engines, optimizers, modules and parameters.
+# Undocumented attributes of DeepSpeed's engines, optimizers, modules and parameters, for tds only.
 OF_DEEPSPEED = {
     "bf16_groups", "buffered_allreduce_fallback", "check_grad_overflow", "cur_iter", "cur_scale", "ds_id",
     "ds_pipe_replicated", "ds_process_group", "ds_shape", "ds_tensor", "enable_backward_allreduce",
     "fp32_groups_gradients", "fp32_partitioned_groups_flat", "get_grads_for_norm", "immediate_grad_update", "tied_comms",
     "using_bf16_optimizer", "StockPipelineEngine", "StockPipelineModule",
 }  # fmt: skip
-# Underscored but public names: Python's, and Megatron-LM's, which users set on their models.
+# Public names in spite of the underscore: Python's, and an attribute that Megatron-LM's users set on models.
 PROMISED = {"_asdict", "_replace", "_exit", "_fields", "_megatron_batch_fn"}
 
 
 def _own_names(root: Path) -> set[str]:
-    """Return the underscored names that our own classes and modules define."""
+    """Return the names that classes and modules of this project define."""
     found: set[str] = set()
     for _, _, tree in sources(root):
         for node in ast.walk(tree):
@@ -304,7 +296,7 @@ def _own_names(root: Path) -> set[str]:
 
 
 def private_names(root: Path) -> dict[str, set[str]]:
-    """Return, by file, the private names of other libraries that it uses."""
+    """Return file -> private names of other libraries that it uses."""
     ours, used = _own_names(root), dict[str, set[str]]()
     for path, module, tree in sources(root):
         found: set[str] = set()
@@ -370,7 +362,7 @@ def test_every_file_says_what_it_holds() -> None:
 
 
 def test_settings_are_passed_not_looked_up() -> None:
-    """Settings are passed as arguments: library code has no get_args(), no globals, and cuda in one file only."""
+    """Library code calls no get_args() and declares no globals; only megatron/ranks/device.py names `cuda`."""
     for path, module, tree in sources():
         for node in ast.walk(tree):
             if (
@@ -385,7 +377,7 @@ def test_settings_are_passed_not_looked_up() -> None:
 
 
 def test_the_project_names_no_place_of_ours() -> None:
-    """The source contains no absolute paths and no unfinished work."""
+    """The source contains neither absolute paths nor TODO marks."""
     for path, _, _ in sources():
         text = path.read_text()
         for word in ("/root/", "/home/", "/tmp/", "TODO", "FIXME", "XXX"):

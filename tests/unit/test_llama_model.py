@@ -1,4 +1,4 @@
-"""Llama, Qwen and Mistral against Hugging Face's with random weights: logits, losses and gradients."""
+"""Llama, Qwen and Mistral with random weights equal Hugging Face's: logits, losses and gradients."""
 
 import math
 from typing import Any
@@ -52,7 +52,7 @@ def learned(model: Any, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def check(other: Any, ours: GPT2Model, sizes: Sizes, length: int, tolerance: float, **theirs_too: Any) -> None:
-    """Check logits and the gradients of every weight on random tokens, some of them repeated."""
+    """Check that the logits and all gradients of `ours` equal those of the Hugging Face model `other`."""
     dice = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(VOCAB, (2, 3, length), generator=dice)
     found, expected = ours(tokens), other(tokens, **theirs_too).logits
@@ -66,7 +66,7 @@ def check(other: Any, ours: GPT2Model, sizes: Sizes, length: int, tolerance: flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unfused", ["", "--unfused rope swiglu rms-norm"])
+@pytest.mark.parametrize("unfused", ["", "--reference-ops rope swiglu rms-norm"])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_logits_and_gradients_are_hugging_faces(kind: str, groups: int, unfused: str) -> None:
@@ -88,7 +88,7 @@ def test_rotary_positions_of_every_kind(name: str) -> None:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_a_part_of_each_head_is_rotated(share: float) -> None:
-    """Partial rotary embedding matches StableLM's, a model with LayerNorms."""
+    """--rotary-percent rotates the same part of each head as in Hugging Face's StableLM."""
     import transformers
 
     config = transformers.StableLmConfig(
@@ -134,7 +134,7 @@ def test_bf16_is_as_near_to_fp32_as_hugging_faces(kind: str) -> None:
 
 
 def documents(length: int) -> tuple[Tensor, Tensor]:
-    """Return document ids [2, s], and positions [2, s] that restart in each document."""
+    """Return document ids [2, s] and positions [2, s], which restart in each document."""
     ids = torch.tensor([[0] * 4 + [1] * (length - 4), [0] * 9 + [1] * 3 + [2] * (length - 12)])
     first = torch.tensor([[0] * 4 + [4] * (length - 4), [0] * 9 + [9] * 3 + [12] * (length - 12)])
     return ids, torch.arange(length).expand(2, -1) - first
@@ -144,7 +144,7 @@ def documents(length: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("restart", [False, True])
 def test_documents(restart: bool, apart: bool, window: int | None) -> None:
-    """Restarting positions and attention within documents work separately and together."""
+    """Positions that restart and attention within documents equal Hugging Face's, separately and together."""
     flags = ("--reset-position-ids " if restart else "") + ("--reset-attention-mask" if apart else "")
     other, ours = pair("Mistral", flags, window=window)
     ids, positions = documents(21)
@@ -170,7 +170,7 @@ def test_document_ids_that_contradict_the_flags() -> None:
 
 
 def test_models_that_are_given_the_same_ids_have_their_own_angles() -> None:
-    """Models that share document ids, as teacher and student do, use their own rotary angles."""
+    """Models that get the same tensor of document ids each use their own rotary angles, as in distillation."""
     tokens, ids = torch.randint(VOCAB, (2, 60)), torch.ones(2, 60, dtype=torch.int32)
     kinds: list[tuple[dict[str, Any], str]] = [({}, ""), *SCALINGS.values()]
     for sizes in (Sizes(head=16), Sizes(head=8)):
@@ -180,7 +180,7 @@ def test_models_that_are_given_the_same_ids_have_their_own_angles() -> None:
 
 
 def test_a_rank_of_a_context_has_its_own_angles() -> None:
-    """A context rank uses the angles of its own positions, even if a whole-sequence model has seen the same ids."""
+    """A context-parallel rank uses the rotary angles of its positions, not those cached for the whole sequence."""
     m, ids = parse(flags_of("Llama").split()).model, torch.ones(1, 8, dtype=torch.int32)
     for axis, place in (
         (None, range(8)),
@@ -192,7 +192,7 @@ def test_a_rank_of_a_context_has_its_own_angles() -> None:
 
 
 def test_a_text_may_grow_longer_than_the_samples_were() -> None:
-    """A text may grow beyond the training length, up to --max-position-embeddings, as in Hugging Face."""
+    """Generation beyond the training length, up to --max-position-embeddings, equals Hugging Face's."""
     other, ours = pair("Mistral", window=30)
     config = parse(flags_of("Mistral", window=30).split())
     assert (config.data.seq_length, config.positions) == (24, 64)

@@ -1,4 +1,4 @@
-"""Work on several machines gives the bytes of one machine."""
+"""Data tools that run on several machines write the same bytes as on one machine."""
 
 import importlib
 import json
@@ -27,7 +27,7 @@ def tool() -> Tool:
 
 
 def shards(folder: Path) -> list[Path]:
-    """Write three files, in which some documents nearly duplicate documents of other files."""
+    """Write three files with near-duplicates across files; return their paths."""
     dice = random.Random(2)
     texts = ["".join(dice.choices("春眠不觉晓处闻啼鸟夜来风雨声花落知多少", k=200)) for _ in range(60)]
     texts += [text[:100] + "改" + text[101:] for text in texts[:30]]
@@ -44,7 +44,7 @@ def same(folder: Path, one: str, other: str) -> None:
 
 
 def test_shards_and_merge_are_one_run(tool: Tool, tmp_path: Path, vocab_file: str) -> None:
-    """The recipe of docs/data.md for clusters with only a scheduler gives the bytes of a single run."""
+    """Cleaning and tokenizing shards as separate jobs, then merging, gives the bytes of a single run."""
     pytest.importorskip("datasketch")
     paths, quiet = shards(tmp_path), ("--workers", 0, "--quiet")
     near = (*quiet, "--near-duplicates", "--min-chars", 20)
@@ -84,7 +84,7 @@ def begin(marker: str) -> None:
 def square(number: int) -> int:
     if number == 7 and not os.path.exists(_Told.marker):
         Path(_Told.marker).touch()
-        os._exit(1)  # simulates a machine that disappears
+        os._exit(1)  # simulates the loss of a machine
     if number == 30:
         raise ValueError("thirty is no number")
     return number * number
@@ -92,7 +92,7 @@ def square(number: int) -> int:
 
 @FULL
 def test_ray_gives_what_one_machine_gives(tmp_path: Path) -> None:
-    """Ray with two workers keeps the order, survives a worker's death, and passes on the work's errors."""
+    """`ordered_map` on two Ray workers keeps the order, survives a worker's death and re-raises errors of the work."""
     pytest.importorskip("ray", reason="needs ray")
     found = []
     with pytest.raises(ValueError, match="thirty is no number"):

@@ -1,4 +1,4 @@
-"""The layers of a stage share one mask, which never outlives the ids it was computed from."""
+"""The layers of a stage share one attention mask, which is freed with the document ids that it was computed from."""
 
 import gc
 import weakref
@@ -44,7 +44,7 @@ def test_windows_of_the_same_ids_are_as_wide_and_as_causal_as_is_asked() -> None
         assert torch.equal(found[:, 0], same & (distance >= 0) & (distance < window))
     begun = torch.tensor(
         [[-1, -1, 1, 1, 2, 2]]
-    )  # a prefix and its document, or two documents if ids are compared directly
+    )  # under prefix LM a negative id marks a prefix, so -1 and 1 are one document; otherwise two
     for causal, documents in ((True, begun.abs()), (False, begun)):
         found = window_mask(begun, 6, 0, 2, Documents(begun, causal=causal))
         assert isinstance(found, Tensor)

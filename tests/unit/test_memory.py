@@ -1,4 +1,4 @@
-"""Buffers are reused only when no view of them is left."""
+"""The pool reuses a buffer only if no view of it is left."""
 
 import torch
 
@@ -11,7 +11,7 @@ def test_a_buffer_comes_back_when_its_last_view_is_gone() -> None:
     where = first.data_ptr()
     view = first[8:16].view(torch.float64)
     del first
-    assert pool.take(64).data_ptr() != where  # the view is still alive
+    assert pool.take(64).data_ptr() != where  # `view` still needs the first buffer
     del view
     assert pool.take(64).data_ptr() == where
     assert pool.take(128).data_ptr() != where

@@ -31,7 +31,7 @@ def config(*argv: str) -> Config:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Randomise biases and norms, which start at 0 and 1 and would hide mistakes."""
+    """Randomise all parameters; initial biases of 0 and norm weights of 1 would hide mistakes."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
@@ -48,7 +48,7 @@ def test_logits_equal_hugging_face() -> None:
     theirs = transformers.GPT2LMHeadModel(their_config).eval()
 
     def interleaved_to_stacked(rows: torch.Tensor) -> torch.Tensor:
-        """Convert rows from (q, k, v) per head to all q, all k, all v."""
+        """Convert the rows of a QKV weight from (q, k, v) per head to all q, all k, all v."""
         return rows.view(4, 3, 8, *rows.shape[1:]).transpose(0, 1).reshape(96, *rows.shape[1:])
 
     state: dict[str, Any] = {
@@ -113,7 +113,7 @@ def test_the_masks_of_the_original_say_where_nobody_may_look(flags: tuple[bool, 
 
 @pytest.mark.parametrize("recompute", [[], ["--checkpoint-activations"]])
 def test_a_mask_in_the_place_of_document_ids(recompute: list[str]) -> None:
-    """A causal mask in place of document ids is accepted and changes nothing; any other mask is refused."""
+    """GPT2Model accepts a causal mask in place of document ids, without effect, and refuses other masks."""
     model = GPT2Model(config(*recompute)).eval()
     tokens = torch.zeros(2, 5, dtype=torch.long)
     mask, _, position_ids = get_ltor_masks_and_position_ids(tokens, EOD, False, False, False)
@@ -176,7 +176,7 @@ def test_a_sequence_too_long_is_refused() -> None:
 
 
 def test_causal() -> None:
-    """Later tokens do not affect earlier predictions."""
+    """Changing tokens from position 15 on leaves all earlier logits unchanged."""
     model = GPT2Model(config(), parallel_output=False).eval()
     randomize(model)
     tokens = torch.randint(100, (1, 24), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Layers get all they need when they are built; no forward or backward pass looks up global state."""
+"""Layers get process groups, options and random streams when they are built; passes look up no global state."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron.mpu import mesh
 
 class _NobodyToAsk:
     @property
-    def here(self) -> Any:
+    def context(self) -> Any:
         raise AssertionError("a pass asked for the mesh, the options or the streams of the process")
 
 

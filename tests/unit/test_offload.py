@@ -1,4 +1,4 @@
-"""Offloaded activations, tested on a CPU with late copies from CPU memory to CPU memory."""
+"""Offloaded activations, tested on a CPU: copies within CPU memory, delayed like asynchronous ones."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,7 +19,7 @@ MODELS = {
 
 
 class LateLane:
-    """A lane that copies only when waited for, like a slow queue."""
+    """A stand-in for a copy stream of a device: it performs a copy only when the copy is waited for."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
@@ -46,7 +46,7 @@ class LateLane:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The order of transfers and of the start of a layer's backward pass."""
+    """A log of transfers, "down 96" or "up 96" with their bytes, to which tests add layers' backward passes."""
     told: list[str] = []
     late = Lanes.__new__(Lanes)
     late.down, late.up, late.last = LateLane("down", told), LateLane("up", told), None  # type: ignore[assignment]
@@ -62,7 +62,7 @@ def test_activations_come_back_as_they_were(model: str, log: list[str]) -> None:
     for more in ("", "--offload-activations"):
         settings = parse(f"{MODELS[model]} {more}".split())
         net = (T5Model if settings.is_t5 else GPT2Model)(settings).train()
-        tokens = torch.arange(40).view(5, 8)  # no activation has the size of a weight
+        tokens = torch.arange(40).view(5, 8)  # 5 x 8, so that no activation is as large as a weight
         loss = net(*([tokens, tokens] if settings.is_t5 else [tokens]), labels=tokens.flip(1)).sum()
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in net.parameters())])
@@ -73,7 +73,7 @@ def test_activations_come_back_as_they_were(model: str, log: list[str]) -> None:
 
 
 def test_memory_that_several_look_into_goes_once(log: list[str]) -> None:
-    """Memory shared by several saved tensors, such as views of one QKV matmul, is transferred once."""
+    """Memory that several saved tensors share, such as views of one QKV output, is transferred once."""
     x = torch.randn(4, 6, requires_grad=True)
     with offloaded():
         product = x * 2
@@ -102,7 +102,7 @@ def test_the_layer_before_is_fetched_while_one_works(log: list[str]) -> None:
 
 
 def test_memory_is_let_go_and_comes_again_for_a_second_pass(log: list[str]) -> None:
-    """Memory is released after a backward pass and fetched again for a second one, as schedules that split it need."""
+    """Offloaded memory is fetched again for a second backward pass, as in schedules with a split backward."""
     weight, x = nn.Parameter(torch.randn(2, 2)), torch.randn(2, 2, requires_grad=True)
     with offloaded():
         y = (x * 1) @ weight.clone()

@@ -1,4 +1,4 @@
-"""Behaviour on accelerators, tested with stand-ins: no step waits for the device."""
+"""Behaviour on accelerators, tested with stand-ins: training does not synchronise with the device needlessly."""
 
 import importlib
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tds import _deepspeed, parent_death, progress, start
 
 
 class Event:
-    """An event that records the time in `now`, and completes when `done` is set."""
+    """A stand-in for torch.Event: it records the seconds in `now`, and is complete if `done` is set."""
 
     now, done, waited = 0.0, False, 0
 
@@ -35,7 +35,7 @@ class Event:
 
 
 def test_a_breakdown_waits_for_the_device_only_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A breakdown waits for the device only between steps, since posted messages may need this rank to continue."""
+    """The time breakdown never waits for the device within a step; other ranks may need this rank's next message."""
     monkeypatch.setattr(progress.torch, "Event", Event)
     found = progress.Progress(torch.device("meta"), None, breakdown=True)
     for _ in range(3):
@@ -63,9 +63,9 @@ def test_each_rank_may_be_shown_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:
-    """A norm on the CPU, as with ZeRO 3 and an offloaded optimizer, moves to the loss's device.
+    """A gradient norm on the CPU, as with an offloaded ZeRO-3 optimizer, moves to the loss's device.
 
-    One read fetches both.
+    One copy to the CPU then fetches norm and loss.
     """
     engine = SimpleNamespace(optimizer=SimpleNamespace(), fp16_enabled=lambda: False)
     step = _result(engine, torch.zeros((), device="meta"), torch.ones(()), {})
@@ -87,7 +87,7 @@ def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatc
     import torch.distributed as dist
 
     given: dict[str, Any] = {}
-    module = importlib.import_module("torch.distributed.rendezvous")  # the package hides this module
+    module = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed.rendezvous is a function
     monkeypatch.setattr(module, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

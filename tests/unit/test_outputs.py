@@ -1,4 +1,4 @@
-"""Outputs of failing tools: the previous file stays, a full disk is named with its file, and no link is followed."""
+"""Outputs of failing tools: previous files stay, a full disk is reported with the file, links are not followed."""
 
 import bz2
 import gzip
@@ -19,12 +19,12 @@ import torch
 import zstandard
 
 from data_utils import clean_corpus, inspect_data
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.streams import InputError, open_bytes
 from megatron.atomic import own_folder, remove, write_text
 from megatron.checkpointing.files import clear
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import DatasetError
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.training.run_folder import accept
 from megatron_tools.convert.plain_pickle import load_plain
 from megatron_tools.report import report
@@ -63,7 +63,7 @@ def test_a_cleaning_run_that_fails_leaves_the_files_of_the_run_before(tmp_path: 
 
 
 def _on_a_small_disk() -> None:
-    """Limit files to 16 kB, as on a full disk."""
+    """Limit this process's files to 16 kB, to simulate a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
@@ -125,7 +125,7 @@ def test_a_killed_tool_leaves_no_warning_of_python(tmp_path: Path) -> None:
     ]
     tool = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*.tmp")) and time.monotonic() < deadline:  # workers are starting
+    while not list(tmp_path.glob("*.tmp")) and time.monotonic() < deadline:  # wait until workers start
         time.sleep(0.02)
     time.sleep(0.5)
     tool.send_signal(signal.SIGKILL)
@@ -248,10 +248,10 @@ def _huge_dictionary() -> bytes:
     import zlib
 
     whole = bytearray(lzma.compress(b"small"))
-    at = 12  # after the stream header: size, flags, filter id, size of properties, dictionary size
+    at = 12  # the block header starts here: size, flags, filter id, size of properties, dictionary size
     size = (whole[at] + 1) * 4
     assert whole[at + 2 : at + 4] == b"\x21\x01"
-    whole[at + 4] = 40  # 4 GiB - 1
+    whole[at + 4] = 40  # code for a dictionary of 4 GiB - 1
     whole[at + size - 4 : at + size] = zlib.crc32(bytes(whole[at : at + size - 4])).to_bytes(4, "little")
     return bytes(whole)
 
@@ -280,7 +280,7 @@ def test_what_a_pickle_asks_for_is_named_in_every_protocol(tmp_path: Path, proto
         pickle_protocol=protocol,
         _use_new_zipfile_serialization=zipped,
     )
-    with pytest.raises(ValueError, match=rf"{path} asks for (posix|os).system"):
+    with pytest.raises(ValueError, match=rf"{path} requests (posix|os).system"):
         load_plain(path)
     torch.save({"weight": torch.ones(2)}, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
     if protocol <= 3:

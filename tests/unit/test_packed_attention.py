@@ -1,4 +1,4 @@
-"""Attention over packed documents, with a stand-in for torch's GPU kernel that takes the same arguments."""
+"""Attention over packed documents, with a stand-in for the variable-length attention kernel of torch on GPUs."""
 
 import inspect
 

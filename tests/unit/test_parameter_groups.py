@@ -1,4 +1,4 @@
-"""The weights that are subject to weight decay."""
+"""Weight decay applies to matrices and, unless excluded, to embeddings."""
 
 import pytest
 from torch import nn
@@ -21,7 +21,7 @@ def _decaying(model: nn.Module, embeddings: bool) -> set[str]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_may_be_left_out(tied: bool) -> None:
-    """Embeddings may be excluded from decay; an untied output matrix is no embedding."""
+    """Embeddings can be excluded from weight decay; an untied output matrix does not count as an embedding."""
     model = GPT2Model(parse(f"{SIZES} {'' if tied else '--no-tie-embeddings'}".split()))
     left_out = {"embedding.word_embeddings.weight", "position_embedding.weight"}
     everything = {name for name, p in global_parameters(model) if p.dim() > 1}

@@ -1,4 +1,4 @@
-"""Plans against built models and published numbers: parameter counts, batches, the search and published runs."""
+"""Plans agree with built models and published runs: parameters, memory, batch sizes, speed; the search of layouts."""
 
 import json
 import math
@@ -57,13 +57,13 @@ def test_model_parallel_ranks_hold_their_share() -> None:
     one = parse(TINY.split())
     four = parse([*TINY.split(), "--model-parallel-size", "4"])
     h, layers = 64, 4
-    copies = layers * (2 * 2 * h + 2 * h) + 2 * h + 32 * h  # norms, row-parallel biases, the last norm, positions
+    copies = layers * (2 * 2 * h + 2 * h) + 2 * h + 32 * h  # norms, row-parallel biases, final norm, positions
     split = sum(p for p in (count_layers(layers_of(one), one).held - 512 * h - copies,))
     assert count_layers(layers_of(four), four).held == split // 4 + copies + 512 * h // 4
 
 
 def test_stages_hold_every_layer_once() -> None:
-    """No layer is dropped if stages and chunks do not divide them, as with 30 layers on four stages of two chunks."""
+    """Each layer is on one stage, even if 30 layers are not divisible by four stages of two chunks."""
     flags = "--pipe-parallel-size 4 --pipeline-schedule interleaved --virtual-pipeline-size 2 --gas 8 --num-layers 30"
     config = parse([*TINY.split(), *flags.split()])
     stages = stages_of(config)
@@ -88,7 +88,7 @@ def test_the_third_of_a_batch(given: tuple[int | None, ...], found: Batch) -> No
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ((60, 2, None), "make it 64, a multiple of 16"),
+        ((60, 2, None), "set it to 64, a multiple of 16"),
         ((64, None, None), "give two of"),
         ((64, 2, 5), "multiple of 80"),
         ((None, 0, 4), "at least 1"),
@@ -102,7 +102,7 @@ def test_batches_that_do_not_go_together(given: tuple[int | None, ...], words: s
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 32), (3, 21)])
 def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int) -> None:
-    """Extrapolating a schedule from a few micro-batches gives the numbers of the complete timetable."""
+    """Bubble and peak memory, extrapolated from a few micro-batches, equal those of the complete schedule."""
     chunks = 2 if name == "interleaved" else 1
     schedule = schedule_of({"schedule": name, "extra_warmup": 0}, chunks)
     plan = [list(schedule(stage, stages, micros)) for stage in range(stages)]
@@ -120,7 +120,7 @@ def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int)
     ],
 )
 def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
-    """Predicted activations equal what autograd saves, counting each storage once, without weights and logits."""
+    """Predicted bytes of activations are those of the storages that autograd saves, without weights, to 3%."""
     config = parse([*TINY.split(), "--batch-size", "2", "--cpu-matmul", "torch", *flags.split()])
     model = GPT2Model(config).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -136,7 +136,7 @@ def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
     kept = sum(x.untyped_storage().nbytes() for x in seen.values())
     expected = kept_by(Shapes(config, "fp32", False), layers_of(config))
     assert logits.requires_grad
-    assert kept == pytest.approx(expected, rel=0.03)  # position tables and other small tensors are not counted
+    assert kept == pytest.approx(expected, rel=0.03)  # the prediction ignores position ids and other small tensors
 
 
 def test_layouts_are_legal() -> None:
@@ -148,7 +148,7 @@ def test_layouts_are_legal() -> None:
         p = each.parallel
         assert p.data_parallel_size(16) * p.stages * p.model_parallel_size == 16
         assert each.train_batch_size(16) == 64
-        assert p.model_parallel_size <= 4  # limited by the number of heads
+        assert p.model_parallel_size <= 4  # the model has 4 attention heads
         assert p.zero_stage and (p.zero_stage == 1 or not p.pipe_parallel_size)
         resolve(each, 16, True)
 
@@ -159,7 +159,7 @@ def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
     best = search(Wanted(config, cluster, 8, 64))[0]
     assert best.cost is not None and 0 < best.cost.mfu < 1
     speeds = [each.cost.tokens_per_second for each in search(Wanted(config, cluster, 8, 64)) if each.cost is not None]
-    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # sorted by speed, not by text
+    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # sorted by speed as a number
     with pytest.raises(ValueError, match=r"do not fit on 8 devices of a100.*take about [\d,]+ devices"):
         search(Wanted(config, replace(cluster, memory=1e-6), 8, 64))
     with pytest.raises(ValueError, match="is not --micro-batch-size 3"):
@@ -167,19 +167,19 @@ def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
 
 
 def test_clusters_that_are_not_there_or_not_whole(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match="give one of .*a100"):
+    with pytest.raises(ValueError, match="use one of .*a100"):
         load_cluster("b9000")
     (tmp_path / "mine.json").write_text('{"name": "mine"}')
-    with pytest.raises(ValueError, match="does not describe a cluster"):
+    with pytest.raises(ValueError, match="is not a valid cluster"):
         load_cluster(str(tmp_path / "mine.json"))
     for path in sorted((ROOT / "configs/clusters").glob("*.json")):
         assert load_cluster(path.stem).sources
 
 
 def test_published_runs_are_predicted() -> None:
-    """Published runs are predicted with one set of constants.
+    """One set of constants predicts the speeds of published runs with a median error below 15%.
 
-    Ascend's rows are only shown, as their layouts are unpublished.
+    Runs on Ascend are not judged, since their layouts are unpublished.
     """
     found = [published.compare(row) for row in published.ROWS]
     assert published.median_error([each for each in found if each.row.source != published.ASCEND]) < 0.15
@@ -189,7 +189,7 @@ def test_published_runs_are_predicted() -> None:
 
 
 def test_written_settings_are_those_that_were_planned() -> None:
-    """Settings written by the planner keep tied embeddings, which the llama script would otherwise untie."""
+    """The planner's settings file keeps `tie_embeddings`, since pretrain_llama.py unties them by default."""
     import json
 
     from megatron.config.command_line import parse
@@ -210,11 +210,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("peak_tflops", {}, "it must have a number"),
     ("between", {"gigabytes_per_second": -1, "latency_seconds": 1e-5}, "between.gigabytes_per_second is -1"),
     ("inside", {"gigabytes_per_second": 1, "latency": 1e-5}, "inside lacks latency_seconds"),
-    ("inside", 3, "inside is no JSON object"),
+    ("inside", 3, "inside is not a JSON object"),
     ("devices_per_node", 2.5, "devices_per_node is 2.5, not a whole number"),
     ("memory", True, "memory is True, not a positive number"),
     ("memory", math.nan, "memory is nan, not a positive number"),
-    ("memroy", 80, "it has memroy, which nothing reads"),
+    ("memroy", 80, "memroy, which is unknown"),
 ]
 
 
@@ -226,7 +226,7 @@ def test_a_cluster_with_a_wrong_figure_is_refused(key: str, value: Any, words: s
     with pytest.raises(ValueError, match=re.escape(words)):
         load_cluster(str(path))
     path.write_text("[1]")
-    with pytest.raises(ValueError, match="it is no JSON object"):
+    with pytest.raises(ValueError, match="JSON object"):
         load_cluster(str(path))
 
 
@@ -238,7 +238,7 @@ def test_virtual_stages_that_are_given_bring_their_schedule(capsys: pytest.Captu
         )
     )
     printed = capsys.readouterr().out
-    # Count by hand 4 layers of 12 h^2 + 13 h, token and position embeddings, and the last norm.
+    # The expected number is 4 layers of 12 h^2 + 13 h, token and position embeddings, and the final norm.
     assert printed.startswith(f"{4 * (12 * 64**2 + 13 * 64) + 4000 * 64 + 64 * 64 + 2 * 64:,} parameters")
     assert {tuple(row.split("|")[4:6]) for row in printed.splitlines()[3:]} == {(" 2  ", " 2  ")}
 

@@ -1,4 +1,4 @@
-"""Prefix LM: attention masks, targets, prefix lengths, and how a prompt is read."""
+"""Prefix LM: attention masks, targets, prefix lengths, and bidirectional attention within a prompt."""
 
 import numpy as np
 import pytest
@@ -9,10 +9,10 @@ from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.prefixes import Prefixes
 from megatron.model import GPT2Model
-from megatron.model.chunks import chunks_of
 from megatron.model.layers import global_parameters
 from megatron.model.masks import Documents, document_mask
 from megatron.model.packed_attention import borders
+from megatron.model.pieces import pieces_of
 from megatron.tasks.prefix import with_prefixes
 from megatron_tools.write.generation import GPT2Stepper
 from tests.parity import reference
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def _seen(documents: list[int], inside: list[int]) -> list[list[bool]]:
-    """Return which tokens each token may see, written out position by position."""
+    """Return a mask [s][s], query by key: a token attends to its document's past, and prefix tokens to each other."""
     places = range(len(documents))
     return [
         [documents[q] == documents[k] and (k <= q or bool(inside[q] and inside[k])) for k in places] for q in places
@@ -36,14 +36,14 @@ def test_who_sees_whom_and_what_counts() -> None:
     ids, counts = with_prefixes(torch.tensor([inside]), torch.tensor([documents]), torch.ones(1, 9))
     mask = document_mask(ids, causal=True)
     assert mask is not None and mask[0, 0].tolist() == _seen(documents, inside)
-    # A token that has seen its target does not predict it.
+    # A token whose target lies within its bidirectional prefix has no loss.
     assert counts.tolist() == [[0, 0, 1, 1, 1, 1, 0, 1, 1]]
     whole, _ = with_prefixes(torch.tensor([inside]), torch.empty(0), torch.ones(1, 9))
     mask = document_mask(whole, causal=True)
     assert mask is not None and mask[0, 0].tolist() == _seen([0] * 9, inside)
     plain = document_mask(torch.tensor([documents]) + 1, causal=True)
     assert plain is not None and plain[0, 0].tolist() == _seen(documents, [0] * 9)
-    for shortcut in (chunks_of, borders):  # these work only for causal documents
+    for shortcut in (pieces_of, borders):  # these work only for causal documents
         assert shortcut(Documents(ids, None, True)) is None
 
 
@@ -69,7 +69,7 @@ def _model() -> tuple[GPT2Model, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_prompt_is_read_both_ways(cached: bool) -> None:
-    """A prompt is read bidirectionally, even after the window has left its beginning."""
+    """Tokens of a prompt attend in both directions, even after its beginning has left the context window."""
     model, weights = _model()
     prompt = [3, 14, 15, 9, 26, 5, 35]
     stepper = GPT2Stepper(model, prompt, 12, cached, prefix=True)

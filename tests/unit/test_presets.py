@@ -16,7 +16,7 @@ from megatron_tools.convert.hf_llama import llama_config
 from megatron_tools.plan.cluster import load_cluster
 from tests.support import ROOT
 
-# max_position_embeddings in the makers' config.json
+# Preset -> max_position_embeddings in the config.json that the model's authors published.
 READ = {
     **dict.fromkeys(("llama_1b", "llama_3b", "llama_8b", "llama_70b"), 131072),
     **dict.fromkeys(("qwen3_0.6b", "qwen3_1.7b", "qwen3_8b"), 40960),
@@ -40,7 +40,7 @@ def test_a_file_of_ones_own_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_where_pip_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Presets are found even if pip recorded them outside of site-packages, as with --target."""
+    """Presets are found where pip's record says, even outside of site-packages, as with pip install --target."""
     there = tmp_path / "share/megatron-tds/configs/clusters"
     there.mkdir(parents=True)
     (there / "mine.json").write_text((ROOT / "configs/clusters/a100.json").read_text())
@@ -69,9 +69,9 @@ def test_models_read_as_far_as_published_at_no_cost(name: str) -> None:
 
 @pytest.mark.parametrize("name", READ)
 def test_an_export_of_a_preset_says_how_far_it_reads(name: str) -> None:
-    """transformers reads a preset's maximum length from an export.
+    """The exported config.json of a preset states the published maximum length.
 
-    For llama3 it is not the length before scaling.
+    With llama3 RoPE scaling, this is the length after scaling.
     """
     transformers = pytest.importorskip("transformers")
     config = parse(["--config", name, "--vocab-size", "32000"])

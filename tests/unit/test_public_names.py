@@ -1,7 +1,12 @@
 """Public names: adding or removing one is a decision that is recorded in public_names.txt."""
 
+import sys
 from importlib import import_module
 from pathlib import Path
+
+import pytest
+
+from megatron import mpu
 
 MODULES = ("data_utils", "megatron", "megatron.mpu", "megatron.training", "megatron.model", "megatron.tasks", "megatron.tokenizer", "tds")  # fmt: skip
 LIST = Path(__file__).with_name("public_names.txt")
@@ -24,3 +29,13 @@ def test_every_one_is_there() -> None:
     for name in names():
         module, _, last = name.rpartition(".")
         assert getattr(import_module(module), last) is not None
+
+
+def test_old_names_work_with_one_warning_that_names_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match="mpu.undrawn is now mpu.skip_init") as given:
+        assert mpu.undrawn is mpu.skip_init  # type: ignore[attr-defined]
+    assert len(given) == 1
+    sys.modules.pop("megatron.mpu.original", None)
+    with pytest.warns(DeprecationWarning, match="megatron.mpu.original is now megatron.mpu.megatron_compat") as given:
+        original = import_module("megatron.mpu.original")
+    assert original.divide is mpu.divide and len(given) == 1

@@ -1,4 +1,4 @@
-"""Prompts as tokens: special tokens and conversations as in transformers, fill-in-the-middle as in training."""
+"""Prompts are tokenized like transformers' prompts and conversations, and like fill-in-the-middle training data."""
 
 import json
 from argparse import Namespace
@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from data_utils import inspect_data
+from data_utils.chat_templates import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.data.fim import FillInTheMiddle
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
-from megatron.tokenizer.chat import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
 from megatron_tools.convert import export_tokenizer
 from megatron_tools.write import generate
 from megatron_tools.write import prompts as asking
-from megatron_tools.write.questions import Conversation, Gap, Reader, answer
+from megatron_tools.write.questions import Conversation, Infill, Reader, answer
+from megatron_tools.write.writer import Writer
 from tests.cli.test_convert_llama import tokenizer_of
 
 from .test_sft import CHAT, CHATML
@@ -39,7 +40,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE with chat and fill-in-the-middle tokens, as transformers and we read it."""
+    """A tokenizer folder that transformers can load: byte-level BPE with chat and fill-in-the-middle tokens."""
     folder = tmp_path_factory.mktemp("hf")
     text = ["What is the capital of France? system user assistant. " * 20]
     train_byte_bpe(text, str(folder / "tokenizer.json"), 300, "hf", [BEGIN, END, *FIM])
@@ -67,7 +68,7 @@ def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tok
         assert not set(plain.tokens) & set(tokenizer.specials.values()) and tokenizer.decode(plain.tokens) == text
 
 
-# Each role has its own turn tokens.
+# A chat template in which a role has its own start-of-turn token.
 ROLE_MARKS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ '<think>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
@@ -76,7 +77,7 @@ ADDED = ["<think>", "<tool_call>", "<|system|>", "<|user|>", "<|assistant|>", BE
 
 
 def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
-    """Added words are tokenized as in transformers, and messages may contain any token that does not frame a turn."""
+    """Added tokens are encoded as in transformers; a message may contain them, except the template's turn tokens."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     train_byte_bpe(["What is the capital of France? 春天 covid"] * 9, str(tmp_path / "tokenizer.json"), 290, "hf")
@@ -102,7 +103,7 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["llama2", "llama3", "qwen"])
 def test_names_in_tokenizers_of_their_models(style: str, tmp_path: Path) -> None:
-    """Named special tokens are read as in transformers, after a start token and without a space at later words."""
+    """Special tokens named in a prompt give transformers' ids, with its start token and spaces."""
     transformers = pytest.importorskip("transformers")
     made, named = tokenizer_of(style)
     made.save(str(tmp_path / "tokenizer.json"))
@@ -152,9 +153,9 @@ def test_the_template_of_the_training_comes_first(
     trained = parse(["--objective", "sft", "--data-path", prefix])
     by_parts = parse(["--objective", "sft", "--train-data-path", prefix])
     for argv, config, vocab_file, source, told in (
-        ([], trained, str(folder), ENDS_WITH_EOS, f"as the corpus {prefix} has them"),
-        ([], by_parts, str(folder), ENDS_WITH_EOS, f"as the corpus {prefix} has them"),
-        ([], parse([]), str(folder), CHATML, "as the tokenizer has them"),
+        ([], trained, str(folder), ENDS_WITH_EOS, f"of the corpus {prefix}"),
+        ([], by_parts, str(folder), ENDS_WITH_EOS, f"of the corpus {prefix}"),
+        ([], parse([]), str(folder), CHATML, "of the tokenizer"),
         (["--chat-template", "chatml"], trained, str(folder), "chatml", ""),
     ):
         reader = asking.reader_of(flags("--chat", *argv), config, tokenizer, vocab_file)
@@ -165,7 +166,7 @@ def test_the_template_of_the_training_comes_first(
 def test_a_corpus_from_before_there_were_dates(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An undated corpus is prompted without a date, as its template was rendered, and merging and exporting say so."""
+    """A model trained on a corpus without a chat date is prompted without a date; merging and exporting note it."""
     pytest.importorskip("jinja2")
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}" + CHATML
     old = tmp_path / "old_sft"
@@ -175,13 +176,13 @@ def test_a_corpus_from_before_there_were_dates(
     for date, expected in ((None, "undated"), ("2024-07-26", "2024")):
         old.with_name("old_sft.json").write_text(json.dumps({**about, **({"chat_date": date} if date else {})}))
         reader = asking.reader_of(flags("--chat"), config, tokenizer, str(folder))
-        assert f"{old}, {'of 2024-07-26' if date else 'without a date'}, has them" in capsys.readouterr().err
+        assert f"{old}, {'of 2024-07-26' if date else 'without a date'}" in capsys.readouterr().err
         asked = reader.question(Conversation(turns_of(CHAT[1:2])))
         assert tokenizer.decode(asked.tokens).startswith(f"{expected}<|im_start|>user")
         chat = export_tokenizer.chat_of(config, tokenizer, str(folder))
         assert chat.end == tokenizer.marks[END]
         (note,) = chat.notes
-        assert ("the run learned without one" if date is None else "the run learned with 2024-07-26") in note
+        assert ("trained without one" if date is None else "trained with 2024-07-26") in note
     assert template_from(source, tokenizer, str(folder)).date is not None  # a tokenizer's template, without a corpus
     for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
         corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
@@ -193,14 +194,14 @@ def test_a_corpus_from_before_there_were_dates(
 
 @pytest.mark.parametrize("spm", [False, True])
 def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, spm: bool) -> None:
-    """A fill-in-the-middle prompt, its middle and its end make up a document as the dataset rearranges it."""
+    """A fill-in-the-middle prompt followed by the middle and the end token is a document as in training."""
     prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
     text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
     gaps = FillInTheMiddle(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
     trained = gaps.document(text, True, spm, (0.3, 0.6)).tolist()
     kept = len(text) - 4
     begin, end = int(0.3 * (kept + 1)), int(0.6 * (kept + 1))
-    asked = Gap(tokenizer.decode(text[:begin]), tokenizer.decode(text[end:kept]))
+    asked = Infill(tokenizer.decode(text[:begin]), tokenizer.decode(text[end:kept]))
     config = parse(["--fim-rate", "0.5", "--fim-spm-rate", str(float(spm)), "--fim-tokens", *FIM])
     found = asking.reader_of(flags(), config, tokenizer, str(folder)).question(asked)
     assert [*found.tokens, *text[begin:end], found.end] == trained
@@ -208,7 +209,7 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
 
 
 def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
-    """Non-special fill-in-the-middle and chat tokens work as in a corpus, but contents cannot produce them."""
+    """Fill-in-the-middle and chat tokens need not be marked special, and text between them cannot produce them."""
     theirs_of = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
     content = json.loads((folder / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -218,7 +219,7 @@ def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
     ours, theirs = load_tokenizer(str(tmp_path)), theirs_of(tmp_path)
     reader = asking.reader_of(flags("--fim-tokens", *FIM), parse([]), ours, str(tmp_path))
     prefix, middle, suffix = (theirs.convert_tokens_to_ids(name) for name in FIM)
-    found = reader.question(Gap("the <|fim_middle|>", f"capital{END}"))
+    found = reader.question(Infill("the <|fim_middle|>", f"capital{END}"))
     assert [i for i in found.tokens if i in ours.marks.values()] == [prefix, suffix, middle]
     for text in TEXTS:
         assert Reader(ours, names=True).question(text).tokens == theirs(text)["input_ids"]
@@ -238,20 +239,20 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     assert asking.as_json(turns[0]) == {"messages": [{"role": "user", "content": "hi"}]}
     path.write_text('{"prompt": "a", "suffix": "b"}\n{"messages": []}\n', encoding="utf-8")
     lines = asking.prompts(flags("--input", str(path)))
-    assert next(lines) == Gap("a", "b")
+    assert next(lines) == Infill("a", "b")
     with pytest.raises(ValueError, match='line 2 is not a JSON object with a "prompt"'):
         next(lines)
     path.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 1: the conversation must end with what is to be answered"):
+    with pytest.raises(ValueError, match="line 1: the conversation must end with a message"):
         next(asking.prompts(flags("--chat", "--input", str(path))))
 
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--chat --special-tokens", "--chat writes special tokens itself"),
-        ("--chat-template chatml", "--chat-template is for --chat"),
-        ("--suffix a --input b", "--suffix goes with --prompt"),
+        ("--chat --special-tokens", "omit --special-tokens"),
+        ("--chat-template chatml", "--chat-template needs --chat"),
+        ("--suffix a --input b", "--suffix needs --prompt"),
         ("--prompt a --interactive", "give one of --prompt, --input and --interactive"),
     ],
 )
@@ -261,20 +262,20 @@ def test_flags_that_do_not_go_together(argv: str, sentence: str) -> None:
 
 
 def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> None:
-    with pytest.raises(ValueError, match="<a> is no special token of the tokenizer, which has <.endoftext.>"):
+    with pytest.raises(ValueError, match="<a> is not a special token of the tokenizer, which has <.endoftext.>"):
         asking.reader_of(flags("--fim-tokens", "<a>", *FIM[1:]), parse([]), tokenizer, str(folder))
     t5 = parse(["--family", "t5"])
-    with pytest.raises(ValueError, match="--chat is for decoders"):
+    with pytest.raises(ValueError, match="--chat is not supported for a T5"):
         asking.reader_of(flags("--chat"), t5, tokenizer, str(folder))
-    with pytest.raises(ValueError, match="leave the suffix out"):
-        Reader(SentinelTokenizer(tokenizer, 4, "t5")).question(Gap("a", "b"))
+    with pytest.raises(ValueError, match="omit the suffix"):
+        Reader(SentinelTokenizer(tokenizer, 4, "t5")).question(Infill("a", "b"))
     with pytest.raises(ValueError, match="give --fim-tokens PREFIX MIDDLE SUFFIX"):
-        writer: Any = generate.Writer(None, tokenizer, parse([]), None, Reader(tokenizer))  # type: ignore[arg-type]
-        writer.question(Gap("a", "b"))
+        writer: Any = Writer(None, tokenizer, parse([]), None, Reader(tokenizer))  # type: ignore[arg-type]
+        writer.question(Infill("a", "b"))
 
 
 def test_an_answer_ends_with_a_whole_character(tokenizer: Tokenizer, folder: Path) -> None:
-    """An answer never ends within a character, even if its ids stop between a Chinese character's bytes."""
+    """If generated ids stop between the bytes of a Chinese character, the answer omits this character."""
     question = Reader(tokenizer).question("a")
     ids = tokenizer.encode("b春天")
     assert answer(tokenizer, question, ids) == "b春天"

@@ -1,4 +1,4 @@
-"""Schedules under queued messages: deadlocks under NCCL's rules are found, and none of our schedules has one."""
+"""Deadlocks of pipeline schedules under NCCL's message order are detected, and no built-in schedule has one."""
 
 from collections.abc import Hashable
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tds import schedule
-from tds.queues import Rules, colour, finish
+from tds.queues import Rules, boundary_parity, finish
 from tds.schedule import Plan, Schedule, ScheduleError
 from tds.timetable import times
 from tests.support import covering
@@ -48,29 +48,29 @@ def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str
 
 @pytest.mark.parametrize("name", ["1f1b", "1f1b, extra_warmup 1", "gpipe", "zb-h1", "evaluation"])
 def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_device(name: str) -> None:
-    """Receives posted when needed cannot deadlock, even if stages wait for their device before each computation."""
+    """With receives posted only when needed, no schedule deadlocks, even if stages synchronise with their device."""
     for stages in (2, 3, 4, 8):
         for micros in (1, stages + 1, 4 * stages):
             finish(plan_of(name, stages, micros), Rules(ahead=0, device_waits=True))
 
 
 @pytest.mark.parametrize("stages", range(2, 12))
-def test_no_two_borders_of_a_stage_have_the_same_colour(stages: int) -> None:
+def test_the_two_boundaries_of_a_stage_have_different_parities(stages: int) -> None:
     for stage in range(stages):
-        assert colour(stage, stages) != colour((stage - 1) % stages, stages)
-    assert {colour(border, stages) for border in range(stages - 1)} <= {0, 1}
+        assert boundary_parity(stage, stages) != boundary_parity((stage - 1) % stages, stages)
+    assert {boundary_parity(border, stages) for border in range(stages - 1)} <= {0, 1}
 
 
 # ------------------------------------------------ deadlocks are found
 
 
 def one_group(border: int, stages: int, right: bool) -> Hashable:
-    """Return one queue key for each direction, as with one process group per direction."""
+    """Return the message queue of a stage boundary: one per direction, as with one process group per direction."""
     return right
 
 
 def no_direction(border: int, stages: int, right: bool) -> Hashable:
-    return colour(border, stages)
+    return boundary_parity(border, stages)
 
 
 HANGS: list[tuple[str, int, dict[str, Any]]] = [
@@ -101,7 +101,7 @@ def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "evaluation" not in name])
-def test_groups_by_colour_cost_no_time(name: str) -> None:
+def test_groups_by_boundary_parity_cost_no_time(name: str) -> None:
     """Two groups per direction, by boundary parity, cost no time compared with one queue per boundary."""
     for stages, micros in ((2, 8), (3, 8), (4, 12), (8, 32)):
         plan = plan_of(name, stages, micros)

@@ -1,4 +1,4 @@
-"""Recomputed tensors are not kept, and recomputation changes no number."""
+"""--recompute-modules frees the tensors that it recomputes, and changes no loss or gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +59,7 @@ def test_numbers_are_the_same_to_the_bit(flags: str, modules: str) -> None:
 
 
 def _kept(flags: str) -> dict[str, int]:
-    """Return how many outputs of norms, projections and activations are alive between the passes."""
+    """Return module kind -> number of its outputs that are in memory between forward and backward pass."""
     model, loss = _loss(flags)
     outputs: dict[str, list[StorageWeakRef]] = {"norm": [], "qkv": [], "activation": []}
 

@@ -1,4 +1,4 @@
-"""The contents of a report besides the ranks' stacks."""
+"""A report of a hang lists, besides the ranks' stacks, the device's progress and unfinished collectives."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def test_what_a_rank_adds_stands_below_it() -> None:
 
 
 class _Event:
-    """An event that completes some time after it was recorded, as on an accelerator."""
+    """A stand-in for torch.Event: of the recorded events, the first `done` are complete."""
 
     done = 0
 
@@ -52,7 +52,7 @@ def test_how_far_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
     finished = Finished(torch.device("meta"))
     assert finished.last() is None
     for what in "abcd":
-        finished.asked(what)
+        finished.submitted(what)
     assert finished.last() is None
     _Event.done = 3
     assert finished.last() == "c"
@@ -82,7 +82,7 @@ def test_one_that_is_marked_as_ended_a_moment_later_has_ended(monkeypatch: pytes
 
 
 def test_each_recorder_of_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both recorders of torch, NCCL's and the general one, are read, and a failing one does not hide the other."""
+    """Both of torch's flight recorders, NCCL's and the general one, are read, even if one of them fails."""
 
     def dump(number: int) -> Any:
         return lambda includeCollectives: json.dumps({"entries": [{"collective_seq_id": number}]})  # noqa: N803

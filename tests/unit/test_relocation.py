@@ -1,4 +1,4 @@
-"""A run directory is self-contained and usable from any place."""
+"""A run directory contains its tokenizer and works after it was moved."""
 
 import json
 import shutil
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from data_utils.chat_templates import own_template
 from megatron.checkpointing.relocation import (
     ENDS,
     keep_tokenizer,
@@ -17,7 +18,6 @@ from megatron.checkpointing.relocation import (
 )
 from megatron.config.command_line import parse
 from megatron.tokenizer.beside import ends_beside
-from megatron.tokenizer.chat import own_template
 from megatron_tools.convert.hf_folder import is_hf_folder
 
 
@@ -28,7 +28,7 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "model.safetensors"):
         (source / name).write_text("{}" if name == "tokenizer_config.json" else name)
     assert kept_tokenizer(home, "anything") is None
-    keep_tokenizer(str(source), home)  # a folder, in Hugging Face's style
+    keep_tokenizer(str(source), home)  # copies the tokenizer files of a Hugging Face folder, but no weights
     assert sorted(p.name for p in (home / "tokenizer").iterdir()) == [
         "merges.txt",
         "tokenizer_config.json",
@@ -36,8 +36,8 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     ]
     assert kept_tokenizer(home, str(source)) == str(home / "tokenizer")
     assert kept_tokenizer(home, str(source / "vocab.json")) == str(home / "tokenizer" / "vocab.json")
-    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # already there
-    for name in ("own.model", "other.model"):  # names that no loader recognises as a folder
+    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # a file in its own destination is accepted
+    for name in ("own.model", "other.model"):  # single files, each of which replaces the tokenizer
         (source / name).write_text(name)
         keep_tokenizer(str(source / name), home)
     assert kept_tokenizer(home, "/was/there/other.model") == str(home / "tokenizer" / "other.model")

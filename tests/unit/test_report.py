@@ -1,4 +1,4 @@
-"""The report page of runs shows what they logged, and needs no other file."""
+"""The HTML report of runs shows what they logged, and is a single self-contained file."""
 
 import json
 import math
@@ -23,7 +23,7 @@ FLAGS = (
 
 
 def made(folder: Path, flags: str = "", **more: Any) -> Path:
-    """Write a run directory as two replicas leave it after 20 iterations; return it."""
+    """Write and return the run directory of two replicas after 20 iterations, with an unfinished last line."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(
         json.dumps(parse([*FLAGS.split(), *flags.split()], {"family": "gpt2"}, 4).to_dict())
@@ -49,7 +49,7 @@ def page_of(folders: list[Path], *flags: str) -> str:
 def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     run = read_run(made(tmp_path / "a"))
     assert run.part("train")[-1]["iteration"] == 20, "a line that is still being written is left out"
-    assert layout(run) == "no pipeline x data 2 x model 1"  # 8 samples an iteration = 2 x 2 x replicas
+    assert layout(run) == "no pipeline x data 2 x model 1"  # 8 samples an iteration / (--batch-size 2 x --gas 2)
     assert progress(run, run.written + 10) == ("running · iteration 20 of 40", 0.5)
     assert progress(run, run.written + 10_000)[0].startswith("stopped")
     assert ("training loss, first and last line", "7.000, 6.000 nats/token") in results(run)
@@ -114,9 +114,9 @@ def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path)
 
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{tmp_path} is not the folder of a run"):
+    with pytest.raises(ValueError, match=f"{tmp_path} is not a run directory"):
         page_of([tmp_path])
-    with pytest.raises(ValueError, match="name the folder of a run"):
+    with pytest.raises(ValueError, match="give the folder of a run"):
         report.main(report.build_parser().parse_args([]))
-    with pytest.raises(ValueError, match="keeps no checkpoint"):
+    with pytest.raises(ValueError, match="has kept no checkpoint"):
         page_of([made(tmp_path / "a")], "--prompt", "x")

@@ -1,4 +1,4 @@
-"""pyproject.toml, requirements.txt and scripts/setup.sh agree on versions."""
+"""pyproject.toml, requirements.txt and scripts/setup.sh agree on versions, and setup.sh chooses the right torch."""
 
 import os
 import re
@@ -56,8 +56,7 @@ def test_no_registry_is_named() -> None:
     assert [str(path) for path in texts if hosts.search(path.read_text(encoding="utf-8"))] == []
 
 
-# ------------------------------------------------- torch as chosen by setup.sh, with a stand-in for Python and
-# pip
+# -------------------------- setup.sh chooses a build of torch; a script stands in for Python and pip
 
 STAND_IN = """#!/bin/bash
 # torch is what the file `torch` says; pip writes down what it is asked for, and has what `served` matches
@@ -73,7 +72,10 @@ esac
 
 
 def set_up(folder: Path, torch: str = "", served: str = "torch==2.13.0", **env: str) -> tuple[int, str, str]:
-    """Run setup.sh where .venv has this `torch`; return its exit code, its output and pip's arguments."""
+    """Run setup.sh with `torch` installed in .venv; return the exit code, the output and pip's arguments.
+
+    served: the version of torch that the stand-in for pip can install.
+    """
     for name in ("scripts/setup.sh", "scripts/_torch.sh", "requirements.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())

@@ -1,4 +1,4 @@
-"""A run directory has one run at a time, and a refused run leaves it unchanged."""
+"""Only one run at a time can use a run directory, and a refused run leaves it unchanged."""
 
 import dataclasses
 import errno
@@ -60,7 +60,7 @@ def test_a_run_that_lives_keeps_its_directory(tmp_path: Path, neighbour: "subpro
         RunLock(tmp_path)
     assert path.read_text() == before
     with pytest.raises(RunLockedError, match="in use"):
-        RunLock(tmp_path, override=True)  # the process is known to be alive on this machine
+        RunLock(tmp_path, override=True)  # --override-lock has no effect if the process is known to be alive
 
 
 @pytest.mark.parametrize("why", ["ended", "zombie", "another process has its number"])
@@ -111,7 +111,7 @@ time.sleep(60 if "stay" in sys.argv else 0)
 
 @pytest.fixture
 def container() -> "Iterator[Callable[..., subprocess.Popen[str]]]":
-    """A function that starts `HOLD` in a new PID namespace, like a container with the host's name."""
+    """A function that runs the script `HOLD` in a new PID namespace, like a container with the machine's hostname."""
     if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespaces here")
     begun: list[subprocess.Popen[str]] = []
@@ -131,7 +131,7 @@ def container() -> "Iterator[Callable[..., subprocess.Popen[str]]]":
 def test_a_run_in_a_container_keeps_its_directory(
     tmp_path: Path, container: "Callable[..., subprocess.Popen[str]]", asks: str
 ) -> None:
-    """A run in a container keeps its directory, although process ids of another namespace cannot be looked up."""
+    """A run in a container keeps its lock, although other PID namespaces cannot look up its process id."""
 
     def ask(*words: str) -> str:
         if asks == "another container":
@@ -157,7 +157,10 @@ def test_a_run_in_a_container_keeps_its_directory(
 def test_a_lock_from_before_a_restart_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool, has_lock: bool
 ) -> None:
-    """A free advisory lock proves that its holder has ended only if every process can see such locks."""
+    """A lock file of an earlier boot is taken over only if it had an advisory lock on a local file system.
+
+    The advisory lock is free, which proves that its holder has ended, but only where every process sees it.
+    """
     monkeypatch.setattr(run_lock.advisory, "is_local", lambda path: local)
     held_by(tmp_path, table="another-boot pid:[4026531836]", pid=os.getpid(), advisory=has_lock)
     if local and has_lock:
@@ -198,7 +201,7 @@ def test_of_several_that_start_at_once_one_takes_a_stale_lock_over(tmp_path: Pat
 
 
 def test_a_lock_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """A lock of an older version is respected; it names no process table, so its holder's state is unknown."""
+    """A lock file of an older version is respected; without a PID namespace it does not show if its run has ended."""
     old = {"host": socket.gethostname(), "pid": 2**22 - 1, "started": "1", "since": "noon", "job": ""}
     (tmp_path / run_lock.NAME).write_text(json.dumps(old))
     with pytest.raises(RunLockedError, match=f"process {2**22 - 1} on .* since noon.*--override-lock"):
@@ -216,7 +219,7 @@ def test_a_forked_worker_does_not_keep_the_advisory_lock(tmp_path: Path) -> None
     assert lock._handle is not None
     run_lock.advisory.drop(lock._handle)
     lock._handle = None
-    deadline = time.monotonic() + 10  # the worker closes its copy as soon as it gets CPU time
+    deadline = time.monotonic() + 10  # the worker closes its copy of the file once it gets CPU time
     while run_lock.advisory.is_held(lock.path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert run_lock.advisory.is_held(lock.path) is False
@@ -226,14 +229,14 @@ def test_a_forked_worker_does_not_keep_the_advisory_lock(tmp_path: Path) -> None
 
 
 def test_temporary_names_differ_between_processes_of_one_number(tmp_path: Path) -> None:
-    """Temporary names differ between processes with equal ids in two containers."""
+    """Temporary file names differ even between processes with the same id, as in two containers."""
     code = "import os; os.getpid = lambda: 1; from megatron.atomic import temporary_name as t; print(t(__import__('pathlib').Path('x')))"
     names = {subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) for _ in range(2)}
     assert len(names) == 2
 
 
 def test_an_earlier_start_of_this_slurm_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier start of this SLURM job counts as ended on any node; other jobs and the same start do not."""
+    """A lock of an earlier start of the same SLURM job is taken over on any node; other locks are respected."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for job in ("", "7 start 0", "771 start 0", "77 start 1"):
@@ -261,7 +264,7 @@ def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run loses if another one takes over a stale lock between its check and the removal."""
+    """A run is refused if another run takes over a stale lock after this run's check and before its removal."""
     held_by(tmp_path, pid=2**22 - 1, started="1")
     honest = RunLock._remove
 
@@ -334,10 +337,10 @@ def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
     (there / "latest").write_text("iter_0000004\n")
     (run / "metrics.jsonl").write_text('{"iteration": 4}\n')
     first = parse(["--save", str(there)])
-    refuse_to_forget(first, run, 0)  # a new run
+    refuse_to_forget(first, run, 0)  # a run directory without config.json is new
     (run / "config.json").write_text(json.dumps(first.to_dict()))
     refuse_to_forget(first, run, 0)
-    refuse_to_forget(parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4)  # moved on purpose
+    refuse_to_forget(parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4)  # it resumes from there
     with pytest.raises(ValueError, match="the newest is iter_0000004.*: --save .*there goes on from there"):
         refuse_to_forget(parse([]), run, 0)
 

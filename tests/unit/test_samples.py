@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sample_order import SampleOrder
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents
@@ -25,7 +25,7 @@ from tests.support import command
 
 @pytest.fixture
 def indexed(tmp_path: Path) -> IndexedDataset:
-    """100 documents in which token k of document d is 100 d + k, so that values identify tokens."""
+    """100 documents in which token k of document d has the unique value 100 d + k."""
     rng = np.random.default_rng(3)
     with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
         for d in range(100):
@@ -34,7 +34,7 @@ def indexed(tmp_path: Path) -> IndexedDataset:
 
 
 def test_an_epoch_is_the_documents_once(indexed: IndexedDataset) -> None:
-    """An epoch reads each document once, as in a loop over concatenated documents."""
+    """An epoch's samples are the windows of all documents, concatenated once in shuffled order."""
     dataset = GPT2Dataset(indexed, range(10, 90), seq_length=16, seed=1, part="train")
     for number in (0, 1, 5):
         epoch = dataset.order.epoch(number)
@@ -144,7 +144,10 @@ def orders_of(prefix: str) -> list[str]:
 def test_a_large_epoch_is_a_file_that_all_map(
     indexed: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A large epoch is stored once in a file that all processes map, or elsewhere if the data folder is read-only."""
+    """The sample order of a large epoch is stored in a file beside the data that all processes map.
+
+    It is stored in the temporary folder if the data folder is read-only, else in memory.
+    """
 
     def dataset() -> GPT2Dataset:
         return GPT2Dataset(indexed, range(10, 100), seq_length=16, seed=1, part="train")
@@ -161,7 +164,7 @@ def test_a_large_epoch_is_a_file_that_all_map(
     assert len(first) == 1
     large = dataset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleOrder, "_fill", None)  # another process has written it already
+        patch.setattr(SampleOrder, "_fill", None)  # the file exists, so the order is not computed again
         assert [pickle.loads(pickle.dumps(large))[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert [large[n]["text"].tolist() for n in numbers] == expected
     assert len(orders_of(indexed.prefix)) == 2, "the epoch before the last is not needed"
@@ -176,13 +179,13 @@ def test_a_large_epoch_is_a_file_that_all_map(
     for path in Path(f"{indexed.prefix}.orders").glob("*"):
         path.unlink()
     Path(f"{indexed.prefix}.orders").rmdir()
-    Path(f"{indexed.prefix}.orders").write_text("")  # blocks creating the folder here
+    Path(f"{indexed.prefix}.orders").write_text("")  # a file where the folder should be simulates a read-only disk
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert "it is kept in" in capsys.readouterr().err
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert capsys.readouterr().err == "", "said once"
 
-    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # blocks the temporary folder as well
+    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # the temporary folder is unusable, too
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert "every process keeps it in memory" in capsys.readouterr().err
 
@@ -226,7 +229,7 @@ def test_one_process_makes_the_file(indexed: IndexedDataset, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mapped epoch of 3 million documents, 41 MB in memory, costs a process little and pickles to a few bytes."""
+    """The mapped order of 3 million documents costs a process below 20 MB of memory, and its pickle 5 kB."""
     documents = 3_000_000
     sizes = np.full(documents, 3, np.int32)
     with IndexedDatasetBuilder(tmp_path / "x", np.uint8) as builder:
@@ -268,7 +271,7 @@ def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
 )
 @settings(max_examples=300, deadline=None)
 def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, overlap: int, n: int) -> None:
-    """The sample order equals concatenated documents cut into windows, token by token."""
+    """The sample order equals a plain implementation: concatenate shuffled documents and cut them into windows."""
     if sum(sizes) < length + overlap:
         return
     order = SampleOrder(np.array(sizes, np.int32), length, seed=3, stream="train", overlap=overlap)
@@ -291,7 +294,7 @@ def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, over
 )
 @settings(max_examples=100, deadline=None)
 def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tuple[int, int, int]]) -> None:
-    """A sampler resumes with the next sample after changes of ranks, batch size and accumulation."""
+    """After a change of ranks, batch size or accumulation steps, samplers resume with the next unread sample."""
     at, seen = start, []
     for ranks, batch, gas in runs:
         iterators = [iter(ConsecutiveSampler(batch, gas, rank, ranks, at)) for rank in range(ranks)]
@@ -302,7 +305,7 @@ def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tupl
 
 
 def test_no_signal_reaches_the_processes_that_read() -> None:
-    """Signals stay blocked while reader processes start, although Python unblocks them after starting its tracker."""
+    """Signals stay blocked while data-loader workers start, although multiprocessing unblocks them on its own."""
     code = (
         "import multiprocessing, signal\n"
         "from megatron.data.workers import block_signals\n"

@@ -1,4 +1,4 @@
-"""Schedules are data, so all of their properties are checked without tensors."""
+"""Properties of pipeline schedules, checked on their lists of instructions, without tensors."""
 
 import pytest
 
@@ -36,9 +36,9 @@ def plan_of(settings: dict[str, object], stages: int, micros: int, chunks: int =
 
 
 def run_like_nccl(plan: list[list[Instruction]]) -> None:
-    """Run all stages as gloo and NCCL would, where each boundary carries unnamed messages in order.
+    """Run all stages with the message order of gloo and NCCL; fail on a deadlock or a wrong message.
 
-    A receiver takes the next message, which must be the one that it needs.
+    Messages over a stage boundary have no tags: a receive takes the oldest one, which must be the one it needs.
     """
     stages, todo = len(plan), [list(stage) for stage in plan]
     wires: dict[tuple[str, int], list[int]] = {}  # (direction, virtual stage before the boundary) -> micro-batches
@@ -101,15 +101,16 @@ def test_extra_warmup_costs_the_memory_that_its_docstring_says(extra: int) -> No
 @pytest.mark.parametrize("micros", [1, 4, 9])
 @pytest.mark.parametrize("settings", [{}, {"schedule": "gpipe"}], ids=str)
 def test_the_bubble_is_the_textbook_one(settings: dict[str, object], stages: int, micros: int) -> None:
-    """The bubble of 1f1b and gpipe is (p - 1) / (m + p - 1) (Narayanan et al. 2021)."""
+    """The bubble of 1f1b and gpipe, p stages and m micro-batches, is (p - 1) / (m + p - 1) (Narayanan et al. 2021)."""
     assert bubble(times(plan_of(settings, stages, micros))) == pytest.approx((stages - 1) / (micros + stages - 1))
 
 
 @pytest.mark.parametrize("stages", range(2, 9))
 def test_the_smaller_bubbles_are_the_textbook_ones(stages: int) -> None:
-    """The bubbles of interleaving and ZB-H1 are those of their papers.
+    """The idle times of interleaving and ZB-H1 are those of their papers.
 
-    Interleaved: 1F1B's divided by the chunks (Narayanan et al. 2021). ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023).
+    Interleaved: 1F1B's divided by the number of chunks (Narayanan et al. 2021). ZB-H1: (p - 1)(F + B - W), for p
+    stages and the times of a forward pass, of input gradients and of weight gradients (Qi et al. 2023).
     """
 
     def idle(settings: dict[str, object], chunks: int = 1) -> float:
@@ -178,7 +179,7 @@ def test_chunks_need_the_schedule_for_them() -> None:
 
 
 def test_the_timetables_in_the_docstrings_are_what_runs() -> None:
-    """Timetables in the docstrings equal those of the generators, with one column for each pass."""
+    """The timetables in the docstrings of tds/schedule.py are those that the schedules produce."""
     for schedule in (one_forward_one_backward, gpipe, zero_bubble):
         plan = [list(schedule(stage, 3, 4)) for stage in range(3)]
         rows = ["" for _ in plan]

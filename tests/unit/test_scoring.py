@@ -17,25 +17,25 @@ def test_every_token_is_a_target_once(length: int, longest: int, stride: int) ->
         assert 0 < window.end - window.start <= longest
         assert window.start < window.first
         targets += range(window.first, window.end)
-        if window.first > 1:  # each window sees as much as possible
+        if window.first > 1:  # every window but the first has the full length, for the longest context
             assert window.start == max(window.end - longest, 0)
     assert targets == list(range(1, length))
 
 
 @pytest.mark.parametrize("stride", [0, 8, 9])
 def test_bad_strides_are_refused(stride: int) -> None:
-    with pytest.raises(ValueError, match="must be at least 1 and less than the 8 tokens"):
+    with pytest.raises(ValueError, match=f"--stride {stride} must be from 1 to 7"):
         list(windows(20, 8, stride))
 
 
 def table(tokens: Tensor) -> Tensor:
-    """Return a bigram model's logits [b, s, v], the rows of a fixed table."""
+    """Return the logits [..., v] of a bigram model: for each token a row of a fixed table."""
     return torch.randn(11, 11, generator=torch.Generator().manual_seed(1))[tokens]
 
 
 @pytest.mark.parametrize("stride", [1, 3, 6])
 def test_nats_against_a_bigram_table(stride: int) -> None:
-    """A model without memory gives the table's own log probabilities with every window."""
+    """The score of each token under a bigram model is the table's log probability for any stride of the windows."""
     ids = torch.randint(11, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     probabilities = table(torch.arange(11)).softmax(-1)
     expected = [-math.log(probabilities[a, b]) for a, b in zip(ids, ids[1:], strict=False)]

@@ -1,4 +1,4 @@
-"""Conversations: their tokens, which of them are targets, and how records fill windows."""
+"""Fine-tuning on conversations: token ids, loss masks, and packing of records into samples."""
 
 import json
 import pickle
@@ -14,15 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils import chats, inspect_data, preprocess_data
-from data_utils.tokenizer_training import train_byte_bpe
-from megatron.config.command_line import parse
-from megatron.config.fields import ConfigError
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
-from megatron.data.packing import PackedOrder, fit
-from megatron.data.sft_dataset import Records, SftDataset, build_train_valid_test_datasets
-from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.chat import (
+from data_utils.chat_templates import (
     ChatEncoder,
     ChatML,
     Message,
@@ -33,6 +25,14 @@ from megatron.tokenizer.chat import (
     turn_end,
     turns_of,
 )
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from data_utils.tokenizer_training import train_byte_bpe
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.packing import PackedOrder, fit
+from megatron.data.sft_dataset import Records, SftDataset, build_train_valid_test_datasets
+from megatron.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -51,7 +51,7 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def hf_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that transformers and we can read: a byte-level BPE with ChatML's tokens and a template."""
+    """A tokenizer folder that transformers can load: byte-level BPE with ChatML's tokens and chat template."""
     folder = tmp_path_factory.mktemp("hf")
     text = ["What is the capital of France? system user assistant. " * 20]
     train_byte_bpe(text, str(folder / "tokenizer.json"), 300, "hf", ["<|im_start|>", "<|im_end|>"])
@@ -61,7 +61,7 @@ def hf_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
-    """Ids and mask equal transformers', for the built-in ChatML and for its Jinja template without generation tags."""
+    """Ids and loss mask equal those of apply_chat_template, also for a template without `generation` tags."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     theirs = transformers.AutoTokenizer.from_pretrained(hf_tokenizer)
@@ -76,11 +76,11 @@ def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
         ids, counts = encoder.encode(template.pieces(messages_of({"messages": CHAT})))
         assert (ids, counts) == (expected["input_ids"], expected["assistant_masks"]), name
     ended, counts = ChatEncoder(tokenizer, append_eod=True).encode(ChatML().pieces(messages_of({"messages": CHAT})))
-    # The end of the document replaces the line break after the last turn.
+    # The end-of-document token replaces the line break after the last turn.
     assert ended == [*expected["input_ids"][:-1], tokenizer.eod]
     assert counts == [*expected["assistant_masks"][:-1], 1]
     asked, counts = ChatEncoder(tokenizer, True).encode(ChatML().pieces(messages_of({"messages": CHAT[:4]})))
-    assert asked[-1] != tokenizer.eod and not counts[-1]  # there is no answer yet
+    assert asked[-1] != tokenizer.eod and not counts[-1]  # the conversation ends with a question, unanswered
 
 
 def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
@@ -95,7 +95,7 @@ def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain_marks(hf_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A variant of `hf_tokenizer` whose added tokens, including <think>, are not special, as some of Qwen's."""
+    """A variant of `hf_tokenizer` whose chat tokens and <think> are not marked special, as in some Qwen tokenizers."""
     folder = tmp_path_factory.mktemp("plain")
     content = json.loads((hf_tokenizer / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -114,9 +114,9 @@ FORGED = [
 
 
 def test_added_tokens_that_are_not_special_are_marks_and_no_content_forges_them(plain_marks: Path) -> None:
-    """Non-special chat tokens work, and contents cannot forge them.
+    """Chat tokens need not be marked special, and message contents cannot produce them.
 
-    The reference is transformers with sanitize_control_tokens; the assistant's <think> stays a token.
+    The reference is transformers with sanitize_control_tokens. An assistant's <think> stays a token.
     """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
@@ -205,7 +205,7 @@ def test_a_template_that_looks_back_is_refused(hf_tokenizer: Path, tmp_path: Pat
 
 
 def _best_fit(lengths: list[int], capacity: int) -> int:
-    """Return the number of windows that textbook best fit needs, longest first."""
+    """Return the number of bins of size `capacity` that best-fit decreasing needs."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
@@ -263,7 +263,7 @@ def test_windows_hold_records_whole_and_learn_what_counts(tmp_path: Path) -> Non
     for d in range(50):
         size = int(dice.integers(1, 20))
         records.append((list(range(20 * d, 20 * d + size)), dice.integers(0, 2, size).tolist()))
-    records[7] = (list(range(140, 160)), [0] * 16 + [1] * 4)  # the first 13 tokens have no targets
+    records[7] = (list(range(140, 160)), [0] * 16 + [1] * 4)  # no target is left once it is cut to 13 tokens
     records[8] = (list(range(160, 180)), [0] * 5 + [1] * 15)
     dataset = SftDataset(Records(_corpus(tmp_path / "a", records), 1000), range(50), 12, 999, seed=3, part="train")
     kept = {d for d, (_, flags) in enumerate(records) if sum(flags[1:13])}
@@ -341,7 +341,10 @@ DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}<|i
 def test_a_corpus_has_one_date(
     tmp_path: Path, hf_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A corpus has one date: that of the day it was begun, even if finished on another, or --chat-date."""
+    """Templates render one date in a whole corpus: --chat-date or the day when preprocessing began.
+
+    Resuming on another day keeps the date.
+    """
     pytest.importorskip("jinja2")
     lines = [json.dumps({"instruction": f"question {i}", "output": "answer"}) + "\n" for i in range(200)]
     (tmp_path / "x.jsonl").write_text("".join([*lines, "no JSON\n"]))
@@ -390,7 +393,7 @@ def test_an_objective_of_another_family_is_refused(flags: str, message: str) -> 
 
 
 def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets_it(hf_tokenizer: Path) -> None:
-    """The ids of a conversation begin with those of its prompt, even if the answer begins with white space."""
+    """A conversation's ids begin with the ids that generation reads as the prompt, whatever the answer begins with."""
     tokenizer = load_tokenizer(str(hf_tokenizer))
     encoder, template = ChatEncoder(tokenizer, append_eod=False), ChatML()
     question = Message("user", "\n What?")
@@ -408,7 +411,7 @@ def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets
 def test_a_template_that_ignores_add_generation_prompt_is_noted(
     hf_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asks: str, noted: bool
 ) -> None:
-    """A template that ignores add_generation_prompt is noted, since a model must then learn the answer's header."""
+    """A note names a template that ignores add_generation_prompt; the model then learns the assistant header, too."""
     pytest.importorskip("jinja2")
     source = CHATML[: CHATML.index("{% if add_generation_prompt %}")] + asks
     (tmp_path / "t.jinja").write_text(source)

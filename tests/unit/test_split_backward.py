@@ -1,4 +1,4 @@
-"""The two halves of a backward pass together are the whole, and the first does not compute the second."""
+"""A backward pass split into input and weight gradients equals the whole, and neither half repeats the other."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,10 @@ from tds.split_backward import backward_input
 
 
 class Odd(nn.Module):
-    """A module with weights used twice, squared or never, or off the input's path, and an input-free output."""
+    """A module with hard cases for a split backward pass.
+
+    Weights are used twice, squared, or not at all; parameters and one output do not depend on the input.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ def test_two_halves_make_a_whole(make: Callable[[], nn.Module], shape: tuple[int
 
 
 def test_the_second_half_does_not_compute_the_first_again() -> None:
-    """The second half does not recompute the first: gradients of layer outputs are computed once."""
+    """Computing weight gradients does not repeat the gradients of hidden states."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4, requires_grad=True)
     seen: list[str] = []
     hidden = model[1](model[0](x))

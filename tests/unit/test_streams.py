@@ -1,4 +1,4 @@
-"""Work continues if stdout or stderr cannot be written, and the other stream names the broken one."""
+"""Runs continue if stdout or stderr cannot be written, and report the broken stream on the other one."""
 
 import errno
 import io
@@ -17,7 +17,7 @@ FULL_DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Failing(io.StringIO):
-    """A stream that fails while `error` is set."""
+    """A text stream whose writes raise `error` while it is set."""
 
     error: Exception | None = FULL_DISK
 
@@ -77,7 +77,7 @@ def test_the_result_of_a_tool_names_the_stream_that_it_cannot_go_to() -> None:
 
 
 def test_closed_streams_are_not_taken_by_files(tmp_path: Path) -> None:
-    """Files never take the numbers of closed streams; C++ code would write its stderr into them."""
+    """No file gets the descriptor of a closed stdout or stderr; C++ code would write its messages into the file."""
     code = "from megatron.streams import guarded\nwith guarded('', 'stdout', 'stderr'): open('file', 'w').close(); print(open('file').fileno())"
     script = f"cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c \"import os; exec(os.environ['CODE']); open('number', 'w').write(str(os.open('file', 0)))\" <&- >&- 2>&-"
     subprocess.run(["bash", "-c", script], env={**os.environ, "CODE": code}, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Prompts of a T5 match its training: where a document ends, and how a prompt is presented."""
+"""T5 reads prompts as in training: the encoder's tokens, the end of a document, and the generated text."""
 
 import argparse
 from types import SimpleNamespace
@@ -15,14 +15,14 @@ from megatron.data.spans import SpanPlan
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset
 from megatron.tasks import T5
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron_tools.write.generate import Writer
 from megatron_tools.write.prompts import reader_of
+from megatron_tools.write.writer import Writer
 
 SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 
 
 def test_what_follows_an_end_of_document_does_not_count() -> None:
-    """Tokens after an end of document do not count, while the end itself is learned, as in a decoder."""
+    """With --eod-mask-loss, T5's loss ignores the token after an end-of-document token, but not this token itself."""
     eod, pad, first, second = 3, 48, 47, 46
     config = parse(f"{SMALL} --vocab-size 50 --enc-seq-length 8 --seq-length 8 --eod-mask-loss".split())
     labels = torch.tensor([[first, 10, 11, eod, 12, second, eod]])
@@ -52,7 +52,7 @@ class _Letters(Tokenizer):
 
 
 class _Writes:
-    """A stand-in for a model: it generates these tokens, then z forever."""
+    """A stand-in for a generating model: it prefers the tokens `ids` one after another, then always `z`."""
 
     def __init__(self, ids: list[int], vocab: int) -> None:
         self.ids, self.vocab, self.at = ids, vocab, 0
@@ -72,7 +72,7 @@ class _Writes:
 
 @pytest.mark.parametrize("convention", ["t5", "cpm"])
 def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
-    """A T5 trained to continue text does so: for the text "abcd" and the input "ab", generation equals the labels."""
+    """A prefix-LM T5 is prompted as in training: "ab" becomes the encoder input, and the labels decode to "abcd"."""
     tokenizer = SentinelTokenizer(_Letters(), 10, convention)
     data = T5Dataset.__new__(T5Dataset)
     data.objective = Objective("prefix-lm", convention)

@@ -1,4 +1,4 @@
-"""Masked spans: no text is lost, lengths fit, and both conventions are followed."""
+"""T5's masked spans: no text is lost, lengths fit, and the formats of T5 and CPM are followed."""
 
 import time
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data import cpm_masking, cpm_triples
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.spans import SpanPlan, compose, draw_spans_to_document_ends, plan_spans
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
 
@@ -19,7 +19,7 @@ CPM = Specials(EOD, TEXT, tuple(range(TEXT + 1, TEXT + COUNT + 1)))
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A corpus of documents of 2 to 400 tokens, each ended by EOD."""
+    """The prefix of a corpus with documents of 2 to 400 tokens, each ended by EOD."""
     path = str(tmp_path_factory.mktemp("t5") / "corpus")
     rng = np.random.default_rng(2)
     with IndexedDatasetBuilder(path, np.uint16) as builder:
@@ -43,7 +43,7 @@ def numbers(sample: dict[str, object], key: str) -> list[int]:
 
 
 def put_together(encoder: list[int], written: list[int], sentinels: tuple[int, ...]) -> list[int]:
-    """Reconstruct the text from an encoder's and a decoder's tokens."""
+    """Return the text: the encoder's tokens with each sentinel replaced by its span in the decoder's tokens."""
     spans: dict[int, list[int]] = {}
     for token in written:
         if token in sentinels:
@@ -61,7 +61,7 @@ def test_t5_samples_hold_their_text_between_start_and_end(prefix: str, n: int) -
     encoder, decoder, labels = (numbers(sample, key) for key in ("encoder", "decoder", "labels"))
     assert len(encoder) == 128 == data.plan.encoder
     assert encoder[-1] == labels[-1] == EOD
-    assert decoder[0] == TEXT  # padding starts the decoder
+    assert decoder[0] == TEXT  # the pad token, with which T5's decoder starts
     assert decoder[1:] == labels[:-1]
     used = [t for t in encoder if t in T5.sentinels]
     assert used == list(range(TEXT + COUNT, TEXT + COUNT - data.plan.spans, -1)), "descending from the end"
@@ -114,7 +114,7 @@ def test_prefix_lm_goes_on_where_the_encoder_stops(prefix: str, convention: str)
 
 
 def test_lengths_are_those_of_t5() -> None:
-    """568 tokens give lengths 512 / 114, as published for density 0.15 and mean span 3."""
+    """568 tokens make 512 for the encoder and 114 for the decoder, as published for T5 (15% masked, spans of 3)."""
     assert plan_spans(512, None, 0.15, 3.0, 100, True) == SpanPlan(568, 85, 28, 512, 114)
 
 
@@ -127,7 +127,7 @@ def test_lengths_fit(encoder: int, decoder: int | None, ends: bool) -> None:
     assert decoder is None or plan.decoder <= decoder
     assert plan.tokens - plan.noise + plan.spans + ends == plan.encoder
     if decoder is None:
-        assert plan.encoder >= encoder - 1  # an extra token may become noise, which the encoder does not see
+        assert plan.encoder >= encoder - 1  # one more token of text might be masked instead of filling the encoder
 
 
 def test_too_few_sentinels_are_refused_with_the_knobs() -> None:
@@ -143,7 +143,7 @@ def test_spans_are_as_long_as_asked_and_anywhere(prefix: str) -> None:
         kept = np.array(numbers(sample, "encoder")[:-1])
         assert np.isin(kept, T5.sentinels).sum() == 28
         at = 0
-        for token in kept:  # mark what the encoder sees
+        for token in kept:  # count how often each position is masked
             if token in T5.sentinels:
                 span = numbers(sample, "labels")
                 begin = span.index(int(token)) + 1
@@ -160,7 +160,7 @@ def test_spans_are_as_long_as_asked_and_anywhere(prefix: str) -> None:
 
 
 def test_compositions_are_even() -> None:
-    """Random compositions are uniform: each of the 6 ways to write 5 as 3 positive numbers is equally frequent."""
+    """`compose` is uniform: each of the 6 ways to write 5 as an ordered sum of 3 positive integers is as frequent."""
     rng = np.random.default_rng(0)
     seen: dict[tuple[int, ...], int] = {}
     for _ in range(6000):
@@ -174,7 +174,7 @@ def test_compositions_are_even() -> None:
 @pytest.mark.parametrize("length", [128, 24])
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 17, 200])
 def test_borders_of_any_density_fit(every: int, length: int, density: float) -> None:
-    """Span boundaries fit any density, down to one-token documents and a single span with little text before it."""
+    """Spans drawn for CPM fit encoder and decoder and mask every document's end, even in one-token documents."""
     plan = plan_spans(length, None, density, 3.0, 100, False)
     ends = np.zeros(plan.tokens, dtype=bool)
     ends[min(every, 3) - 1 :: every] = True
@@ -185,12 +185,12 @@ def test_borders_of_any_density_fit(every: int, length: int, density: float) -> 
         assert noise + spans <= plan.decoder
         assert masked[:used][ends[:used]].all()
         assert (masked | ~first).all()
-        after = np.flatnonzero(ends[: used - 1]) + 1  # a span may begin after an end, but none crosses it
+        after = np.flatnonzero(ends[: used - 1]) + 1  # first tokens of documents: no span may cross into one
         assert (~masked[after] | first[after]).all()
 
 
 def lines(folder: Path, mean: int) -> str:
-    """Write a corpus of documents with about `mean` tokens, EOD included, some of them long; return its prefix."""
+    """Write a corpus of documents with about `mean` tokens and five of 100 to 300; return its prefix."""
     rng = np.random.default_rng(mean)
     with IndexedDatasetBuilder(folder / f"lines{mean}", np.uint16) as builder:
         for size in [*rng.poisson(mean - 2, 60_000 // mean) + 1, *rng.integers(100, 300, 5)]:
@@ -202,7 +202,7 @@ def lines(folder: Path, mean: int) -> str:
 @pytest.mark.parametrize("decoder", [None, 60])
 @pytest.mark.parametrize("mean", [3, 8, 14, 40])
 def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decoder: int | None) -> None:
-    """An epoch of short documents contains all tokens once, and no more is masked than required or requested."""
+    """An epoch of short documents has 99.8% of the tokens; 15% are masked, or more if there are more document ends."""
     path = lines(tmp_path, mean)
     (data, _, _), notes = build_train_valid_test_datasets(
         path, "1", Objective(convention="cpm"), 256, decoder, CPM, 1, TEXT
@@ -230,7 +230,7 @@ def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decod
 
 
 def test_ordinary_documents_have_the_plan_of_t5(prefix: str) -> None:
-    """Ordinary documents keep T5's plan, so that existing runs read the same samples."""
+    """With documents of ordinary length the span plan is T5's, so that older runs resume with the same samples."""
     assert dataset(prefix, "cpm", encoder=512).plan == plan_spans(512, None, 0.15, 3.0, COUNT, False)
 
 
@@ -243,7 +243,7 @@ def test_a_sample_is_a_pure_function_of_its_number_and_epochs_differ(prefix: str
 
 
 def test_reading_is_not_the_bottleneck(prefix: str) -> None:
-    """Reading is far faster than a Python loop over tokens; the bound is loose, since machines are shared."""
+    """T5Dataset makes over 1,000 samples of 512 tokens a second of CPU time; the bound is loose for slow machines."""
     data = dataset(prefix, "t5", encoder=512)
     data[0]
     begin = time.process_time()
@@ -259,7 +259,7 @@ def test_damaged_corpora_are_refused(prefix: str, tmp_path: Path) -> None:
 
 
 def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
-    """Write the first documents of a corpus, masked in advance."""
+    """Write the first documents as CPM's three files of pre-masked text; return their common prefix."""
     source, path = IndexedDataset(prefix), str(folder / "triple")
     ends = source.document_ends()
     builders = [IndexedDatasetBuilder(f"{path}_{name}", np.int32) for name in cpm_masking.PARTS]
@@ -273,9 +273,9 @@ def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
 
 
 def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path) -> None:
-    """Triples hold each document and mask its end, by the format's definition.
+    """CPM's triple of files (context, target, target_offset) reproduces each document, and its end is masked.
 
-    Ids are V + j, spans are offset and length.
+    Sentinel j has id vocabulary size + j; target_offset has the offset and the length of each span.
     """
     path, source = write_triple(prefix, tmp_path), IndexedDataset(prefix)
     parts = [IndexedDataset(f"{path}_{name}") for name in ("context", "target", "target_offset")]
@@ -296,7 +296,7 @@ def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path
 
 @pytest.mark.parametrize("decoder", [20, 60])
 def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int) -> None:
-    """Triples are read as CPM does: sentinels renumbered, a closing one, and padding instead of partial spans."""
+    """Samples from CPM's triples have renumbered sentinels, a closing sentinel, and padding for partial spans."""
     path = write_triple(prefix, tmp_path)
     (data, _, _), notes = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
     assert data is not None

@@ -1,4 +1,4 @@
-"""Both variants learn to fill masked spans whose content the text determines."""
+"""T5 learns to fill masked spans that their surroundings determine, in the formats of T5 and of CPM."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config.command_line import parse
-from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
 from megatron.model import T5Model
 from megatron_tools.write.generation import Sampling, T5Stepper, sample
@@ -30,7 +30,7 @@ STEPS, BATCH, LR = 600, 16, 3e-3
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", covering(list(VARIANTS), [].__contains__))
 def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
-    """A T5 learns to count: documents repeat 1 to 12, so masked spans follow from their neighbours."""
+    """A T5 trained on documents that count from 1 to 12 again and again fills masked spans correctly."""
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "count", np.uint16) as builder:
         for _ in range(16):
@@ -46,7 +46,7 @@ def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     for step in range(STEPS):
         batch = default_collate([data[n] for n in range(step * BATCH, step * BATCH + BATCH)])
-        mask = batch["loss_mask"] * (batch["labels"] != EOD)  # the end of a document is not predictable
+        mask = batch["loss_mask"] * (batch["labels"] != EOD)  # the text does not determine a document's end
         loss = (model(batch["encoder"], batch["decoder"], labels=batch["labels"]) * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -54,7 +54,7 @@ def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
         optimizer.step()
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / 40, (STEPS - step) / 200)
-    # Sentinels and ends are easy, so only masked text counts; its unigram entropy is log 12.
+    # Judge only masked text, since sentinels and EOD are easy. Its unigram entropy is log 12 nats.
     batch = default_collate([valid[n] for n in range(100)])
     with torch.no_grad():
         model.eval()(batch["encoder"], batch["decoder"], labels=batch["labels"])
@@ -70,7 +70,7 @@ def _is_text(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(model: T5Model, sample_: dict[str, torch.Tensor]) -> float:
-    """Return the share of labels that greedy decoding generates correctly."""
+    """Return the share of a sample's labels that greedy decoding generates correctly."""
     labels = sample_["labels"].tolist()
     stepper = T5Stepper(model, sample_["encoder"].tolist(), int(sample_["decoder"][0]))
     written = sample(stepper, 1, len(labels), -1, Sampling(temperature=0), 0)[0]

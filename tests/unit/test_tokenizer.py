@@ -36,7 +36,7 @@ KINDS = ("sentencepiece", "unigram", "borders", "cpm", "cpm-vocab", "gpt2-bpe", 
 
 @pytest.fixture(scope="session")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """One tokenizer of each kind, trained on the bundled corpus."""
+    """Kind -> a tokenizer of this kind with 2,000 tokens, trained on the bundled corpus."""
     folder = tmp_path_factory.mktemp("tokenizers")
     corpus = list(texts([str(SAMPLE)]))[:150]
     train_sentencepiece(corpus, str(folder / "sentencepiece.model"), 2000)
@@ -105,7 +105,7 @@ def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> Non
 
 
 def test_ids_do_not_depend_on_what_is_installed(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """jieba segments words unless another segmenter is requested, which changes the fingerprint and the name."""
+    """jieba segments words even if rjieba is installed; "+rjieba" requests it and changes fingerprint and name."""
     path = tmp_path / "vocab.txt"
     path.write_text("<unk>\n<eod>\n你\n", encoding="utf-8")
     plain, fast = load_tokenizer(str(path)), load_tokenizer(str(path), "cpm-vocab+rjieba")
@@ -125,7 +125,7 @@ def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tm
 
 
 def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """Megatron-LM's gpt2-vocab.json and gpt2-merges.txt load by folder or file, even as merges.txt."""
+    """Megatron-LM's gpt2-vocab.json loads with gpt2-merges.txt or merges.txt, given the folder or the file."""
     train_byte_bpe(list(texts([str(SAMPLE)]))[:150], str(tmp_path), 2000, "gpt2-bpe")
     (tmp_path / "vocab.json").rename(tmp_path / "gpt2-vocab.json")
     for name in ("merges.txt", "gpt2-merges.txt"):
@@ -135,7 +135,7 @@ def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, To
 
 
 def test_cpm_is_jieba_joined_by_spaces(tokenizers: dict[str, Tokenizer], sample_corpus: Path) -> None:
-    """The cpm tokenizer equals CPM-1's steps: its translation table, joined jieba words, and sentencepiece."""
+    """The cpm tokenizer encodes as CPM-1 does: jieba words, translated and joined by spaces, then sentencepiece."""
     import jieba
 
     cpm = tokenizers["cpm"]
@@ -156,7 +156,7 @@ def longest_match(word: str, vocabulary: dict[str, int]) -> list[int]:
 
 @pytest.mark.parametrize("ending", ["txt", "json"])
 def test_a_published_cpm_vocabulary(tmp_path: Path, ending: str) -> None:
-    """Unknown characters and words over 200 characters are <unk> in a published CPM vocabulary without bytes."""
+    """A CPM vocabulary without byte tokens encodes unknown characters and words over 200 characters as <unk>."""
     import jieba
 
     tokens = [
@@ -230,13 +230,13 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("train", [train_sentencepiece, train_cpm])
 @pytest.mark.parametrize(
     ("size", "direction", "model_type"),
-    # The largest unigram size falls with --vocab-size, since fewer characters are then covered.
+    # There is no "lower" case for unigram: its largest size depends on --vocab-size itself.
     [(600, "raise", "bpe"), (600, "raise", "unigram"), (90_000, "lower", "bpe")],
 )
 def test_the_size_that_an_error_names_can_be_trained(
     tmp_path: Path, train: Any, model_type: str, size: int, direction: str
 ) -> None:
-    """The vocabulary size that an error suggests can be trained; beginners meet this error with Chinese text."""
+    """If --vocab-size is too small or too large, the error names a size with which training works."""
     dice = random.Random(1)
     text = ["".join(chr(0x4E00 + int(dice.random() ** 3 * 1400)) for _ in range(60)) for _ in range(200)]
     with pytest.raises(TokenizerError, match=f"{direction} --vocab-size") as error:
@@ -252,7 +252,7 @@ LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "
 
 
 def llama_folder(folder: Path, about: dict[str, Any] | None, **options: Any) -> Path:
-    """Write a 2023-style folder with a sentencepiece model like Llama 2's and a tokenizer_config.json; return it."""
+    """Write and return a folder like Llama 2's: tokenizer.model and tokenizer_config.json, no tokenizer.json."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -272,7 +272,7 @@ def llama_folder(folder: Path, about: dict[str, Any] | None, **options: Any) -> 
 def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
     tmp_path: Path, begins: bool, more: dict[str, bool]
 ) -> None:
-    """A Llama without tokenizer.json has transformers' ids, at the start of a text and after special tokens."""
+    """A Llama tokenizer without tokenizer.json gives transformers' ids, also after special tokens within a text."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("google.protobuf")
     folder = llama_folder(tmp_path, {**LLAMA, "add_bos_token": begins, **more})
@@ -292,9 +292,9 @@ def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
     "options", [{}, {"add_dummy_prefix": False}, {"byte_fallback": False, "vocab_size": 50}], ids=str
 )
 def test_fingerprints_of_one_model_are_the_same_where_its_ids_are(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Fingerprints are equal exactly if the ids are.
+    """Settings in tokenizer_config.json change a tokenizer's fingerprint exactly if they change its ids.
 
-    Without tokenizer_config.json the fingerprint is the model file's hash.
+    Without tokenizer_config.json the fingerprint is the SHA-256 of tokenizer.model.
     """
     switches = [dict(zip(("add_bos_token", "add_prefix_space", "legacy"), said, strict=True)) for said in itertools.product((False, True), repeat=3)]  # fmt: skip
     prefixed = options.get("add_dummy_prefix", True)
@@ -349,7 +349,7 @@ def test_what_such_a_folder_leaves_open_is_refused(
 
 
 def test_marks_that_a_sentencepiece_model_finds_in_texts(tmp_path: Path) -> None:
-    """User-defined symbols of a sentencepiece model are tokens in a text, but not in a message's content."""
+    """User-defined symbols such as <|im_end|> are tokens in a text, but not in the content of a chat message."""
     ours = load_tokenizer(str(llama_folder(tmp_path, None, user_defined_symbols=["<|im_end|>", "\n"])))
     end = ours.marks["<|im_end|>"]
     assert set(ours.marks) - set(ours.specials) == {"<|im_end|>"}
@@ -360,7 +360,7 @@ def test_marks_that_a_sentencepiece_model_finds_in_texts(tmp_path: Path) -> None
 
 
 def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
-    """Added tokens that are not special are tokens in a text, as in transformers, but not in a message's content."""
+    """Non-special added tokens are tokens in a text, as in transformers, but not in the content of a chat message."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Theirs
 
@@ -390,7 +390,7 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
         assert ours.encode(text) == ours.encode_batch([text])[0].tolist() == theirs(text)["input_ids"]
         said = ours.encode_content(text)
         assert ours.decode(said) == text and not set(ours.marks.values()) & set(said)
-    for text in ("river   runs", "春天 of covid"):  # added words remain words
+    for text in ("river   runs", "春天 of covid"):  # added words do not look like control tokens, so they stay tokens
         assert ours.encode_content(text) == ours.encode(text) == theirs(text)["input_ids"]
 
 
@@ -404,7 +404,7 @@ def test_a_model_without_a_space_in_front_says_so(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_json_that_adds_both_ends_begins_documents(tmp_path: Path) -> None:
-    """The ids in front of a text are those of transformers, whether or not the file also appends the end of a document."""
+    """`start` has the ids that transformers puts before a text, whether or not tokenizer.json also appends an end."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     train_byte_bpe(["春天来了 spring"] * 20, str(tmp_path / "tokenizer.json"), 270, "hf", ["<s>", "</s>"])

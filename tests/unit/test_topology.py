@@ -7,7 +7,7 @@ from megatron.mpu import Topology
 
 @pytest.mark.parametrize("shape", list(product([1, 2, 3], repeat=3)), ids=str)
 def test_same_answers_as_deepspeeds_own_topology(shape: tuple[int, int, int]) -> None:
-    """Our topology gives the answers of DeepSpeed's class, which it replaces."""
+    """`Topology` has the methods and results of DeepSpeed's PipeModelDataParallelTopology, which it replaces."""
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     pipe, data, model = shape

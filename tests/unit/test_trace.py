@@ -1,4 +1,4 @@
-"""Timelines: recording and writing, comparing clocks, and merging the ranks' files."""
+"""Timelines of steps: recording, clock offsets between ranks, and merging the ranks' files."""
 
 import json
 import random
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron_tools.report.draw_schedule import build_parser, draw_run
+from megatron_tools.report.iterations import iterations
 from tds import timeline, trace
 from tds.align import narrow
 from tds.schedule import Backward, Forward, schedule_of
@@ -27,7 +28,7 @@ def about(stage: int, stages: int = 2, micros: int = 4) -> dict[str, object]:
 
 
 def test_the_distance_of_two_clocks_lies_within_its_bound() -> None:
-    """The estimated offset of two clocks is within its bound, for random entries and exits of collectives."""
+    """The clock offset that `narrow` estimates from the times of collectives is as exact as its error bound says."""
     dice = random.Random(1)
     for apart in (0, 5_000, -3_000_000, 10**12):
         zeros, mine = [], []
@@ -53,7 +54,7 @@ def test_the_newest_iterations_or_those_asked_for_are_kept(tmp_path: Path) -> No
     assert [n for n, _ in newest.pieces()] == list(range(trace.LAST + 11, 2 * trace.LAST + 11))
     assert [n for n, _ in asked.pieces()] == [3, 4, 5]
     assert all(len(pieces) == 2 and pieces[0].size == 7 for _, pieces in asked.pieces())
-    assert newest.path.exists() and not list(tmp_path.glob("*.tmp"))  # written during the run
+    assert newest.path.exists() and not list(tmp_path.glob("*.tmp"))  # the file was written during the iterations
     asked.write()
     events = json.loads(asked.path.read_text())["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"} and all(
@@ -71,7 +72,7 @@ def test_collectives_are_noted_only_while_somebody_records(tmp_path: Path) -> No
 
 
 def _written(folder: Path, shift_ms: float) -> float:
-    """Write the timeline of a simulated step as two ranks would, with a fast second clock; return its bubble."""
+    """Write the timelines of a simulated step of two stages, stage 1's clock `shift_ms` ahead; return the bubble."""
     plan = [list(schedule_of({})(stage, 2, 4)) for stage in range(2)]
     spans = times(plan)
     seconds = max(span.end for span in spans)
@@ -96,7 +97,7 @@ def _written(folder: Path, shift_ms: float) -> float:
 def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / timeline.FOLDER
     bubble = _written(folder, 5_000.0)
-    (found,) = timeline.iterations(timeline.read(folder))
+    (found,) = iterations(timeline.read(folder))
     assert found.seconds == pytest.approx(0.015) and found.bubble == pytest.approx(bubble) == pytest.approx(1 / 5)
     merged = timeline.merge(folder)
     assert (merged.ranks, merged.error_us) == (2, 2.0)
@@ -108,11 +109,11 @@ def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFix
         build_parser().parse_args(["--run", str(tmp_path), "--svg", str(picture), "--png", str(tmp_path / "x.png")])
     )
     assert "ideal 1f1b of the same passes: 15.0 ms, bubble 20.0%" in capsys.readouterr().out
-    assert picture.read_text().count("<rect") == 1 + 2 * 16 + 2  # the last one is the legend's
+    assert picture.read_text().count("<rect") == 1 + 2 * 16 + 2  # background, passes in two diagrams, legend
     assert "time, ms" in picture.read_text() and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     (folder / timeline.name_of(0)).unlink()
     with pytest.raises(ValueError, match="the timeline of stage 0 is missing"):
-        timeline.iterations(timeline.read(folder))
+        iterations(timeline.read(folder))
 
 
 def test_settings() -> None:
@@ -120,5 +121,5 @@ def test_settings() -> None:
     assert parse(["--trace"]).log.traced is None
     with pytest.raises(ConfigError, match="--trace-iterations needs --trace"):
         parse(["--trace-iterations", "3"])
-    with pytest.raises(ConfigError, match="is no number and no range"):
+    with pytest.raises(ConfigError, match="must be a number or a range"):
         parse(["--trace", "--trace-iterations", "9-3"])

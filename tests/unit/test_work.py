@@ -1,4 +1,4 @@
-"""The counted work of layers against torch's count, and the partitions that follow from it."""
+"""The FLOPs counted for each layer equal torch's count, and stages are partitioned by them."""
 
 from itertools import pairwise
 from typing import Any
@@ -35,7 +35,7 @@ def _model(flags: str) -> tuple[Any, tuple[torch.Tensor, ...], list[Layer]]:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Return unmasked attention [b, n, s, d] from q, k, v [b, n, s, d], where k and v may have fewer heads."""
+    """Return unmasked attention [b, n, s, d] of q [b, n, s, d] over k, v [b, groups, s, d]."""
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
@@ -48,9 +48,9 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> t
     ],
 )  # fmt: skip
 def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted work equals torch's count.
+    """The work counted for the layers is half of the FLOPs that torch's FlopCounterMode counts.
 
-    Attention is unfused here, since torch does not count its fused CPU kernel.
+    Attention is replaced by matmuls, since torch does not count its fused CPU kernel.
     """
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
     model, tokens, layers = _model(flags)
@@ -70,7 +70,7 @@ def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.Mo
     ],
 )
 def test_operations_of_a_step(flags: str) -> None:
-    """A step costs three forward passes, or 6 operations per weight except norms and biases."""
+    """`flops_per_token` of a step is 6 FLOPs for each multiply-add of the layers' forward passes."""
     config = parse(flags.split())
     model, _, layers = _model(flags)
     few = sum(p.numel() for p in model.parameters() if p.dim() == 1)
@@ -87,7 +87,10 @@ LARGE = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-lengt
 
 
 def test_logits_count() -> None:
-    """Logits count as work: at 1.3 billion parameters they equal two layers, so the last stage has fewer layers."""
+    """Partitioning counts the matmul of the logits, as costly as two layers at 1.3 billion parameters.
+
+    The last stage therefore has fewer layers.
+    """
     layers = gpt2_layers(parse(LARGE.split()), 50257)
     by_blocks = [0, 5, 8, 11, 14, 17, 20, 23, 28]
     cuts = balanced_cuts(layers, 8, recomputed=False)
@@ -99,9 +102,9 @@ def test_logits_count() -> None:
 @pytest.mark.parametrize("stages", range(1, 12))
 @pytest.mark.parametrize("flags", [GPT2, f"{T5} --position-embedding relative"])
 def test_every_number_of_stages(flags: str, stages: int) -> None:
-    """Every number of stages gives each stage a layer.
+    """Partitioning into any number of stages gives each stage a layer.
 
-    A position table shares a stage with its layer if possible.
+    Layers without work, such as a position table, end no stage if there are enough others.
     """
     layers = _model(flags)[2]
     if stages > len(layers):

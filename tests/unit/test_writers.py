@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, MLflow and CSV get the numbers of each line, and resumed runs continue there."""
+"""TensorBoard, Weights & Biases, MLflow and CSV get every metrics line; a resumed run continues its records."""
 
 import csv
 import importlib.util
@@ -17,7 +17,7 @@ ROW = {"split": "train", "iteration": 10, "lm_loss": 7.5, "lr": 0.001, "loss_sca
 
 
 class Said(list[Any]):
-    """A stand-in for a module that records calls."""
+    """A stand-in for the module wandb or mlflow that records the calls of its functions."""
 
     def __getattr__(self, name: str) -> Any:
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     with pytest.raises(ValueError) as error:
         writers.check(parse([f"--{name}"]).log)
     assert str(error.value) == f"--{name} needs the package {name}: pip install {name}; --no-{name} goes on without it"
-    writers.check(parse([]).log)  # TensorBoard is written if it is installed
+    writers.check(parse([]).log)  # the default needs no package: TensorBoard is used only if installed
 
 
 def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("flags", [["--wandb"], ["--mlflow"], ["--tensorboard"]])
 def test_the_real_packages_offline(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real packages work offline, if they are installed."""
+    """Two parts of a run are logged offline by the real wandb, mlflow and TensorBoard, if installed."""
     pytest.importorskip(flags[0][2:])
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -123,9 +123,9 @@ def other_kept(x: Shapes, layer: Layer) -> float:
     """Return the bytes that a non-transformer layer keeps: input and output of a norm, dropout masks, ids."""
     m, tokens, name = x.config.model, x.of_layer(layer), layer.cls.__name__
     state = x.hidden(tokens)
-    if name in ("FinalNorm", "StackNorm", "DecoderNorm"):
+    if name in ("StackNorm", "DecoderNorm"):
         return 2 * state + tokens * 8 / x.shared
-    if name in ("PositionEmbedding", "RotaryStart", "StackStart"):
+    if name in ("DecoderStart", "StackStart"):
         return (state / x.width * x.mask if m.hidden_dropout else 0.0) + 8 * tokens
     if name == "WordEmbedding" and layer.name != "head":
         return 8.0 * tokens
@@ -167,7 +167,7 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     rows = padded_vocabulary(x.config, x.ranks) // x.ranks
     chunk = m.logits_chunk_size
     extra = 0.0
-    if chunk and tokens > chunk and "cross-entropy" not in m.unfused:
+    if chunk and tokens > chunk and "cross-entropy" not in m.reference_ops:
         extra = (
             rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
         )  # gradients that are kept until the backward pass
@@ -178,7 +178,7 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     padded = rows * x.ranks != m.vocab_size
     copies = 3 if padded else 2
     if (
-        "cross-entropy" in m.unfused
+        "cross-entropy" in m.reference_ops
     ):  # log-probabilities, their gradient and that of the logits; for 16-bit logits in fp32, with an fp32 copy
         return logits, 3 * logits if e >= 4 else 8 * logits
     of_matrix = rows * m.hidden_size * e  # the output matrix's gradient follows that of its last chunk

@@ -93,14 +93,12 @@ def _relative(config: Config, ranks: int) -> Count:
 
 COUNTS: dict[str, Callable[[Config, int], Count]] = {
     "WordEmbedding": _table,
-    "PositionEmbedding": _positions,
+    "DecoderStart": _positions,
     "StackStart": _positions,
-    "RotaryStart": lambda config, ranks: Count(0, 0),
     "RelativePositions": _relative,
     "Block": lambda config, ranks: _transformer(config.model, ranks),
     "EncoderBlock": lambda config, ranks: _transformer(config.model, ranks),
     "DecoderBlock": lambda config, ranks: _transformer(config.model, ranks, cross=True),
-    "FinalNorm": lambda config, ranks: _norm(config.model),
     "StackNorm": lambda config, ranks: _norm(config.model),
     "DecoderNorm": lambda config, ranks: _norm(config.model),
 }

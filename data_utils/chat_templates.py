@@ -16,10 +16,11 @@ from pathlib import Path
 from re import Pattern
 from typing import Any, NamedTuple, Protocol
 
-from .base import Tokenizer, TokenizerError, any_of
-from .beside import TEMPLATE, settings_beside, token_beside
-from .load import file_of
-from .sandbox import BOUNDED, EndlessTemplate, limited, refuse_large
+from megatron.tokenizer.base import Tokenizer, TokenizerError, any_of
+from megatron.tokenizer.beside import TEMPLATE, settings_beside, token_beside
+from megatron.tokenizer.load import file_of
+
+from .jinja_sandbox import BOUNDED, EndlessTemplate, limited, refuse_large
 
 DATES = "strftime_now"  # the function with which a template writes a date
 ROLES = ("system", "user", "assistant")

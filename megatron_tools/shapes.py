@@ -6,20 +6,19 @@ from typing import Any
 import torch
 
 from megatron import mpu
+from megatron.checkpointing.files import INDEX, WEIGHT, CheckpointError
+from megatron.checkpointing.reader import CheckpointReader, plain_config
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import global_parameters
-
-from .files import INDEX, WEIGHT, CheckpointError
-from .reader import CheckpointReader, plain_config
 
 ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
 def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every parameter of one of our models by global name, without allocating weights."""
-    with torch.device("meta"), mpu.filled_later():
+    with torch.device("meta"), mpu.defer_init():
         model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
     return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
 

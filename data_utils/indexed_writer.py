@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import naming, process_name
-from .indexed_dataset import CODES, HEADER, MAGIC, VERSION
+from megatron.atomic import naming, process_name
+from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION
 
 BLOCK = 1 << 26  # bytes of a .bin per checksum
 AT_ONCE = 1 << 20  # index entries in memory at once

@@ -1,7 +1,4 @@
-"""DeepSpeed's engine without a pipeline, extended for DistributedOptimizer.
-
-The mixin also serves the pipeline engine.
-"""
+"""DeepSpeed's engine, extended for DistributedOptimizer: the engine without a pipeline, and the base of PipelineEngine."""
 
 import math
 from functools import cached_property
@@ -14,34 +11,39 @@ from .distributed_optimizer import DistributedOptimizer
 from .pipe import chunks, tied_weights
 from .reductions import keep_missing_grads
 from .replaced import KnownModel
-from .saving import ComparesReplicas
+from .saving import warn_of_replicas
 from .sparse import make_dense, refuse_sparse, sparse_weights
 
 
-class DistributedOptimizerMixin:
-    """Mixin of both engines that supports a DistributedOptimizer.
+class Engine(DeepSpeedEngine):  # type: ignore[misc]
+    """DeepSpeed's engine, which neither wraps a DistributedOptimizer nor reduces for it, and refuses replaced weights.
 
-    DeepSpeed then neither wraps the optimizer nor reduces gradients.
+    Without a pipeline, call a DistributedOptimizer's `arm()` before the last `backward()` of a step and `finish()`
+    after it, then `clip(norm, limit)` and the engine's `step()`. With another optimizer, a weight that no replica
+    used keeps no gradient after the reduction, so it does not decay.
     """
 
+    optimizer: Any
+    _compared = False  # whether the buffers of the replicas were compared
+
     @property
-    def distributed(self: Any) -> DistributedOptimizer | None:
+    def distributed(self) -> DistributedOptimizer | None:
         """The optimizer, if it is a DistributedOptimizer, else None."""
         return self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
 
     @cached_property
-    def known_model(self: Any) -> KnownModel:
+    def known_model(self) -> KnownModel:
         """The weights and layers that the optimizer was made for."""
         return KnownModel(self.module)
 
-    def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         self.known_model  # noqa: B018  # records the model now
         if not isinstance(client_optimizer, DistributedOptimizer):
             if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
                 make_dense(sparse_weights(self.module))
             else:
                 refuse_sparse(self.module, client_optimizer)
-            super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
+            super()._configure_optimizer(client_optimizer, model_parameters)
             return
         _refuse_what_it_cannot(self, client_optimizer)
         self.basic_optimizer = client_optimizer.optimizer
@@ -51,30 +53,29 @@ class DistributedOptimizerMixin:
         )
         self.enable_backward_allreduce = False
 
-    def _take_model_step(self: Any, lr_kwargs: Any) -> None:
-        self.known_model.check_weights(self.optimizer)
-        if self.distributed and self.lr_scheduler is not None and self.optimizer.norm is not None:
-            # Without this flag, DeepSpeed would advance the lr schedule for a skipped step.
-            self.optimizer.overflow = not math.isfinite(self.optimizer.norm.item())
-        super()._take_model_step(lr_kwargs)  # type: ignore[misc]
-        if self.distributed:
-            self.optimizer.zero_grad()
-
-
-class PlainEngine(DistributedOptimizerMixin, ComparesReplicas, DeepSpeedEngine):  # type: ignore[misc]
-    """DeepSpeed's engine for a model without a pipeline.
-
-    With a DistributedOptimizer, call `optimizer.arm()` before the last `backward()` of a step and `finish()`
-    after it, then `optimizer.clip(norm, limit)` and `step()`. With another optimizer, a weight that no replica
-    used keeps no gradient after DeepSpeed's reduction, so it does not decay.
-    """
-
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
-        if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
+        """Reduce the gradients over the replicas as DeepSpeed does, and keep missing ones missing."""
+        if grads is not None or isinstance(self.optimizer, BF16_Optimizer):  # that optimizer has sums of all weights
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return
         with keep_missing_grads(self.module, self.seq_data_parallel_group):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        self.known_model.check_weights(self.optimizer)
+        if self.distributed and self.lr_scheduler is not None and self.optimizer.norm is not None:
+            # Without this flag, DeepSpeed would advance the lr schedule for a skipped step.
+            self.optimizer.overflow = not math.isfinite(self.optimizer.norm.item())
+        super()._take_model_step(lr_kwargs)
+        if self.distributed:
+            self.optimizer.zero_grad()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as DeepSpeed does; at the first save, also warn of buffers that differ between replicas."""
+        if not self._compared:
+            self._compared = True
+            warn_of_replicas(self.module, self.seq_data_parallel_group)
+        return super().save_checkpoint(*args, **kwargs)
 
 
 def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None:

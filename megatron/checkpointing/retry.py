@@ -6,7 +6,7 @@ from .save import SaveError, Saver
 from .state import TrainState
 
 
-class PatientSaver:
+class RetryingSaver:
     """A `Saver` that tolerates failed saves: training continues, and the next save tries again.
 
     Failures that are not the disk's fault, such as weights that differ between replicas or are not finite, are

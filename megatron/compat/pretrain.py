@@ -1,0 +1,52 @@
+"""`pretrain()`: a run by an entry script's functions, as in tutorials of Megatron-LM and CPM-Pretrain."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..training.entry import run
+from ..training.task import Datasets
+from .script import CountTargets, ForwardStep, FunctionsTask, ScriptTask, TokenizerProvider, is_original
+
+
+def pretrain(
+    train_valid_test_datasets_provider: Callable[..., Datasets],
+    model_provider: Callable[[], nn.Module],
+    forward_step: ForwardStep | None = None,
+    extra_args_provider: None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    *,
+    count_targets: CountTargets | None = None,
+    tokenizer_provider: TokenizerProvider | None = None,
+    name: str = "model",
+    argv: Sequence[str] | None = None,
+    exit: bool = True,
+) -> None:
+    """Train with the settings of the command line; a second call with the same run directory resumes.
+
+    train_valid_test_datasets_provider() -> three datasets, None for an empty one; `dataset[n]` must give a dict
+    of tensors for any n >= 0.
+    model_provider() -> the model: a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0; its
+    `_megatron_batch_fn` turns a batch of the dataset into (inputs, targets).
+    forward_step(data_iterator, model) -> (loss, anything), used without a pipeline: the loss is the sum over
+    target tokens if `count_targets` is given, else their mean.
+    count_targets(batch) -> the number of target tokens of a micro-batch.
+    tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
+    args_defaults: defaults that this script changes; flags still override them.
+    argv, exit: as in `run`.
+
+    A datasets provider that takes the numbers of samples marks a script in CPM-Pretrain's form, see
+    `megatron.compat.script`.
+    Raises ValueError for an extra_args_provider: a script parses its own flags and passes the rest as `argv`.
+    """
+    if extra_args_provider is not None:
+        raise ValueError(
+            "pretrain() takes no extra_args_provider: parse the flags of the script with a parser of its own, "
+            "parser.parse_known_args(), and pass the rest as argv="
+        )
+    functions = train_valid_test_datasets_provider, model_provider, forward_step
+    defaults, more = args_defaults or {}, (count_targets, tokenizer_provider)
+    original = more == (None, None) and is_original(train_valid_test_datasets_provider)
+    task = ScriptTask(*functions, defaults, name) if original else FunctionsTask(*functions, defaults, name, *more)
+    run(task, argv, exit)

@@ -1,0 +1,100 @@
+"""Settings of the layout over ranks; the other sections are in `sections.py`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .fields import ConfigError, Section, at_least, between, one_of, opt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """Settings of the layout over ranks."""
+
+    model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
+    sequence_parallel: bool | None = opt(
+        None,
+        "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent; if not given, on "
+        "accelerators, with a model of ours whose sequences can be split evenly",
+    )
+    async_tensor_model_parallel_allreduce: bool = opt(
+        True, "these ranks sum the gradient of a layer's input while that of its weight is computed, not before it"
+    )
+    context_parallel_size: int = opt(
+        1,
+        "ranks that share out the tokens of each sample, for long ones: attention gathers keys and values of all of them",
+        at_least(1),
+        family=("gpt2", "llama"),
+    )
+    pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
+    partition_method: str = opt(
+        "balanced",
+        "how layers are cut into stages: balanced (by counted work, embedding and logits included), measured (by time, at the "
+        "start), type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8",
+    )
+    pipeline_schedule: str = opt(
+        "1f1b",
+        "order of forward and backward passes: 1f1b, gpipe, interleaved or zb-h1 (tools/draw_schedule.py draws them)",
+        one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
+    )
+    virtual_pipeline_size: int = opt(
+        1, "stretches of layers on each pipeline stage, for --pipeline-schedule interleaved", at_least(1)
+    )
+    pipeline_extra_warmup: int = opt(
+        0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", at_least(0)
+    )
+    pipeline_timeout: float = opt(
+        600.0,
+        "seconds that one pass or message of a pipeline may take before all ranks end with a report",
+        at_least(0.1),
+    )
+    zero_stage: int | None = opt(
+        None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", between(0, 3)
+    )
+    overlap_grad_reduce: bool = opt(
+        True,
+        "add gradients up over replicas during the last backward pass of a step, not after it: without ZeRO, and with its "
+        "stage 1 in fp32 and bf16, which without this flag is DeepSpeed's",
+    )
+    checkpoint_activations: bool = opt(
+        False, "keep only layer inputs and compute activations again in the backward pass"
+    )
+    checkpoint_num_layers: int = opt(1, "layers between two kept inputs", at_least(1))
+    startup_timeout_minutes: float = opt(
+        30.0, "until the first step: how long ranks wait for each other, e.g. for a model to be loaded", at_least(0.01)
+    )
+    distributed_timeout_minutes: float = opt(
+        10.0,
+        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run with a report",
+        at_least(0.01),
+    )
+
+    def _problems(self) -> Iterator[str]:
+        if self.pipeline_extra_warmup and self.pipeline_schedule != "1f1b":
+            yield f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {self.pipeline_schedule}"
+        if (self.virtual_pipeline_size > 1) != (self.pipeline_schedule == "interleaved"):
+            yield (
+                f"--virtual-pipeline-size {self.virtual_pipeline_size} does not fit --pipeline-schedule "
+                f"{self.pipeline_schedule}: interleaved needs 2 or more, the others 1"
+            )
+        if self.pipeline_schedule == "zb-h1" and self.checkpoint_activations:
+            yield (
+                "--pipeline-schedule zb-h1 would compute activations again for either half of the backward pass; "
+                "use 1f1b with --checkpoint-activations"
+            )
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages; 1 without a pipeline."""
+        return max(self.pipe_parallel_size, 1)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the number of data-parallel replicas. Raises ConfigError if the grid does not fit `world_size`."""
+        context = f" x --context-parallel-size {self.context_parallel_size}" if self.context_parallel_size > 1 else ""
+        cell = self.stages * self.model_parallel_size * self.context_parallel_size
+        if world_size % cell:
+            raise ConfigError(
+                f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
+                f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}{context}; "
+                f"start a multiple of {cell} ranks"
+            )
+        return world_size // cell

@@ -1,0 +1,72 @@
+"""Settings of batches, iterations and precision; the other sections are in `sections.py`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .fields import Section, at_least, one_of, opt, range_problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
+    """Settings of batches, iterations and precision."""
+
+    batch_size: int = opt(4, "samples of one micro-batch", at_least(1))
+    gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", at_least(1))
+    train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", at_least(0))
+    eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", at_least(0))
+    eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
+    z_loss: float = opt(
+        0.0,
+        "c of c (log Z)^2 for each target, learned from besides the cross entropy so that logits do not drift; 1e-4 is usual. Losses are "
+        "told without it, and it is told apart",
+        at_least(0),
+    )
+    seed: int = opt(1234, "seed of weights, sample order and dropout", at_least(0))
+    precision: str = opt(
+        "auto",
+        "fp32, bf16, fp16 or fp64; auto takes ds_config's, else bf16 where the device is fast at it, else fp32",
+        one_of("auto", "fp32", "bf16", "fp16", "fp64"),
+    )
+    max_skipped_steps: int = opt(
+        10,
+        "end the run when so many steps in a row had a gradient that is not finite and were not applied; those with which "
+        "fp16 looks for its first loss scale do not count",
+        at_least(1),
+    )
+    skip_iterations: tuple[str, ...] | None = opt(
+        None, "iterations to pass over, e.g. 41 or 41-50: their samples count as read, but nothing is learned from them"
+    )
+    skip_samples: tuple[str, ...] | None = opt(
+        None, "samples, e.g. 328-335, whose iterations are passed over; the lines of a run name them"
+    )
+    check_replicas: int = opt(
+        0,
+        "iterations between two comparisons of the copies of weights on different ranks, which every save begins with; 0 for "
+        "only those at saves",
+        at_least(0),
+    )
+    manual_gc_interval: int = opt(
+        100,
+        "iterations between two collections of Python's garbage, on all ranks at once; 0 leaves it to Python",
+        at_least(0),
+    )
+    compile: bool = opt(
+        False, "compile the transformer layers (torch.compile): a slow first step, faster ones after it"
+    )
+    cpu_matmul: str = opt(
+        "auto",
+        "what multiplies fp32 matrices on a CPU: torch (its BLAS, MKL), onednn; auto takes the faster one, which some "
+        "milliseconds at the first start on a machine find out (kept in ~/.cache/megatron-cpu-matmul.json)",
+        one_of("auto", "torch", "onednn"),
+    )
+    keep_freed_memory: bool = opt(
+        True,
+        "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page again",
+    )
+    deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
+
+    def _problems(self) -> Iterator[str]:
+        for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):
+            for word in ranges or ():
+                if problem := range_problem(word):
+                    yield f"{name} {word} {problem}"

@@ -1,0 +1,198 @@
+"""Choice of the kernel that computes an attention call, by what queries see, bias, dropout and device.
+
+Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this rank, d width of a head.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron import mpu
+
+from . import attention_dropout, biased_attention, packed_attention
+from .context_attention import Views, gather_keys_and_values
+from .flash_attention import flash_attention
+from .grouped_heads import repeat_heads
+from .masks import Documents, added_mask, causal_mask
+from .pieces import Pieces, pieces_for
+
+Mask = Documents | Views | Tensor | None  # see `Call`
+
+
+class Call(NamedTuple):
+    """One attention call: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
+
+    mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may attend, or None.
+    With context parallelism it is what this rank's queries see of all ranks' keys.
+    bias: [1, n, q, k], added to the scores, or None. p: dropout probability.
+    causal: without a mask, a query sees itself and the keys before it. scale: factor of the scores.
+    by_document, fused_bias: kernels that --reference-ops does not exclude.
+    packs: queries, keys and values may be copied; recomputation identifies them by their address.
+    pieces: how to compute documents or slices piece by piece; None if they need a mask, and always on
+    accelerators and in compiled code.
+    turn: see `mpu.Stream.drop`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    bias: Tensor | None
+    p: float
+    causal: bool
+    scale: float
+    stream: mpu.Stream
+    by_document: bool
+    fused_bias: bool
+    packs: bool
+    pieces: Pieces | None = None
+    turn: int = 0
+
+    @property
+    def on_cpu(self) -> bool:
+        """True on a CPU, for which torch has no kernel with dropout or with the gradient of a bias."""
+        return self.query.device.type == "cpu"
+
+    def visible(self) -> tuple[Tensor | None, bool]:
+        """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself."""
+        mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
+        q, k = self.query.shape[2], self.key.shape[2]
+        # A mask of documents is already causal where it must be. A single newest token sees all keys.
+        hides = self.causal and mask is None and q > 1
+        if hides and (self.bias is not None or q != k or (self.p > 0 and self.on_cpu)):
+            return causal_mask(q, k, self.query.device), False
+        return mask, hides
+
+    def added(self) -> tuple[Tensor | None, bool]:
+        """Return what to add to the scores, [1 or b, 1 or n, q, k] or None, and the second result of `visible`."""
+        mask, hides = self.visible()
+        if self.bias is not None:
+            return self.bias if mask is None else self.bias.masked_fill(~mask, -torch.inf), hides
+        return None if mask is None else added_mask(mask, self.query.dtype), hides
+
+
+def flash_in_pieces(c: Call) -> Tensor:
+    """Run torch's flash attention for a CPU piece by piece -> [b, n, q, d]."""
+    assert c.pieces is not None
+    axis = c.mask.axis if isinstance(c.mask, Views) else None
+    return flash_attention(c.query, c.key, c.value, c.pieces, c.scale, axis)
+
+
+def slice_by_slice(c: Call) -> Tensor:
+    """Attend from each slice of this context rank to the gathered keys -> [b, n, q, d]."""
+    assert isinstance(c.mask, Views)
+    views, found = c.mask, []
+    key, value = gather_keys_and_values(c.key, c.value, views.axis)
+    for at, own in enumerate(torch.split(c.query, views.each, 2)):
+        begin, end = views.keys(at)
+        keys, values = key[:, :, begin:end], value[:, :, begin:end]
+        if views.masked or c.p or c.on_cpu or torch.compiler.is_compiling():
+            found.append(attend(c._replace(query=own, key=keys, value=values, mask=views.mask(at), turn=at)))
+        else:  # this kernel needs no mask
+            from torch.nn.attention.bias import causal_lower_right  # the import loads the compiler
+
+            keys, values = repeat_heads(own, keys, values)
+            last: Any = causal_lower_right(own.shape[2], end)
+            found.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=last, scale=c.scale))
+    return torch.cat(found, 2)
+
+
+def biased(c: Call) -> Tensor:
+    """Attend with a learned bias, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
+    assert c.bias is not None
+    sees = c.visible()[0] if c.pieces is None else c.pieces
+    return biased_attention.biased_attention(c.query, c.key, c.value, c.bias, sees, c.scale)
+
+
+def dropout_in_pieces(c: Call) -> Tensor:
+    """Attend with dropout document by document -> [b, n, q, d]."""
+    assert c.pieces is not None
+    return attention_dropout.by_document(c.query, c.key, c.value, c.pieces, c.scale, c.p, c.stream)
+
+
+def dropout(c: Call) -> Tensor:
+    """Attend with dropout by plain operations -> [b, n, q, d]."""
+    added, _ = c.added()
+    return attention_dropout.attention_with_dropout(c.query, c.key, c.value, added, c.scale, c.p, c.stream, c.turn)
+
+
+def packed(c: Call) -> Tensor:
+    """Run torch's kernel for packed documents on CUDA -> [b, n, q, d]."""
+    assert isinstance(c.mask, Documents)
+    return packed_attention.packed_attention(c.query, c.key, c.value, c.mask, c.scale)
+
+
+def torchs(c: Call) -> Tensor:
+    """Run the kernel that torch chooses -> [b, n, q, d]."""
+    (added, hides), query, key, value = c.added(), c.query, c.key, c.value
+    grouped = key.shape[1] < query.shape[1]
+    if grouped and query.device.type == "cuda" and (added is not None or query.dtype == torch.float32):
+        (key, value), grouped = repeat_heads(query, key, value), False  # CUDA has no kernel for these groups
+    with kernels_for(query, added):
+        return F.scaled_dot_product_attention(
+            query, key, value, added, c.p, is_causal=hides, scale=c.scale, enable_gqa=grouped
+        )
+
+
+def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
+    """Return a context that selects torch's attention kernels for query [b, n, q, d].
+
+    With a mask on CUDA it excludes cuDNN's, which torch prefers on Hopper: its masked gradients are not
+    finite for some lengths.
+    """
+    if mask is None or query.device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def _packs(c: Call) -> bool:
+    there = c.by_document and c.packs and isinstance(c.mask, Documents)
+    return there and packed_attention.serves(c.query, c.mask)  # type: ignore[arg-type]
+
+
+def _differentiates_bias(c: Call) -> bool:
+    return c.fused_bias and c.bias is not None and biased_attention.serves(c.query, c.bias)
+
+
+Kernel = Callable[[Call], Tensor]
+# The first kernel whose condition holds computes the call. Only context ranks have Views, and they have no bias.
+KERNELS: tuple[tuple[Callable[[Call], Any], Kernel], ...] = (
+    (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
+    (lambda c: isinstance(c.mask, Views), slice_by_slice),
+    (lambda c: c.pieces and not c.p and c.fused_bias, biased),
+    (lambda c: c.pieces and c.pieces.once and c.bias is None, dropout_in_pieces),
+    (lambda c: not c.p and c.bias is None and _packs(c), packed),
+    (lambda c: not c.p and _differentiates_bias(c), biased),
+    (lambda c: c.p and c.on_cpu, dropout),
+    (lambda c: True, torchs),
+)
+TAKE_GROUPED_HEADS = flash_in_pieces, slice_by_slice, torchs
+
+
+def choose_kernel(c: Call) -> Kernel:
+    """Return the first kernel of the table that serves the call [b, n, q, d]."""
+    for serves, kernel in KERNELS:
+        if serves(c):
+            return kernel
+    raise AssertionError("the last row serves every call")
+
+
+def attend(c: Call) -> Tensor:
+    """Compute the call by the kernel that the table chooses -> [b, n, q, d].
+
+    Raises ValueError if a token has no document id.
+    """
+    if isinstance(c.mask, Documents):
+        c.mask.refuse_others(c.query, c.key)
+    if c.by_document and isinstance(c.mask, (Documents, Views)):
+        c = c._replace(pieces=pieces_for(c.query, c.mask))
+    kernel = choose_kernel(c)
+    if kernel not in TAKE_GROUPED_HEADS:
+        key, value = repeat_heads(c.query, c.key, c.value)
+        c = c._replace(key=key, value=value)
+    return kernel(c)

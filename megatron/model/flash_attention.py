@@ -1,0 +1,80 @@
+"""Flash attention piece by piece (pieces.py) on a CPU: within documents, and over context-parallel ranks.
+
+The pieces of one query are combined by their log-sum-exps (Milakov and Gimelshein 2018). The backward pass of a
+piece needs only the combined result. Gathered keys and values are not saved but gathered again.
+
+Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this rank, d width of a head, c context
+ranks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron import mpu
+from megatron._torch import flash_on_cpu, flash_on_cpu_backward
+
+from .context_attention import reduce_scatter_grads, whole_keys_and_values
+from .grouped_heads import repeat_heads, sum_repeated
+from .pieces import Pieces
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, axis: mpu.Axis | None = None
+) -> Tensor:
+    """Compute attention piece by piece: query [b, n, q, d], key, value [b, g, k, d] -> [b, n, q, d].
+
+    axis: the context-parallel ranks, if there are several. key and value are this rank's, [b, g, k/c, d]; forward and backward pass
+    are both collectives.
+    """
+    return _FlashAttention.apply(query, key, value, pieces, scale, axis)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _laid_out(like: Tensor) -> Tensor:
+    """Return an empty tensor [b, n, s, d] like `like`, stored as [s, b, n, d], the layout of the layers around it."""
+    b, n, s, d = like.shape
+    return like.new_empty(s, b, n, d).permute(1, 2, 0, 3)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, axis: mpu.Axis | None
+    ) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out, sums = _laid_out(query), query.new_empty(query.shape[:3], dtype=wide)
+        keys, values = repeat_heads(query, *whole_keys_and_values(key, value, axis))
+        for piece in pieces.found:
+            q, k, v = piece.cut(query, keys, values)
+            (here,), (there,) = piece.cut(out), piece.cut(sums)
+            of_here, of_there = flash_on_cpu(q, k, v, piece.added(q.dtype), piece.causal, scale)
+            if piece.more:
+                both = torch.logaddexp(there, of_there)
+                before, now = ((x - both).exp_().unsqueeze(-1) for x in (there, of_there))
+                of_here, of_there = here * before + of_here * now, both
+            here.copy_(of_here)
+            there.copy_(of_there)
+        ctx.pieces, ctx.scale, ctx.axis = pieces, scale, axis
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, sums = ctx.saved_tensors
+        pieces: Pieces = ctx.pieces
+        keys, values = repeat_heads(query, *whole_keys_and_values(key, value, ctx.axis))
+        of_query, of_key, of_value = _laid_out(query), _laid_out(keys), _laid_out(values)
+        if not pieces.once:
+            of_key.zero_()
+            of_value.zero_()
+        for piece in pieces.found:
+            q, k, v = piece.cut(query, keys, values)
+            g, o, s = (piece.cut(x)[0] for x in (grad, out, sums))
+            found = flash_on_cpu_backward(g, q, k, v, o, s, piece.added(q.dtype), piece.causal, ctx.scale)
+            places = piece.cut(of_query, of_key, of_value)
+            added = piece.more, not pieces.once, not pieces.once
+            for place, part, adds in zip(places, found, added, strict=True):
+                place.add_(part) if adds else place.copy_(part)
+        of_key, of_value = sum_repeated(key.shape[1], of_key, of_value)
+        return of_query, *reduce_scatter_grads(of_key, of_value, ctx.axis), None, None, None

@@ -1,0 +1,174 @@
+"""Pieces of attention on a CPU, which kernels compute one by one; found once per batch for all layers.
+
+Attention within documents takes one piece per document, so work falls from the square of a row's length to the
+sum of the squares of its documents' lengths, and no [b, 1, q, k] mask is built. Tiny documents share a piece.
+With context parallelism, a slice of the sequence cuts the document in which it begins. Its queries then have two
+pieces: the slice itself, and the document's keys before the slice.
+
+Shapes: b batch, q queries, k keys, s sequence, n heads, d width of a head. Document ids: see masks.py.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron._torch import has_flash_on_cpu
+
+from .context_attention import Views
+from .masks import Documents, added_mask, cached_on, causal_mask
+
+SMALL = 64  # tokens; calling a kernel for a smaller piece costs more than computing it
+
+
+class Piece(NamedTuple):
+    """Queries of one row or of all rows of the batch, and the keys they attend to.
+
+    mask: bool [1, 1, q, k] of several tiny documents. None: the queries see all keys, or (causal) none after
+    themselves.
+    more: an earlier piece has the same queries, so the results are combined.
+    """
+
+    row: slice
+    queries: slice
+    keys: slice
+    mask: Tensor | None = None
+    causal: bool = False
+    more: bool = False
+
+    def cut(self, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Return views [1, n, ..., ...] of query [b, n, q, ...] and others [b, n, k, ...], restricted to the piece."""
+        return query[self.row, :, self.queries], *(x[self.row, :, self.keys] for x in others)
+
+    def visible(self, device: torch.device) -> Tensor | None:
+        """Return what the queries see, bool [1, 1, q, k]; None if they see all keys."""
+        if not self.causal:
+            return self.mask
+        length = self.queries.stop - self.queries.start
+        return causal_mask(length, length, device)
+
+    def added(self, dtype: torch.dtype) -> Tensor | None:
+        """Return `mask` as numbers to add to scores, [1, 1, q, k]."""
+        return None if self.mask is None else added_mask(self.mask, dtype)
+
+
+class Pieces(NamedTuple):
+    """All pieces of a batch. once: every key is in exactly one piece."""
+
+    found: tuple[Piece, ...]
+    once: bool
+
+
+def pieces_for(query: Tensor, scope: Documents | Views) -> Pieces | None:
+    """Return the pieces by which to compute query [b, n, q, d]; None if a mask is faster or required."""
+    if query.device.type != "cpu" or torch.compiler.is_compiling() or not has_flash_on_cpu():
+        return None
+    return pieces_of(scope) if isinstance(scope, Documents) else _pieces_of_views(scope, len(query))
+
+
+def pieces_of(documents: Documents) -> Pieces | None:
+    """Return the pieces of document ids [b, q] and [b, k] on a CPU; None if a document is split or has a prefix.
+
+    Layers that receive the same ids share the result.
+    """
+    queries, keys, causal = documents
+    return cached_on(queries, ("pieces", causal), keys, lambda: _of_documents(documents))
+
+
+def _of_documents(documents: Documents) -> Pieces | None:
+    queries, keys, causal = documents
+    if causal and bool((queries < 0).any()):
+        return None
+    others = queries if keys is None else keys
+    everything = (0, others.shape[1])
+    found: list[Piece] = []
+    once = True
+    for row in range(len(queries)):
+        mine = runs(queries[row])
+        theirs = mine if keys is None else runs(keys[row])
+        if mine is None or theirs is None:
+            return None
+        pairs = [Pair(span, theirs.get(number, everything)) for number, span in mine.items()]
+        ends = [pair.keys for pair in pairs]
+        once = once and [0, *(end for _, end in ends)] == [*(begin for begin, _ in ends), everything[1]]
+        found += [_piece(row, group, queries, others, causal) for group in group_short(pairs)]
+    return Pieces(tuple(found), once)
+
+
+def _pieces_of_views(views: Views, rows: int) -> Pieces | None:
+    if views.window is not None:
+        return None
+    key = "pieces", views.stretches, views.apart, rows
+    return cached_on(views.ids, key, None, lambda: _of_views(views, rows))
+
+
+def _of_views(views: Views, rows: int) -> Pieces | None:
+    found: list[Piece] = []
+    if not views.apart:
+        everything = [(0, views.stretches[-1][1])]
+        return Pieces(tuple(_of_slices(views, slice(0, rows), everything)), once=False)
+    for row in range(rows):
+        documents = runs(views.ids[row])
+        if documents is None:
+            return None
+        found += _of_slices(views, slice(row, row + 1), list(documents.values()))
+    return Pieces(tuple(found), once=False)
+
+
+def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> list[Piece]:
+    """Return the pieces of both slices. documents: begin and end of each.
+
+    Queries are numbered within this rank, keys within the sequence; `shift` is the difference.
+    """
+    found: list[Piece] = []
+    for at, (begin, end) in enumerate(views.stretches):
+        shift = at * views.each - begin
+        here = [(max(first, begin), min(last, end), first) for first, last in documents if first < end and last > begin]
+        if here[0][2] < begin:
+            _, stop, first = here.pop(0)
+            queries = slice(begin + shift, stop + shift)
+            found.append(Piece(row, queries, slice(begin, stop), causal=True))
+            found.append(Piece(row, queries, slice(first, begin), more=True))
+        pairs = [Pair((first + shift, last + shift), (first, last)) for first, last, _ in here]
+        ids = views.ids
+        found += [_piece(row.start, group, ids, ids, True, shift)._replace(row=row) for group in group_short(pairs)]
+    return found
+
+
+class Pair(NamedTuple):
+    """Token ranges of one document, among the queries and among the keys."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+
+
+def _piece(row: int, group: list[Pair], ids: Tensor, others: Tensor, causal: bool, shift: int = 0) -> Piece:
+    """Return the piece of a group of documents. ids, others: document ids of queries and keys, [b, s] each."""
+    queries, keys = (slice(first[0], last[1]) for first, last in zip(group[0], group[-1], strict=True))
+    mask = None
+    if len(group) > 1:
+        mask = ids[row, queries.start - shift : queries.stop - shift, None] == others[row, None, keys]
+        mask = (mask.tril() if causal else mask)[None, None]
+    return Piece(slice(row, row + 1), queries, keys, mask, causal and mask is None)
+
+
+def runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
+    """Return the range of each document id of one row [s], in order; None if an id has several ranges."""
+    values, counts = torch.unique_consecutive(ids, return_counts=True)
+    ends = [0, *counts.cumsum(0).tolist()]
+    runs = dict(zip(values.tolist(), pairwise(ends), strict=True))
+    return runs if len(runs) == len(values) else None
+
+
+def group_short(pairs: list[Pair]) -> list[list[Pair]]:
+    """Group neighbouring documents as long as a group has at most SMALL x SMALL scores."""
+    groups: list[list[Pair]] = []
+    for pair in pairs:
+        if groups and pair.keys[0] == groups[-1][-1].keys[1]:
+            first = groups[-1][0]
+            if (pair.queries[1] - first.queries[0]) * (pair.keys[1] - first.keys[0]) <= SMALL * SMALL:
+                groups[-1].append(pair)
+                continue
+        groups.append([pair])
+    return groups

@@ -1,0 +1,26 @@
+"""Exchange of Python objects between ranks; a run of one rank needs no torch.distributed."""
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..mpu import Axis
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, axis: Axis | None = None) -> list[T]:
+    """Return the `value` of each rank of `axis`, or of all ranks. A collective."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    found: list[Any] = [value] * (axis.size if axis else world)
+    if len(found) > 1:
+        dist.all_gather_object(found, value, axis.group if axis else None)
+    return found
+
+
+def from_rank_0(value: T) -> T:
+    """Return rank 0's `value` on all ranks. A collective."""
+    found = [value]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found)
+    return found[0]

@@ -1,0 +1,53 @@
+"""What a run does once, after its first step: warnings on parameters that do not learn, and memory that is kept."""
+
+from functools import partial
+
+from torch import Tensor
+
+from .. import mpu
+from ..model.layers import global_parameters
+from ..ranks import device as device_module
+from ..ranks.objects import gather_objects
+from ..ranks.rank_0 import print_rank_0
+from .engine import Step
+from .health import SampleRange
+from .hooks import Hook
+from .run_state import Run
+
+
+class FirstStep(Hook):
+    """Hook that records which parameters of this process get a gradient in the first step, and warns of the others."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        trained = [(name, p) for name, p in global_parameters(run.engine.deepspeed.module) if p.requires_grad]
+        self._learns = {name: False for name, _ in trained}
+        self._hooks = [p.register_hook(partial(self._note, name)) for name, p in trained]  # type: ignore[no-untyped-call]
+        self._done = False
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._learns[name] = True
+
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        if step is None or self._done:
+            return
+        self._done = True
+        if self._run.config.train.keep_freed_memory:  # moments are allocated by now, and each step allocates the same
+            device_module.keep_freed_memory(self._run.device)
+        for hook in self._hooks:
+            hook.remove()
+        learns: dict[str, bool] = {}
+        # A tied weight is on several stages, and learns if it does on one.
+        for stage in gather_objects(self._learns, mpu.get_mesh().pipe):
+            for name, value in stage.items():
+                learns[name] = learns.get(name, False) or value
+        if silent := [name for name, value in learns.items() if not value]:
+            some = ", ".join(silent[:8]) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
+            print_rank_0(
+                f"warning: no gradient reaches {some}: the loss does not depend on them, and they do not learn"
+            )
+        elif not step.skipped and float(step.grad_norm) == 0.0:
+            print_rank_0(
+                "warning: the gradient of every parameter is 0, so nothing learns: look whether initial weights or inputs "
+                "are all zeros, or a layer cuts the gradient off"
+            )

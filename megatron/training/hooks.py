@@ -1,0 +1,19 @@
+"""The protocol between the training loop and its hooks, which act around every iteration."""
+
+from .engine import Step
+from .health import SampleRange
+
+
+class Hook:
+    """One concern of a run, called around every iteration; by default it does nothing."""
+
+    def before_step(self, iteration: int) -> None:
+        """Act before iteration `iteration`, counted from 1."""
+
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        """Act after an iteration, of which `samples` has the number; step: None if a flag skipped it."""
+
+
+def due(iteration: int, interval: int) -> bool:
+    """Return whether an event that recurs every `interval` iterations is due; an interval of 0 means never."""
+    return interval > 0 and iteration % interval == 0

@@ -1,0 +1,132 @@
+"""The log of a training run: lines, rows of metrics.jsonl, and the check that the run may continue."""
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tds import optimizer_state as zero_state
+
+from ..optim import lr_at
+from ..ranks import device as device_module
+from ..ranks.errors import RunError
+from ..ranks.rank_0 import print_rank_0
+from ..ranks.stragglers import straggler
+from .console import TimeLeft, training_line
+from .engine import Step
+from .find_nonfinite import explain
+from .health import Health, SampleRange
+from .hooks import Hook, due
+from .metrics import flops_per_token
+from .run_state import Run
+
+
+class TrainingLog(Hook):
+    """The iterations since the last log line: mean loss, speed, and whether the run may continue."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        least = zero_state.least_loss_scale(run.engine.deepspeed)
+        scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
+        self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
+        self.left = TimeLeft()
+        self.forget()
+        self.restart()
+
+    def restart(self) -> None:
+        """Restart the timing, so that an evaluation or a save does not count in the speed and the time breakdown."""
+        self.begin, self.timed = time.perf_counter(), 0
+        self.run.engine.busy(self.run.timers.take())
+        self.run.engine.times()
+
+    def forget(self) -> None:
+        """Reset the statistics for the next log line."""
+        self.losses: list[float] = []
+        self.grad_norm, self.skipped, self.left_out = math.nan, 0, 0
+        self.loss_scale: float | None = None
+        self.spikes: list[dict[str, Any]] = []
+        self.z_losses: list[Any] = []
+
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        if step is None:
+            self.check()
+            self.health.skip(self.run.state)
+            self.left_out += 1
+            print_rank_0(f"{samples} is skipped by --skip-iterations or --skip-samples")
+        else:
+            self.health.add(step, samples, self.run.state)
+            self.loss_scale = step.loss_scale
+            self.z_losses += [step.aux["z_loss"]] if "z_loss" in step.aux else []
+            self.timed += 1
+        if (
+            due(samples.iteration, self.run.resolved.log_interval)
+            or samples.iteration == self.run.config.train.train_iters
+        ):
+            self.report()
+
+    @property
+    def has_unreported(self) -> bool:
+        """True if iterations that `check` has read are in no log line yet."""
+        return bool(self.losses or self.skipped or self.left_out)
+
+    def check(self) -> None:
+        """Read the losses and norms since the last call in one transfer. Raises RunError if the run must end."""
+        found = self.health.read()
+        self.losses += found.losses
+        self.skipped += found.skipped
+        if found.norms or found.skipped:
+            self.grad_norm = found.norms[-1] if found.norms else math.inf
+        for samples, loss, median in found.spikes:
+            print_rank_0(f"warning: the loss jumped to {loss:.4f} at {samples}; the median before is {median:.4f}")
+            self.spikes.append({**samples._asdict(), "lm_loss": loss, "median": median})
+        if self.health.fault:
+            # The pending save is of an earlier, healthy iteration.
+            if self.run.saver.pending:
+                self.run.saver.finish()
+            raise RunError(explain(self.run, self.health.fault))
+
+    def report(self) -> None:
+        """Print a log line and write a row of metrics.jsonl. A collective that waits for the device."""
+        run, config = self.run, self.run.config
+        self.check()
+        device_module.synchronize(run.device)
+        seconds = (time.perf_counter() - self.begin) / max(self.timed, 1)
+        tokens_per_second = run.global_batch * sum(run.sample_shape) / seconds if seconds and self.timed else 0.0
+        ranks = dist.get_world_size()
+        tflops = flops_per_token(run.parameters, config, *run.sample_shape) * tokens_per_second / ranks / 1e12
+        peak = device_module.peak_tflops(run.device)
+        loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
+        row: dict[str, Any] = {
+            "split": "train",
+            "iteration": run.state.iteration,
+            "consumed_samples": run.state.consumed_samples,
+            "consumed_tokens": run.state.consumed_tokens,
+            "lm_loss": loss,
+            "lr": lr_at(run.state.iteration - 1, config),
+            "grad_norm": self.grad_norm,
+            "loss_scale": self.loss_scale,
+            "skipped_steps": self.skipped,
+            "tokens_per_second": tokens_per_second,
+            "tflops": tflops,
+            "mfu": tflops / peak if peak else None,
+            "memory_mb": device_module.peak_memory_mb(run.device),
+        }
+        z_loss = torch.stack(self.z_losses).mean().item() if self.z_losses else None
+        row |= {} if z_loss is None else {"z_loss": z_loss}
+        row |= {"spikes": self.spikes} if self.spikes else {}
+        row |= {"passed_over": self.left_out} if self.left_out else {}
+        timed = run.timers.take()
+        behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)
+        row |= {"straggler": behind._asdict()} if behind else {}
+        waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
+        last = config.train.train_iters
+        left = self.left.after(run.state.iteration, last, seconds)
+        print_rank_0(training_line(row, last, seconds, left, run.config.log.log_details) + waits)
+        if run.resolved.wall_clock_breakdown and self.timed:
+            row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in (timed | run.engine.times()).items()}
+            print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
+        run.metrics.write(row)
+        self.forget()
+        self.restart()

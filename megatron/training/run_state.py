@@ -1,0 +1,55 @@
+"""Everything that belongs to one run, from its settings to its locks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..checkpointing import RetryingSaver, TrainState
+from ..config import Config
+from ..config.ds_config import Resolved
+from ..tokenizer import Tokenizer
+from .data_ranks import lengths_of
+from .engine import Engine
+from .metrics import MetricsWriter, Timers
+from .run_folder import release
+from .run_lock import RunLock
+from .task import Datasets
+
+
+@dataclass
+class Run:
+    """Everything that belongs to one run."""
+
+    config: Config
+    resolved: Resolved
+    device: torch.device
+    engine: Engine
+    datasets: Datasets
+    state: TrainState
+    saver: RetryingSaver
+    timers: Timers
+    metrics: MetricsWriter
+    tokenizer: Tokenizer
+    run_dir: Path
+    parameters: int  # size of the whole model, with tied parameters counted once
+    locks: list[RunLock]  # empty on ranks other than 0
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the run's files and unlock its directory."""
+        self.metrics.close()
+        release(self.locks)
+
+    @property
+    def sample_shape(self) -> tuple[int, int]:
+        """Tokens of a sample: (encoder or whole sequence, decoder)."""
+        return lengths_of(self.datasets[0]) or (self.config.data.seq_length, 0)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an iteration, over all replicas."""
+        return self.config.train_batch_size(dist.get_world_size())

@@ -1,0 +1,127 @@
+"""A trained model that continues prompts: prompts -> questions -> stepper -> texts."""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config import Config
+from megatron.model.gpt2 import GPT2Model
+from megatron.model.t5 import T5Model
+from megatron.tokenizer import SentinelTokenizer, Tokenizer
+
+from ..report.unigram import counted
+from .generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
+from .questions import Infill, Prompt, Question, Reader, answer
+
+OnTokens = Callable[[list[int]], None]
+WINDOW = 16  # batches read ahead to find prompts of equal length
+
+
+@dataclass
+class Writer:
+    """A model with its tokenizer, ready to generate text."""
+
+    model: GPT2Model | T5Model
+    tokenizer: Tokenizer
+    config: Config
+    stages: Stages | None
+    reader: Reader
+
+    def question(self, asked: Prompt) -> Question:
+        """Return a prompt as tokens. Raises ValueError if fill-in-the-middle lacks special tokens."""
+        if isinstance(asked, Infill) and self.reader.marks is None:
+            raise ValueError("the model was not trained with --fim-rate; give --fim-tokens PREFIX MIDDLE SUFFIX")
+        return self.reader.question(asked)
+
+    def stepper(self, sources: list[list[int]]) -> Stepper:
+        """Return the model with these prompts, of equal length."""
+        if isinstance(self.model, GPT2Model):
+            prefix = self.config.objective == "prefix-lm"
+            return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages, prefix=prefix)
+        assert isinstance(self.tokenizer, SentinelTokenizer)
+        start = self.tokenizer.pad if self.tokenizer.convention == "t5" else self.tokenizer.sentinels[0]
+        return T5Stepper(self.model, sources, start, stages=self.stages)
+
+    def write(self, asked: Sequence[Question], args: argparse.Namespace, on_tokens: OnTokens | None) -> list[list[str]]:
+        """Return each prompt's continuations. The prompts have equal length and the same end token."""
+        stepper, end, each = self.stepper([question.tokens for question in asked]), asked[0].end, args.num_samples
+        longest = args.max_new_tokens
+        if self.config.is_t5 and self.config.model.position_embedding == "learned":
+            longest = min(longest, self.config.positions)
+        if args.num_beams:
+            searched = beam_searches(stepper, args.num_beams, longest, end)
+            found = [[ids for _, ids in best[:each]] for best in searched]
+        else:
+            sampling = Sampling(args.temperature, args.top_k, args.top_p)
+            rows = sample(stepper, each, longest, end, sampling, args.seed, on_tokens)
+            found = [rows[i : i + each] for i in range(0, len(rows), each)]
+        return [[self.text(q, ids) for ids in own] for q, own in zip(asked, found, strict=True)]
+
+    def top_lift(self, question: Question, count: int) -> str:
+        """Return a line with the tokens whose probability most exceeds their frequency in the training text.
+
+        They are next tokens, or the first tokens of a T5's first masked span. They are ranked by
+        p log(p / share), their term of the KL divergence from the training text, or by p without that text.
+        """
+        stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
+        logits = stepper.first(1)
+        if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and not self.reader.continues_text:
+            logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
+        p = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
+        p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # special tokens are no text
+        found = counted(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
+        shares = None if found is None else torch.from_numpy(found[0][: len(p)] + 1) / (found[0].sum() + len(p))
+        best = (p if shares is None else torch.special.xlogy(p, p / shares)).topk(count).indices.tolist()
+        times = ["" if shares is None else f" ({p[i] / shares[i]:.1f} times its share)" for i in best]
+        tokens = [f"{tokenizer.decode([i])!r} {p[i]:.1%}{more}" for i, more in zip(best, times, strict=True)]
+        return "top lift: " + ", ".join(tokens)
+
+    def text(self, question: Question, ids: list[int]) -> str:
+        """Return the generated ids as text."""
+        if isinstance(self.tokenizer, SentinelTokenizer):
+            kept = ids[:-1] if ids[-1:] == [question.end] else ids
+            if self.reader.continues_text:
+                return question.before + answer(self.tokenizer, question, kept)
+            return fill(str(question.prompt), self.tokenizer, kept)
+        return question.before + answer(self.tokenizer, question, ids) + question.after
+
+
+def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
+    """Yield the indices of questions to answer in one batch: of equal length, with the same end token."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, question in enumerate(asked):
+        alike.setdefault((len(question.tokens), question.end), []).append(i)
+    for numbers in alike.values():
+        yield from (numbers[i : i + size] for i in range(0, len(numbers), size))
+
+
+def answers(
+    writer: Writer, prompts: Iterable[Prompt], args: argparse.Namespace, size: int
+) -> Iterator[tuple[Prompt, list[str]]]:
+    """Yield each prompt with its texts, in the order of the prompts."""
+    stream = iter(prompts)
+    while asked := [writer.question(prompt) for prompt in itertools.islice(stream, size * WINDOW if size > 1 else 1)]:
+        texts: list[list[str]] = [[] for _ in asked]
+        for numbers in batches(asked, size):
+            for i, found in zip(numbers, writer.write([asked[i] for i in numbers], args, None), strict=True):
+                texts[i] = found
+        yield from ((question.prompt, found) for question, found in zip(asked, texts, strict=True))
+
+
+def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
+    """Return the prompt with its sentinels replaced by the T5's output; sentinels without output stay."""
+    if tokenizer.convention == "cpm":
+        ids = [tokenizer.sentinels[0], *ids]
+    spans: dict[int, list[int]] = {}
+    last = None
+    for token in ids:
+        if token in tokenizer.sentinels:
+            last = token
+            spans.setdefault(token, [])
+        elif last is not None:
+            spans[last].append(token)
+    source = tokenizer.encode(prompt)
+    return tokenizer.decode([t for token in source for t in (spans.get(token) or [token])])

@@ -1,0 +1,105 @@
+"""What DeepSpeed's engine calls back in a pipeline engine: the optimizer step, gradient norms, save and load."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ._deepspeed import StockPipelineEngine
+from .base_engine import Engine
+from .clip import clip_by_norm, squared_norm_here
+from .reductions import Reduction
+from .saving import PipelineState
+
+
+class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
+    """DeepSpeed's pipeline engine with a gradient norm over all stages and complete checkpoints.
+
+    Each rank computes its part of the squared norm; `_norm_part` gives it to the message that shares the loss,
+    which saves an all-reduce, or else `_take_norm` sums the parts.
+    """
+
+    _reduction: Reduction
+    _saved_state: PipelineState
+    _squared_norm: Tensor | None = None  # of this step over all ranks, if it came with the loss
+
+    @property
+    def has_wrapped_optimizer(self) -> bool:
+        """True if a DeepSpeed optimizer wraps the user's and clips the gradients."""
+        return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
+
+    @property
+    def loss_factor(self) -> int:
+        """Factor on losses that compensates for DeepSpeed's average of gradients over the replicas."""
+        return self.dp_world_size if self._reduction.averages else 1
+
+    def _norm_part(self) -> Tensor | None:
+        """Return this rank's part, a scalar, of the squared norm.
+
+        None if DeepSpeed computes the norm, the gradients still have a loss scale, or there is only one stage.
+        """
+        by_deepspeed = self.has_wrapped_optimizer and not self.distributed
+        if by_deepspeed or self.num_stages == 1 or self.torch_autocast_z0_gradscaler:
+            return None
+        return self._square_of_this_rank()
+
+    def _square_of_this_rank(self) -> Tensor:
+        model_rank = self.grid.get_slice_parallel_rank()
+        if self.distributed:
+            square = self.distributed.squared_norm(model_rank, self.device)
+            dist.all_reduce(square, group=self.grid.get_data_parallel_group())
+            return square
+        return squared_norm_here(self.module.parameters(), model_rank, self.device)
+
+    def _take_norm(self) -> Tensor:
+        """Return the global gradient norm, a scalar, computed here unless it came with the loss."""
+        total, self._squared_norm = self._squared_norm, None
+        if total is None:
+            total = self._square_of_this_rank()
+            dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        return total.sqrt()
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip the gradients to the global norm; DeepSpeed's own counts only the first stage.
+
+        If the norm is not finite, the gradients are dropped. Then the optimizer changes neither weights nor
+        moments nor step counts, on all ranks, since all have the same norm. A `torch.amp.GradScaler` does this
+        itself.
+        """
+        root = self._take_norm()
+        clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
+        norm = self._global_grad_norm = root.item()
+        if self.torch_autocast_z0_gradscaler:
+            return
+        self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
+        if self.optimizer.overflow:
+            self.module.zero_grad(set_to_none=True)
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        if self.distributed:
+            norm = self._take_norm()
+            self.optimizer.clip(norm, self.gradient_clipping())
+            self.optimizer.overflow = not math.isfinite(norm.item())  # DeepSpeed counts this as a skipped step
+        elif not self.has_wrapped_optimizer and not self.gradient_clipping():
+            self.clip_fp32_gradients()  # otherwise DeepSpeed or its optimizer asks for the norm
+        super()._take_model_step(lr_kwargs)
+
+    def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
+        """Reduce the gradients over the replicas, if there are any; DeepSpeed would copy all gradients of one, too."""
+        if self.dp_world_size > 1:
+            super().buffered_allreduce_fallback(*args, **kwargs)
+
+    def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
+        """Save as DeepSpeed does, plus the partition and the state outside the layers."""
+        tag = str(tag or f"global_step{self.global_steps}")
+        self._saved_state.save(Path(save_dir, tag))
+        return super().save_checkpoint(save_dir, tag, *args, **more)
+
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
+        """Load as DeepSpeed does. Raises ValueError before loading optimizer states of another partition."""
+        states = more.get("load_optimizer_states", args[1] if len(args) > 1 else True)
+        only_module = more.get("load_module_only", args[3] if len(args) > 3 else False)
+        self._saved_state.load(Path(load_dir), tag, states and not only_module)
+        return super().load_checkpoint(load_dir, tag, *args, **more)

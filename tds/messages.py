@@ -1,0 +1,17 @@
+"""Messages to the user: printing that must never end the run, and advice in the vocabulary of the running program."""
+
+import contextlib
+import sys
+
+ways = {  # what an error message advises, as keys of a ds_config; a program with its own flags replaces these
+    "overlap": '"overlap_grad_reduce": false in the pipeline section of the ds_config',
+    "no ZeRO": '"zero_optimization": {"stage": 0} in the ds_config',
+    "no pipeline": "a plain module in the place of the PipelineModule",
+    "ranks": "torchrun --nproc-per-node",
+}
+
+
+def say(text: str, error: bool = False) -> None:
+    """Print `text` on standard output, or standard error; ignore a closed stream or a full disk."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr if error else sys.stdout, flush=True)

@@ -1,0 +1,128 @@
+"""The neighbours of a pipeline stage and the process groups that connect them.
+
+NCCL runs all messages of a group in the order in which a rank posted them, and a send ends only when it is
+received. So a stage that receives and sends over one group may wait for a message queued after one of its own.
+This does happen with three stages. Therefore the two directions of a stage boundary use different groups, and so
+do the two boundaries of a stage: boundaries alternate between two parities, with a third for an odd number of
+stages in a ring. All chunks of a pipeline share one group per parity and direction, so a pipeline of any length
+needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, where messages do not wait for each other,
+all boundaries share two groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .channel import Link, Receiver, Sender
+from .groups import of_lines
+from .memory import Pool
+from .queues import boundary_parity, in_queues, posted_ahead
+from .schedule import Instruction, RecvActivation, RecvGrad
+
+PREVIOUS, NEXT = "previous", "next"
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The channels of this stage to the previous and the next one; every chunk uses the same two neighbours.
+
+    senders, receivers: by side; a side is absent if the stage never has a neighbour there.
+    """
+
+    stage: int
+    stages: int
+    chunks: int
+    senders: dict[str, Sender]
+    receivers: dict[str, Receiver]
+
+    @property
+    def from_previous(self) -> Receiver:
+        """The channel of incoming activations."""
+        return self.receivers[PREVIOUS]
+
+    @property
+    def to_previous(self) -> Sender:
+        """The channel of outgoing gradients."""
+        return self.senders[PREVIOUS]
+
+    @property
+    def to_next(self) -> Sender:
+        """The channel of outgoing activations."""
+        return self.senders[NEXT]
+
+    @property
+    def from_next(self) -> Receiver:
+        """The channel of incoming gradients."""
+        return self.receivers[NEXT]
+
+    def begin_step(self, instructions: Sequence[Instruction], micros: int) -> None:
+        """Announce the receives of a step to the channels, in the order of these instructions."""
+        for sender in self.senders.values():
+            sender.begin_step(micros)
+        for side, receiver in self.receivers.items():
+            kind = RecvActivation if side == PREVIOUS else RecvGrad
+            receiver.begin_step(micros, [each.at for each in instructions if type(each) is kind])
+
+    def end_step(self) -> None:
+        """Wait until all sends have finished, and free buffers of sizes that the step did not need."""
+        for sender in self.senders.values():
+            sender.flush()
+        for sender in list(self.senders.values())[:1]:
+            sender.link.pool.trim()  # all channels share it
+
+    def has_previous(self, chunk: int) -> bool:
+        """Return whether the inputs of this chunk come from another stage."""
+        return self.stage > 0 or chunk > 0
+
+    def has_next(self, chunk: int) -> bool:
+        """Return whether the outputs of this chunk go to another stage."""
+        return self.stage < self.stages - 1 or chunk < self.chunks - 1
+
+
+def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbours:
+    """Create the groups and channels. Collective over all ranks."""
+    stages, stage = grid.pipe_parallel_size, grid.get_stage_id()
+    found = Neighbours(stage, stages, chunks, {}, {})
+    if stages == 1:
+        return found
+    # Several chunks add a boundary from the last stage to the first.
+    count = stages if chunks > 1 else stages - 1
+    parities = 1 + max(boundary_parity(b, stages) for b in range(count))
+    pipelines = grid._topo.get_axis_comm_lists("pipe")
+    # Two groups for each parity: down the pipeline, and up.
+    groups = [[of_lines(pipelines) for _ in range(2)] for _ in range(parities if in_queues(device) else 1)]
+    pool, ahead = Pool(device), posted_ahead(device)
+    slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
+    previous = (stage - 1) % stages
+    for side, boundary, other in ((NEXT, stage, (stage + 1) % stages), (PREVIOUS, previous, previous)):
+        if boundary < count:
+            down, up = groups[boundary_parity(boundary, stages) % len(groups)]
+            peer = grid.stage_to_global(stage_id=other)
+            out, back = (down, up) if side == NEXT else (up, down)
+            found.senders[side] = Sender(Link(peer, out, device, pool, *slices))
+            found.receivers[side] = Receiver(Link(peer, back, device, pool, *slices), ahead)
+    _meet(found, device, parities)
+    return found
+
+
+def _meet(found: Neighbours, device: torch.device, parities: int) -> None:
+    """Send one byte each way over every stage boundary, one parity after the other.
+
+    A stage has at most one boundary of each parity. Some libraries connect two ranks at their first message and
+    block both until the other arrives. Connecting here, in an order without cycles, keeps that out of the step.
+    """
+    stage, stages = found.stage, found.stages
+    ways = (
+        (found.senders.get(NEXT), stage, dist.send),
+        (found.receivers.get(PREVIOUS), stage - 1, dist.recv),
+        (found.receivers.get(NEXT), stage, dist.recv),
+        (found.senders.get(PREVIOUS), stage - 1, dist.send),
+    )
+    for parity in range(parities):
+        for end, boundary, transfer in ways:
+            if end and boundary_parity(boundary % stages, stages) == parity:
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                transfer(byte, end.link.peer, group=end.link.group)

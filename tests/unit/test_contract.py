@@ -1,0 +1,212 @@
+"""The list of DeepSpeed's names in tds/_contract.py agrees with the code of tds and with the installed release.
+
+Attributes are attributed to a class by the name of the variable that holds the object: `engine`, `optimizer`,
+`grid` and so on, and `self` in subclasses.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tds import _contract, _deepspeed
+from tds._contract import CONTRACT, Names
+from tests.support import ROOT
+
+MODULES = [p for p in sorted((ROOT / "tds").glob("*.py")) if p.name != "_contract.py"]
+# Our classes that DeepSpeed's engine or module becomes, so that `self` is one.
+SUBCLASSES = {
+    "PipelineEngine": "engine",
+    "Engine": "engine",
+    "PipelineHooks": "engine",
+    "_PipelineProbe": "engine",
+    "_PlainProbe": "engine",
+    "PipelineModule": "module",
+}  # fmt: skip
+VARIABLES = {
+    "engine": "engine", "self._engine": "engine", "made[0]": "engine", "probe": "engine", "StockPipelineEngine": "engine", "DeepSpeedEngine": "engine",
+    "module": "module", "model": "module", "StockPipelineModule": "module", "self._module": "module",
+    "grid": "grid", "topology": "topology", "optimizer": "optimizer", "scaler": "scaler", "layer": "layer",
+    "parameter": "parameter", "p": "parameter", "timer": "timer", "config_class": "config", "accelerator": "accelerator",
+    "deepspeed": "deepspeed", "_ds": "deepspeed", "_deepspeed.deepspeed": "deepspeed",
+    "_utils": "utils", "zero": "zero", "checkpointing": "checkpointing", "comm": "comm",
+    "deepspeed.accelerator": "accelerators", "_ds.accelerator": "accelerators",
+}  # fmt: skip
+ATTRIBUTES = {
+    ("engine", "module"): "module", ("engine", "optimizer"): "optimizer", ("engine", "_config"): "config",
+    ("engine", "grid"): "grid", ("engine", "monitor"): "monitor", ("engine", "tput_timer"): "throughput",
+    ("optimizer", "loss_scaler"): "scaler", ("grid", "_topo"): "topology", ("module", "_topo"): "topology",
+    ("accelerators", "get_accelerator"): "accelerator", ("deepspeed", "checkpointing"): "checkpointing",
+    ("deepspeed", "comm"): "comm", ("deepspeed", "zero"): "zero",
+}  # fmt: skip
+PLACES = {  # in CONTRACT
+    "engine": (_contract.ENGINE, _contract.PIPELINE_ENGINE),
+    "module": (_contract.PIPELINE_MODULE,),
+    "grid": (_contract.GRID,),
+    "topology": (_contract.TOPOLOGY,),
+    "config": (_contract.CONFIG,),
+    "optimizer": (_contract.BF16, _contract.ZERO_1_2, _contract.ZERO_3, "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"),
+    "scaler": ("deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",),
+    "layer": ("deepspeed.runtime.pipe.module:TiedLayerSpec",),
+    "timer": ("deepspeed.utils.timer:SynchronizedWallClockTimer.Timer",),
+    "throughput": ("deepspeed.utils.timer:ThroughputTimer",),
+    "monitor": ("deepspeed.monitor.monitor:MonitorMaster",),
+    "accelerator": (_contract.ACCELERATOR,),
+    "accelerators": ("deepspeed.accelerator",),
+    "deepspeed": ("deepspeed",),
+    "utils": ("deepspeed.utils",),
+    "zero": ("deepspeed.runtime.zero",),
+    "checkpointing": (_contract.CHECKPOINTING,),
+    "comm": ("deepspeed.comm", "deepspeed.comm.torch"),
+    "parameter": (),
+}  # fmt: skip
+TORCH = {"engine": nn.Module, "module": nn.Module, "layer": nn.Module, "parameter": torch.Tensor, "optimizer": torch.optim.SGD}  # fmt: skip
+# Attributes of users' models and layers, of our own objects in variables of these names, and of torch's objects.
+OTHERS = {
+    "module": {"_megatron_batch_fn", "weight", "sparse", "__spec__", "training"},
+    "optimizer": {"param_groups", "state", "found_inf", "clip", "norm", "gradient_share", "squared_norm"},
+    "layer": {"sparse", "weight"},
+    "parameter": {"spec", "tensor"},
+    "zero": {"get"},
+}  # fmt: skip
+
+
+def kind_of(value: ast.expr, inside: str | None) -> str | None:
+    """Return which kind of DeepSpeed's objects an expression is; inside: the class around it."""
+    text = ast.unparse(value)
+    if text in ("self", "super()"):
+        return SUBCLASSES.get(inside or "")
+    if text in VARIABLES:
+        return VARIABLES[text]
+    if isinstance(value, ast.Call):
+        return kind_of(value.func, inside)
+    if isinstance(value, ast.Attribute):
+        return ATTRIBUTES.get((kind_of(value.value, inside) or "", value.attr))
+    return None
+
+
+def names_of(node: ast.AST, inside: str | None = None) -> Iterator[tuple[str, str, bool]]:
+    """Yield (kind, name, whether our code defines the name) for all attributes of DeepSpeed's objects."""
+    if isinstance(node, ast.ClassDef):
+        inside = node.name
+        for each in node.body if inside in SUBCLASSES else ():
+            if isinstance(each, (ast.FunctionDef, ast.AnnAssign)):
+                yield (
+                    SUBCLASSES[inside],
+                    each.name if isinstance(each, ast.FunctionDef) else ast.unparse(each.target),
+                    True,
+                )
+            elif isinstance(each, ast.Assign):
+                names = [n.id for target in each.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+                yield from ((SUBCLASSES[inside], name, True) for name in names)
+    if isinstance(node, ast.Attribute) and (kind := kind_of(node.value, inside)):
+        yield kind, node.attr, isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        name, kind = node.args[1], kind_of(node.args[0], inside)
+        if kind and isinstance(name, ast.Constant):
+            yield kind, name.value, False
+    for child in ast.iter_child_nodes(node):
+        yield from names_of(child, inside)
+
+
+def in_code() -> dict[str, set[str]]:
+    """Return the names that the code of tds uses, by kind of object, without those that are only ours."""
+    used, ours = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for path in MODULES:
+        for kind, name, defined in names_of(ast.parse(path.read_text())):
+            (ours if defined else used)[kind].add(name)
+    found = {}
+    for kind, places in PLACES.items():
+        theirs = set().union(*(release_names(place) for place in places))
+        names = {name for name in used[kind] | ours[kind] if name in theirs or name not in ours[kind]}
+        found[kind] = names - set(dir(TORCH.get(kind, object))) - OTHERS.get(kind, set())
+    return found
+
+
+@functools.cache
+def release_names(place: str) -> frozenset[str]:
+    """Return the attributes of a class or module of the installed release, and those that its methods set."""
+    module, _, path = place.partition(":")
+    thing: Any = functools.reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
+    found = set(dir(thing))
+    for each in getattr(thing, "__mro__", ()):
+        if each.__module__.startswith("deepspeed"):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    found.add(node.attr)
+                elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "self.__dict__":
+                    found.add(ast.literal_eval(node.slice))
+    return frozenset(found)
+
+
+def listed(kind: str) -> set[str]:
+    if kind == "parameter":
+        return set(_contract.OF_PARAMETERS.split())
+    return {name for each in CONTRACT if each.place in PLACES[kind] for name in " ".join(each[2:]).split()}
+
+
+def imports() -> set[tuple[str, str]]:
+    """Return (module, name) of all imports from DeepSpeed."""
+    nodes = (node for path in MODULES for node in ast.walk(ast.parse(path.read_text())))
+    froms = (node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"))
+    return {(node.module or "", alias.name) for node in froms for alias in node.names}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_the_code_uses_the_listed_names_and_no_others(kind: str) -> None:
+    words = {
+        node.value
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+    }
+    imported = {name for module, name in imports() if module in PLACES[kind]}
+    found = in_code()[kind] - {name for _, name in imports() if kind == "deepspeed"}
+    assert found <= listed(kind), "used, but not in tds/_contract.py"
+    assert listed(kind) <= found | imported | words | OTHERS.get(kind, set()), "in tds/_contract.py, but not used"
+
+
+def test_every_import_of_deepspeed_is_listed() -> None:
+    known = {(each.place, name) for each in CONTRACT for name in each.uses.split()}
+    assert imports() - known <= {("deepspeed", name) for name in ("utils", "zero", "checkpointing")}
+
+
+@pytest.mark.parametrize("names", CONTRACT, ids=lambda names: f"{names.place.rpartition('.')[2]} {names.purpose}")
+def test_the_installed_release_has_every_name(names: Names) -> None:
+    everything = " ".join(names[2:]).split()
+    assert sorted(set(everything) - release_names(names.place)) == []
+    assert all(list(group.split()) == sorted(group.split()) for group in names[2:])
+
+
+def test_deepspeed_uses_what_a_distributed_optimizer_offers() -> None:
+    tree = ast.parse((ROOT / "tds" / "distributed_optimizer.py").read_text())
+    ours = {name for node in ast.walk(tree) for name in (getattr(node, "attr", ""), getattr(node, "name", ""), getattr(node, "id", ""))}  # fmt: skip
+    runtime = Path(_deepspeed.deepspeed.__file__).parent / "runtime"
+    text = "".join(path.read_text() for path in runtime.glob("*.py"))
+    for name in _contract.OF_OPTIMIZERS.split():
+        assert name in ours | {"overflow"}, f"tds.DistributedOptimizer has no {name}"
+        assert name in text, f"DeepSpeed no longer uses {name}"
+
+
+def test_a_missing_name_is_reported_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _deepspeed.missing_names() == []
+    gone = (
+        Names(_contract.ENGINE, "the optimizer step", overrides="_take_model_stride"),
+        Names("deepspeed.runtime.nowhere", "training in fp16", uses="FP16"),
+    )
+    monkeypatch.setattr(_deepspeed, "CONTRACT", gone)
+    lacks = r"DeepSpeedEngine\._take_model_stride, needed for the optimizer step.*nowhere\.FP16, needed for training in fp16"
+    with pytest.raises(_deepspeed.UnsupportedDeepSpeed, match=lacks):
+        _deepspeed.refuse_other_releases(_deepspeed.deepspeed.__version__)
+    monkeypatch.setenv("TDS_ANY_DEEPSPEED", "1")
+    assert "_take_model_stride" in str(_deepspeed.refuse_other_releases("0.19.0"))
