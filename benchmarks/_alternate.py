@@ -1,5 +1,6 @@
 """Helpers that time contenders in turn on the same processes, so that background load affects all of them alike."""
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -11,6 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 Step = Callable[[], None]
+
+
+def new_parser(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose --help keeps the line breaks of `about`."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def on_ranks(ranks: int) -> None:

@@ -30,7 +30,8 @@ def llama(vocab: int, seq: int, hidden: int, ff: int, layers: int, heads: int, g
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=vocab, max_position_embeddings=seq, hidden_size=hidden, intermediate_size=ff, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=True, use_cache=False,
+        vocab_size=vocab, max_position_embeddings=seq, hidden_size=hidden, intermediate_size=ff,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=True,
+        use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()

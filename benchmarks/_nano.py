@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 
 class _Layer(nn.Module):
-    def __init__(self, hidden: int, heads: int, apart: bool) -> None:
+    def __init__(self, hidden: int, heads: int, split_qkv: bool) -> None:
         super().__init__()
-        self.heads, self.apart = heads, apart
+        self.heads, self.split_qkv = heads, split_qkv
         self.before_attention, self.before_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        if apart:  # DTensor cannot shard a fused QKV projection by heads
+        if split_qkv:  # DTensor cannot shard a fused QKV projection by heads
             self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
         else:
             self.qkv = nn.Linear(hidden, 3 * hidden)
@@ -20,14 +20,14 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
         y = self.before_attention(x)
-        parts = (self.q(y), self.k(y), self.v(y)) if self.apart else self.qkv(y).split(h, dim=-1)
+        parts = (self.q(y), self.k(y), self.v(y)) if self.split_qkv else self.qkv(y).split(h, dim=-1)
         q, k, v = (part.view(b, s, self.heads, -1).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1)
         x = x + self.out(mixed)
         return x + self.down(F.gelu(self.up(self.before_mlp(x)), approximate="tanh"))
 
 
-class _Words(nn.Module):
+class _Embedding(nn.Module):
     def __init__(self, vocab: int, positions: int, hidden: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(vocab, hidden), nn.Embedding(positions, hidden)
@@ -42,16 +42,18 @@ def nano_layers(vocab: int, positions: int, hidden: int, layers: int, heads: int
     Embeddings are untied, as torch's pipelines require.
     """
     scores = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False))
-    return [_Words(vocab, positions, hidden), *(_Layer(hidden, heads, False) for _ in range(layers)), scores]
+    return [_Embedding(vocab, positions, hidden), *(_Layer(hidden, heads, False) for _ in range(layers)), scores]
 
 
 class Nano(nn.Module):
     """The model: text [b, s + 1] -> mean loss, a scalar."""
 
-    def __init__(self, vocab: int, positions: int, hidden: int, layers: int, heads: int, apart: bool = False) -> None:
+    def __init__(
+        self, vocab: int, positions: int, hidden: int, layers: int, heads: int, split_qkv: bool = False
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(vocab, hidden), nn.Embedding(positions, hidden)
-        self.layers = nn.ModuleList(_Layer(hidden, heads, apart) for _ in range(layers))
+        self.layers = nn.ModuleList(_Layer(hidden, heads, split_qkv) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         for parameter in self.parameters():
             if parameter.dim() > 1:

@@ -8,7 +8,6 @@ after -- go to both. Rows whose name begins with "ours" and that both print are 
 speed, or a time if the column mentions ms, % or seconds.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import suite
-from _alternate import ROOT, spread
+from _alternate import ROOT, new_parser, spread
 
 TIME = re.compile(r"\bms\b|%|\bs\b|seconds|\+")
 
@@ -31,7 +30,7 @@ def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
     done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode:
         print(
-            f"{checkout}: ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['?'])[-1]}",
+            f"{checkout}: exited with {done.returncode}: {(done.stderr.strip().splitlines() or ['?'])[-1]}",
             file=sys.stderr,
         )
     found = {}
@@ -45,14 +44,14 @@ def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, help="the other checkout")
+    parser = new_parser(__doc__)
+    parser.add_argument("before", type=Path, help="path of the earlier checkout")
     parser.add_argument("--sections", nargs="+", required=True, choices=suite.SECTIONS, metavar="SECTION")
     parser.add_argument("--rounds", type=int, default=5)
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, more = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     print(
-        "| section | row | now, median (lowest to highest) | before | now / before in speed, by round |\n| --- | --- | --- | --- | --- |"
+        f"| section | row | now, median (lowest to highest) | before | speed, now / before, by round |\n|{' --- |' * 5}"
     )
     for section in args.sections:
         script, *rest = suite.SECTIONS[section].split()
@@ -67,7 +66,8 @@ def main() -> None:
         for (name, column), numbers in pairs.items():
             ratios = [b / n if TIME.search(column) and "/s" not in column else n / b for n, b in numbers]
             nows, befores = zip(*numbers, strict=True)
-            print(f"| {section} | {name} | {spread(list(nows), ',.1f')} | {spread(list(befores), ',.1f')} | {spread(ratios, '.2f')} |", flush=True)  # fmt: skip
+            cells = spread(list(nows), ",.1f"), spread(list(befores), ",.1f"), spread(ratios, ".2f")
+            print(f"| {section} | {name} | {' | '.join(cells)} |", flush=True)
         if not pairs:
             print(f"| {section} | nothing to compare | | | |", flush=True)
 

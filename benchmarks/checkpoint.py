@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import _engine
-from _alternate import Step, alternate, leave, on_ranks, spread
+from _alternate import Step, alternate, leave, new_parser, on_ranks, spread
 
 
 def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
@@ -108,12 +108,12 @@ def background(engine: Any, config: Any, step: Step, folder: Path, rounds: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     for name, default in (("layers", 8), ("hidden", 512), ("seq", 256), ("batch", 4), ("vocab", 16000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks")
-    parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    parser.add_argument("--ranks", type=int, default=1, help="number of data-parallel ranks (default: 1)")
+    parser.add_argument("--folder", help="folder for the checkpoints (default: the system's temporary folder)")
     args = parser.parse_args()
     on_ranks(args.ranks)
 
@@ -151,7 +151,7 @@ def show(gigabytes: float, ranks: int, saved: Any, loaded: Any, waits: dict[str,
             print(f"| {name} | {spread([gigabytes / s for s, _ in rounds], '.2f')} | {spread(ratios, '.2f')} |")
         print()
     step = statistics.median(waits["step"])
-    print("| in the background | ms, median (lowest to highest) | share of a step |\n| --- | --- | --- |")
+    print("| asynchronous save | ms, median (lowest to highest) | share of a step |\n| --- | --- | --- |")
     for name, seconds in waits.items():
         if seconds:
             print(f"| {name} | {spread([1e3 * s for s in seconds], '.0f')} | {statistics.median(seconds) / step:.2f} |")

@@ -6,7 +6,6 @@ linear: seconds of a step over layers, over tokens (samples of a micro-batch) an
 least-squares line and its R². startup: from the launch of two ranks to the end of the first step.
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -16,14 +15,14 @@ from typing import Any
 
 import _engine
 import numpy as np
-from _alternate import ROOT
+from _alternate import ROOT, new_parser
 
 
 def step_seconds(layers: int, batch: int, gas: int, rounds: int) -> float:
     """Return the median seconds of a step of `pretrain()`'s engine."""
     step = _engine.ours(
-        f"--num-layers {layers} --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 --hidden-dropout 0 "
-        f"--attention-dropout 0 --batch-size {batch} --gas {gas} --precision fp32"
+        f"--num-layers {layers} --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 "
+        f"--hidden-dropout 0 --attention-dropout 0 --batch-size {batch} --gas {gas} --precision fp32"
     ).step
     found = []
     for round_ in range(rounds + 2):
@@ -37,10 +36,10 @@ def step_seconds(layers: int, batch: int, gas: int, rounds: int) -> float:
 def linear(rounds: int) -> None:
     axes: dict[str, tuple[list[int], Any]] = {
         "layers": ([2, 4, 8, 12], lambda n: step_seconds(n, 4, 1, rounds)),
-        "tokens of a micro-batch / 128": ([2, 4, 8, 16], lambda n: step_seconds(4, n, 1, rounds)),
+        "tokens per micro-batch / 128": ([2, 4, 8, 16], lambda n: step_seconds(4, n, 1, rounds)),
         "micro-batches": ([1, 2, 4, 8], lambda n: step_seconds(4, 4, n, rounds)),
     }
-    print("| over | ms of a step | ms each | ms besides | R² |\n| --- | --- | --- | --- | --- |")
+    print("| varied | ms per step | ms per unit | constant ms | R² |\n| --- | --- | --- | --- | --- |")
     for name, (values, measure) in axes.items():
         seconds = np.array([measure(n) for n in values])
         slope, rest = np.polyfit(values, seconds, 1)
@@ -60,8 +59,9 @@ def startup(rounds: int) -> None:
         with IndexedDatasetBuilder(f"{folder}/x", np.uint16) as builder:
             builder.add_document(np.arange(3, 2900))
         flags = (
-            f"--data-path {folder}/x --vocab-file {folder}/t.model --split 1 --train-iters 1 --eval-iters 0 --save-interval 0 "
-            "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --pipe-parallel-size 2 --no-tensorboard"
+            f"--data-path {folder}/x --vocab-file {folder}/t.model --split 1 --train-iters 1 --eval-iters 0 "
+            "--save-interval 0 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
+            "--pipe-parallel-size 2 --no-tensorboard"
         )
         launch = [sys.executable, "tools/launch.py", "--standalone", "--nproc-per-node", "2"]
         whole = []
@@ -77,16 +77,16 @@ def startup(rounds: int) -> None:
                     whole.append(time.perf_counter() - begin)
             process.wait()
     if len(whole) < rounds:
-        sys.exit(f"cost.py: only {len(whole)} of {rounds} runs wrote the line of their first step")
+        sys.exit(f"cost.py: only {len(whole)} of {rounds} runs logged their first step")
     ordered = sorted(whole)
     print(
-        f"from the launch of two ranks to the end of the first step, imports included: {statistics.median(ordered):.1f} s "
-        f"({ordered[0]:.1f} to {ordered[-1]:.1f})"
+        "from the launch of two ranks to the end of the first step, including imports: "
+        f"{statistics.median(ordered):.1f} s ({ordered[0]:.1f} to {ordered[-1]:.1f})"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--sections", nargs="+", choices=("linear", "startup"), default=["linear", "startup"])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

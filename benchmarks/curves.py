@@ -21,7 +21,7 @@ def losses(run_dir: str) -> NDArray[np.float64]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="NAME=RUN_DIR")
+    parser.add_argument("runs", nargs="+", help="runs to plot, each as NAME=RUN_DIR")
     parser.add_argument("--out", required=True)
     parser.add_argument("--window", type=int, default=25)
     args = parser.parse_args()
@@ -39,13 +39,15 @@ def main() -> None:
     shortest = min(map(len, means.values()))
     at = (np.arange(shortest) + 0.5) * args.window
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
-    print(f"| run | loss at the end | mean distance from {first} | greatest |\n| --- | --- | --- | --- |")
+    print(f"| run | final loss | mean distance from {first} | greatest distance |\n| --- | --- | --- | --- |")
     for name, mean in means.items():
         above.plot(at, mean[:shortest], label=name, linestyle="--" if "seed" in name else "-")
-        apart = mean[:shortest] - means[first][:shortest]
+        difference = mean[:shortest] - means[first][:shortest]
         if name != first:
-            below.plot(at, apart, label=f"{name} less {first}", color=above.lines[-1].get_color())
-        print(f"| {name} | {mean[shortest - 1]:.4f} | {np.abs(apart).mean():.4f} | {np.abs(apart).max():.4f} |")
+            below.plot(at, difference, label=f"{name} minus {first}", color=above.lines[-1].get_color())
+        print(
+            f"| {name} | {mean[shortest - 1]:.4f} | {np.abs(difference).mean():.4f} | {np.abs(difference).max():.4f} |"
+        )
     above.set_ylabel(f"loss, mean of {args.window} iterations")
     below.set_ylabel("difference")
     below.set_xlabel("iteration")

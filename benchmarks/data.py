@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _alternate import ROOT, spread
+from _alternate import ROOT, new_parser, spread
 
 from data_utils.documents import texts
 from data_utils.indexed_writer import IndexedDatasetBuilder
@@ -33,7 +33,7 @@ Rates = dict[str, list[float]]
 SEQ = 1024
 
 
-def made_up(path: Path, megabytes: float) -> None:
+def write_synthetic(path: Path, megabytes: float) -> None:
     """Write JSON lines of documents made of random words: one to four Han characters each, some English."""
     rng = random.Random(1)
     words = [
@@ -114,8 +114,8 @@ def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> 
 
     def run() -> tuple[float, int, int]:
         start = convert(str(nearly_nothing))[0]
-        cpu, peak, said = convert(source)
-        return cpu - start, int(said.split(" tokens ->")[0].split()[-1]), peak
+        cpu, peak, output = convert(source)
+        return cpu - start, int(output.split(" tokens ->")[0].split()[-1]), peak
 
     return run
 
@@ -127,8 +127,8 @@ def run_script(script: str, argv: list[str]) -> Callable[[], tuple[float, int, i
         with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
             file.write(script)
             file.flush()
-            _, peak, said = measured([sys.executable, file.name, *argv])
-        seconds, total = said.split()[-2:]
+            _, peak, output = measured([sys.executable, file.name, *argv])
+        seconds, total = output.split()[-2:]
         return float(seconds), int(total), peak
 
     return run
@@ -140,16 +140,17 @@ def measured(command: list[str]) -> tuple[float, int, str]:
         "import json, resource, subprocess, sys\n"
         "done = subprocess.run(sys.argv[1:], capture_output=True, text=True)\n"
         "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
-        "print(json.dumps([done.returncode, used.ru_utime + used.ru_stime, used.ru_maxrss, done.stdout, done.stderr[-2000:]]))"
+        "seconds = used.ru_utime + used.ru_stime\n"
+        "print(json.dumps([done.returncode, seconds, used.ru_maxrss, done.stdout, done.stderr[-2000:]]))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
     out = subprocess.run(
         [sys.executable, "-c", wrapper, *command], capture_output=True, text=True, check=True, env=environment
     )
-    code, cpu, peak, said, wrong = json.loads(out.stdout)
+    code, cpu, peak, output, wrong = json.loads(out.stdout)
     if code:
         raise RuntimeError(f"{' '.join(command[:4])}: {wrong}")
-    return cpu, peak, said
+    return cpu, peak, output
 
 
 def _train_cpm(sample: list[str], path: str) -> None:
@@ -160,7 +161,7 @@ def _train_cpm(sample: list[str], path: str) -> None:
             return
         except TokenizerError:
             continue
-    sys.exit("data.py: no vocabulary can be trained on this text")
+    sys.exit("data.py: this text is too small to train a vocabulary; pass another --corpus")
 
 
 def preprocess(args: argparse.Namespace, folder: Path) -> None:
@@ -178,12 +179,12 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
     medium = folder / "medium.jsonl"
     medium.write_bytes(Path(source).read_bytes() * 3)
     large, bpe = size * max(1, round(100 / size)), str(folder / "tokenizer.json")
-    out, here = str(folder / "peer"), str(ROOT)
+    unigram, out, here = models["unigram"], str(folder / "peer"), str(ROOT)
     contenders: dict[str, tuple[float, Callable[[], tuple[float, int, int]]]] = {
-        "ours, sentencepiece unigram, 2 workers": (large, run_tool(models["unigram"], "sentencepiece", 2, str(big), folder)),
-        "ours, sentencepiece unigram, 1 process": (large, run_tool(models["unigram"], "sentencepiece", 0, str(big), folder)),
-        "(b) sentencepiece unigram, plain loop": (large, run_script(PLAIN, ["sentencepiece", models["unigram"], str(big), out])),
-        "megatron-core's builder, 2 workers by line": (large, run_script(MEGATRON, ["2", models["unigram"], str(big), out, here])),
+        "ours, sentencepiece unigram, 2 workers": (large, run_tool(unigram, "sentencepiece", 2, str(big), folder)),
+        "ours, sentencepiece unigram, 1 process": (large, run_tool(unigram, "sentencepiece", 0, str(big), folder)),
+        "(b) sentencepiece unigram, plain loop": (large, run_script(PLAIN, ["sentencepiece", unigram, str(big), out])),
+        "megatron-core's builder, 2 workers": (large, run_script(MEGATRON, ["2", unigram, str(big), out, here])),
         "ours, sentencepiece bpe, 2 workers": (large, run_tool(models["bpe"], "sentencepiece", 2, str(big), folder)),
         "ours, cpm with rjieba, 2 workers": (3 * size, run_tool(models["cpm"], "cpm+rjieba", 2, str(medium), folder)),
         "ours, cpm with rjieba, 1 process": (3 * size, run_tool(models["cpm"], "cpm+rjieba", 0, str(medium), folder)),
@@ -202,13 +203,11 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
             tokens[name].append(count / cpu / 1e3)
             peaks[name] = max(peaks[name], peak)
             print(f"round {round_}: {name}: {megabytes / cpu:.2f} MB/CPU-s", flush=True)
-    print(
-        f"\n| text to tokens, {size:.0f} MB of text | MB per CPU-s | 1,000 tokens per CPU-s | peak MB |\n| --- | --- | --- | --- |"
-    )
+    print(f"\n| text to tokens, {size:.0f} MB | MB per CPU-s | 1,000 tokens per CPU-s | peak MB |\n|{' --- |' * 4}")
     for name in contenders:
         print(f"| {name} | {spread(rates[name], '.2f')} | {spread(tokens[name], ',.0f')} | {peaks[name] / 1024:.0f} |")
     pairs = [
-        ("ours, sentencepiece unigram, 2 workers", "megatron-core's builder, 2 workers by line"),
+        ("ours, sentencepiece unigram, 2 workers", "megatron-core's builder, 2 workers"),
         ("ours, sentencepiece unigram, 1 process", "(b) sentencepiece unigram, plain loop"),
         ("ours, cpm with rjieba, 2 workers", "(a) jieba + sentencepiece, plain loop"),
         ("ours, cpm with rjieba, 1 process", "(a) jieba + sentencepiece, plain loop"),
@@ -272,9 +271,7 @@ def startup(args: argparse.Namespace, folder: Path) -> None:
         found[name] = rounds
         for ending in ("bin", "idx"):
             (folder / f"big.{ending}").unlink()
-    print(
-        "\n| start-up to the first samples, imports not counted | seconds | peak MB more than before |\n| --- | --- | --- |"
-    )
+    print("\n| start-up to the first samples, without imports | seconds | added peak MB |\n| --- | --- | --- |")
     for name, rounds in found.items():
         print(f"| {name} | {spread([r[0] for r in rounds], '.2f')} | {spread([r[1] for r in rounds], '.0f')} |")
 
@@ -380,16 +377,16 @@ SECTIONS = {"preprocess": preprocess, "startup": startup, "read": read}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", help="a .jsonl of Chinese text; made up if not given")
+    parser = new_parser(__doc__)
+    parser.add_argument("--corpus", help=".jsonl file of Chinese text (default: synthetic text)")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if args.corpus is None:
-            args.corpus = str(folder / "made_up.jsonl")
-            made_up(Path(args.corpus), 20)
+            args.corpus = str(folder / "synthetic.jsonl")
+            write_synthetic(Path(args.corpus), 20)
         for name in args.sections:
             SECTIONS[name](args, folder)
 

@@ -6,7 +6,6 @@ Times a forward and a backward pass of a small GPT-2 and of a small T5 with rela
 `--reference-ops document-attention`. Peak memory is measured in a separate process for each.
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -15,15 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _alternate import spread
+from _alternate import new_parser, spread
 
 GPT2 = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length {length} --vocab-size 1024 --batch-size 4 "
     "--hidden-dropout 0"
 )
 T5 = (
-    GPT2
-    + " --family t5 --enc-seq-length {length} --dec-seq-length 128 --position-embedding relative --normalization rmsnorm --no-hidden-bias"
+    GPT2 + " --family t5 --enc-seq-length {length} --dec-seq-length 128 --position-embedding relative "
+    "--normalization rmsnorm --no-hidden-bias"
 )
 FAMILIES = {"gpt2": GPT2, "t5": T5}
 
@@ -35,8 +34,8 @@ def step(family: str, length: int, tokens: int, dropout: float, masked: bool) ->
     from megatron.config.command_line import parse
     from megatron.model import GPT2Model, T5Model
 
-    flags = f"{FAMILIES[family].format(length=length)} --attention-dropout {dropout} {'--reference-ops document-attention' if masked else ''}"
-    config = parse(flags.split())
+    flags = f"{FAMILIES[family].format(length=length)} --attention-dropout {dropout}"
+    config = parse([*flags.split(), *(["--reference-ops", "document-attention"] if masked else [])])
     b, s = config.train.batch_size, config.data.seq_length or config.data.enc_seq_length
     torch.manual_seed(1)
     model: Any = (T5Model if family == "t5" else GPT2Model)(config)
@@ -72,13 +71,13 @@ def _peak(argv: list[str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--families", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 100, 400])
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=512, help="tokens per row (default: 512)")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--alone", choices=("masked", "ours"), help="print the peak memory of this one, in MB")
+    parser.add_argument("--alone", choices=("masked", "ours"), help="only print the peak memory of this variant, in MB")
     args = parser.parse_args()
     if args.alone:
         run = step(args.families[0], args.length, args.tokens[0], args.dropout, args.alone == "masked")
@@ -86,7 +85,7 @@ def main() -> None:
             run()
         print(_peak_of_this_process())
         return
-    print("| model, tokens of a document | with a mask, ms | each by itself, ms | mask / ours, by round | peak MB |")
+    print("| model, tokens per document | one mask, ms | by document, ms | mask / ours, by round | peak MB |")
     print("| --- | --- | --- | --- | --- |")
     for family in args.families:
         for tokens in args.tokens:
@@ -101,16 +100,7 @@ def main() -> None:
                     run()
                     if round_:
                         times.append(1e3 * (time.perf_counter() - begin))
-            common = [
-                "--families",
-                family,
-                "--tokens",
-                str(tokens),
-                "--dropout",
-                str(args.dropout),
-                "--length",
-                str(args.length),
-            ]
+            common = f"--families {family} --tokens {tokens} --dropout {args.dropout} --length {args.length}".split()
             peaks = [_peak([*common, "--alone", way]) for way in ("masked", "ours")]
             ratios = spread([theirs / mine for theirs, mine in zip(masked, ours, strict=True)], ".2f")
             middle = [f"{statistics.median(times):.0f}" for times in (masked, ours)]

@@ -9,7 +9,7 @@ style of nanoGPT. Both train with autocast, fused AdamW and the same clipping. M
 (`megatron.training.metrics.flops_per_token`) against the device's dense bf16 peak
 (`megatron.ranks.device.PEAK_TFLOPS`). Contenders run one after another, each in its own process with all of the
 device's memory; every second turn runs them in reverse order. Memory is the peak that torch allocated. Contenders
-that run out of memory or exceed --minutes are reported and left out.
+that run out of memory or exceed --minutes are reported and skipped.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _engine
-from _alternate import ROOT, spread
+from _alternate import ROOT, new_parser, spread
 
 # name -> (micro-batch size, flags)
 MODELS = {
@@ -154,17 +154,17 @@ def contenders(model: str, no_compile: bool) -> list[str]:
 
 
 def measure(model: str, contender: str, seconds: float) -> dict[str, Any] | str:
-    """Run a contender in a process of its own; return its measurements, or the reason why there are none."""
+    """Run a contender in a separate process; return its measurements, or the reason why there are none."""
     if seconds <= 0:
         return "no time left, see --minutes"
     if contender == "Hugging Face" and importlib.util.find_spec("transformers") is None:
-        return "not here: transformers is not installed"
+        return "skipped: transformers is not installed"
     command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker", model, contender]
     environment = {**os.environ, "LOCAL_RANK": "0"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return f"not done after {seconds:.0f} s, see --minutes"
+        return f"stopped after {seconds:.0f} s, see --minutes"
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"parameters"')]
     if done.returncode or not lines:
         return "failed: " + (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
@@ -186,19 +186,19 @@ def in_turns(model: str, args: argparse.Namespace) -> dict[str, dict[str, Any] |
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--batch", type=int, help="samples of a micro-batch (default: by model)")
+    parser.add_argument("--batch", type=int, help="samples per micro-batch (default: depends on the model)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
     parser.add_argument(
-        "--turns", type=int, default=1, help="times that all contenders run, every second time backwards"
+        "--turns", type=int, default=1, help="runs of all contenders, every second one in reverse order"
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="for each model; what does not fit in is left out")
-    parser.add_argument("--flags", default="", help="more of ours, e.g. --flags='--checkpoint-activations'")
-    parser.add_argument("--no-compile", action="store_true", help="leave what is compiled out")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit per model (default: 8)")
+    parser.add_argument("--flags", default="", help="further flags of ours, e.g. --flags='--checkpoint-activations'")
+    parser.add_argument("--no-compile", action="store_true", help="skip the compiled contenders")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on any device")
-    parser.add_argument("--profile", help="write where the time goes to this file")
+    parser.add_argument("--profile", help="file for a table of the most expensive operations")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

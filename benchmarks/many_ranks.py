@@ -10,6 +10,7 @@ calls that create a single group, which every rank of the world would have to jo
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -18,18 +19,18 @@ import sys
 import time
 from typing import Any
 
-from _alternate import ROOT
+from _alternate import ROOT, new_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024], help="of the world (default: 1024)")
-    parser.add_argument("--rank", type=int, default=0, help="which of them this is (default: 0)")
+    parser = new_parser(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024], help="world sizes (default: 1024)")
+    parser.add_argument("--rank", type=int, default=0, help="rank to measure (default: 0)")
     parser.add_argument("--stages", type=int, default=16)
-    parser.add_argument("--model", type=int, default=8, help="ranks that share every layer")
-    parser.add_argument("--context", type=int, default=1, help="ranks that share out the tokens of each sample")
+    parser.add_argument("--model", type=int, default=8, help="model-parallel size (default: 8)")
+    parser.add_argument("--context", type=int, default=1, help="context-parallel size (default: 1)")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--json", action="store_true", help="only this, of the first number of ranks, for a program")
+    parser.add_argument("--json", action="store_true", help="only print JSON, for the first world size")
     return parser
 
 
@@ -64,18 +65,15 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     tds.init_distributed("fake")
     dist.new_group = new_group
     tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store, and there is none
-    try:
-        from tds import groups
-    except ImportError:  # an older checkout creates groups one by one
-        pass
-    else:
-        from tds import neighbours
+    with contextlib.suppress(ImportError):  # an older checkout creates groups one by one
+        from tds import groups, neighbours
 
         dist.split_group, groups.splits = split_group, lambda: True
         neighbours.in_queues = lambda _: True  # under NCCL each stage boundary has its own groups
     config = parse(
-        f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 --precision fp32 "
-        f"--pipe-parallel-size {stages} --model-parallel-size {model} --context-parallel-size {context} --batch-size 1 --gas {stages}".split()
+        f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 "
+        f"--pipe-parallel-size {stages} --model-parallel-size {model} --context-parallel-size {context} --batch-size 1 "
+        f"--gas {stages} --precision fp32".split()
     )
     seconds = {}
     begin = time.perf_counter()
@@ -103,11 +101,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(measure(args.ranks[0], *sizes)), flush=True)
         os._exit(0)
-    print(
-        "| ranks | groups at once | one by one | grid | model | engine | memory | this stage holds |\n"
-        + "| --- " * 8
-        + "|"
-    )
+    print(f"| ranks | groups at once | one by one | grid | model | engine | memory | stage |\n|{' --- |' * 8}")
     for ranks in args.ranks:
         argv = [sys.executable, __file__, "--json", "--ranks", str(ranks)]
         for name, value in zip(("--rank", "--stages", "--model", "--context", "--layers"), sizes, strict=True):
@@ -117,8 +111,9 @@ def main() -> None:
             sys.exit(done.stderr)
         f = json.loads(done.stdout.splitlines()[-1])
         print(
-            f"| {f['ranks']:,} | {f['at once']} | {f['one by one']} | {f['grid']} s | {f['model']} s | {f['engine']} s | "
-            f"{f['megabytes']} MB | stage {f['stage']}: {f['layers']} layers, {f['parameters']:,} parameters |",
+            f"| {f['ranks']:,} | {f['at once']} | {f['one by one']} | {f['grid']} s | {f['model']} s | "
+            f"{f['engine']} s | {f['megabytes']} MB | {f['stage']}: {f['layers']} layers, "
+            f"{f['parameters']:,} parameters |",
             flush=True,
         )
 

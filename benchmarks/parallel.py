@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import _engine
-from _alternate import Step, alternate, leave, on_ranks, spread
+from _alternate import Step, alternate, leave, new_parser, on_ranks, spread
 
 MICROS = 8  # micro-batches in a pipeline's step
 PIPELINE = f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS} --no-tie-embeddings"
@@ -26,8 +26,9 @@ PIPELINE = f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS}
 
 def _flags(args: argparse.Namespace, more: str) -> str:
     return (
-        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} --vocab-size "
-        f"{args.vocab} --hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} --precision {args.precision} {more}"
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} "
+        f"--vocab-size {args.vocab} --hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} "
+        f"--precision {args.precision} {more}"
     )
 
 
@@ -64,11 +65,11 @@ def ours(args: argparse.Namespace, more: str) -> Step:
     step = _engine.ours(_flags(args, more)).step
     here = mesh.parallel_context()
 
-    def in_its_mesh() -> None:
+    def step_in_mesh() -> None:
         mesh.enter(here)
         step()
 
-    return in_its_mesh
+    return step_in_mesh
 
 
 def alone(args: argparse.Namespace, text: Any) -> Step:
@@ -79,14 +80,14 @@ def alone(args: argparse.Namespace, text: Any) -> Step:
     before = mesh.parallel_context()
     single = mesh.ParallelContext(options=before.options)
 
-    def by_itself(call: Callable[[], Any]) -> Any:
+    def in_own_mesh(call: Callable[[], Any]) -> Any:
         mesh.enter(single)
         found = call()
         mesh.enter(before)
         return found
 
-    model = by_itself(lambda: GPT2Model(parse(_flags(args, "").split())))
-    return _loop(model, lambda: by_itself(lambda: model(text[:, :-1], labels=text[:, 1:]).mean()))
+    model = in_own_mesh(lambda: GPT2Model(parse(_flags(args, "").split())))
+    return _loop(model, lambda: in_own_mesh(lambda: model(text[:, :-1], labels=text[:, 1:]).mean()))
 
 
 def ddp(args: argparse.Namespace, text: Any) -> Step:
@@ -116,7 +117,7 @@ def dtensor(args: argparse.Namespace, text: Any) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = _nano(args, apart=True)
+    model = _nano(args, split_qkv=True)
     columns, rows = ColwiseParallel(), RowwiseParallel()
     plan = {"q": columns, "k": columns, "v": columns, "out": rows, "up": columns, "down": rows}
     for layer in model.layers:
@@ -170,7 +171,8 @@ def deepspeed_pipeline(args: argparse.Namespace, text: Any) -> dict[str, Step]:
     with quietly():
         again = nano_layers(args.vocab, args.seq, args.hidden, args.layers, 8)
         model = StockPipelineModule(again, num_stages=2, loss_fn=_token_loss, partition_method="type:_Layer")
-        config = {"train_batch_size": MICROS * replicas, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9}  # fmt: skip
+        config = {"train_batch_size": MICROS * replicas, "train_micro_batch_size_per_gpu": 1}
+        config |= {"gradient_clipping": 1.0, "steps_per_print": 10**9}
         adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
     micros = list(zip(inputs.split(1), labels.split(1), strict=True))
@@ -192,10 +194,10 @@ def peers(args: argparse.Namespace, text: Any) -> dict[str, Step]:
     return pipelines(args, text) if args.kind == "pp" else deepspeed_pipeline(args, text)
 
 
-def _nano(args: argparse.Namespace, apart: bool = False) -> Any:
+def _nano(args: argparse.Namespace, split_qkv: bool = False) -> Any:
     from _nano import Nano
 
-    return Nano(args.vocab, args.seq, args.hidden, args.layers, 8, apart)
+    return Nano(args.vocab, args.seq, args.hidden, args.layers, 8, split_qkv)
 
 
 def _kept(step: Step) -> int:
@@ -218,15 +220,17 @@ def _kept(step: Step) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--kind", choices=("dp", "tp", "cp", "pp", "pp-dp"), default="dp")
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of ours; the others are in fp32")
     parser.add_argument(
-        "--flags", action="append", default=[], help="ours once more with these, e.g. --flags=--sequence-parallel"
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="precision of ours; peers use fp32"
     )
-    parser.add_argument("--ours-only", action="store_true", help="leave the peers out")
+    parser.add_argument(
+        "--flags", action="append", default=[], help="also run ours with these flags, e.g. --flags=--sequence-parallel"
+    )
+    parser.add_argument("--ours-only", action="store_true", help="skip the peers")
     args = parser.parse_args()
     on_ranks(4 if args.kind == "pp-dp" else 2)
 

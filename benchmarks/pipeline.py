@@ -14,18 +14,20 @@ import random
 import time
 from typing import Any
 
-from _alternate import Step, alternate, leave, on_ranks, spread
+from _alternate import Step, alternate, leave, new_parser, on_ranks, spread
 
 FORWARD, BACKWARD = 0.020, 0.040  # seconds; half of BACKWARD is for gradients of inputs, half for those of weights
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micros", type=int, default=16)
-    parser.add_argument("--megabytes", type=float, default=1.0, help="size of the tensor between stages")
-    parser.add_argument("--jitter", type=float, default=0.0, help="0.5 lets every pass take 0.5 to 1.5 times as long")
-    parser.add_argument("--schedules", choices=["1f1b", "all"], default="1f1b", help="all: interleaved and zb-h1, too")
+    parser.add_argument("--megabytes", type=float, default=1.0, help="size of the tensor between stages, in MB")
+    parser.add_argument(
+        "--jitter", type=float, default=0.0, help="relative jitter of a pass; 0.5: 0.5 to 1.5 times its time"
+    )
+    parser.add_argument("--schedules", choices=["1f1b", "all"], default="1f1b", help="all: also interleaved and zb-h1")
     parser.add_argument("--rounds", type=int, default=5)
     return parser
 
@@ -89,8 +91,8 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
     def engine(module: Any, initialize: Any, pipeline: dict[str, Any], chunks: int = 1) -> Step:
         more = {"chunks": chunks} if chunks > 1 else {}
         with quietly():
-            model = module([stage(1 / chunks) for _ in range(args.stages * chunks)], num_stages=args.stages, loss_fn=loss_fn,
-                           partition_method="uniform", **more)  # fmt: skip
+            layers = [stage(1 / chunks) for _ in range(args.stages * chunks)]
+            model = module(layers, num_stages=args.stages, loss_fn=loss_fn, partition_method="uniform", **more)
             config = {"train_batch_size": args.micros, "train_micro_batch_size_per_gpu": 1, "pipeline": pipeline,
                       "gradient_clipping": 0.0, "steps_per_print": 10**9}  # fmt: skip
             made, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)

@@ -11,11 +11,11 @@ streams, as an encoder-decoder does: two tensors with gradients cross every stag
 import argparse
 from typing import Any
 
-from _alternate import Step, alternate, leave, on_ranks, spread
+from _alternate import Step, alternate, leave, new_parser, on_ranks, spread
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     sizes = (("stages", 2), ("micros", 8), ("layers", 8), ("hidden", 256), ("heads", 4), ("seq", 128), ("batch", 2),
              ("vocab", 2048), ("rounds", 7))  # fmt: skip
     for name, default in sizes:
@@ -149,7 +149,8 @@ def main() -> None:
         streams = 2 if args.two_gradients else 1
         least = (args.stages - 1) * 2 * streams * args.micros * args.batch * args.seq * args.hidden * 4
         print(
-            f"{args.stages} stages, {args.layers} layers, hidden {args.hidden}, {args.micros} x {args.batch} x {args.seq} tokens"
+            f"{args.stages} stages, {args.layers} layers, hidden {args.hidden}, "
+            f"{args.micros} x {args.batch} x {args.seq} tokens"
         )
         print("| contender | tokens/s, median (lowest to highest) | ours / it, by round | CPU-ms per token |")
         print("| --- | --- | --- | --- |")

@@ -20,15 +20,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _alternate import ROOT, leave
+from _alternate import ROOT, leave, new_parser
 
 GPT2 = (
-    "--family gpt2 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 2000 --batch-size 4 "
-    "--hidden-dropout 0 --attention-dropout 0"
+    "--family gpt2 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 2000 "
+    "--batch-size 4 --hidden-dropout 0 --attention-dropout 0"
 )
 T5 = (
-    "--family t5 --num-layers 3 --hidden-size 256 --num-attention-heads 4 --enc-seq-length 256 --dec-seq-length 64 --seq-length 256 "
-    "--vocab-size 2000 --batch-size 4 --hidden-dropout 0 --attention-dropout 0"
+    "--family t5 --num-layers 3 --hidden-size 256 --num-attention-heads 4 --enc-seq-length 256 --dec-seq-length 64 "
+    "--seq-length 256 --vocab-size 2000 --batch-size 4 --hidden-dropout 0 --attention-dropout 0"
 )
 LLAMA = f"--config {ROOT}/configs/models/llama_tiny.json --vocab-size 2000 --seq-length 256 --batch-size 4"
 CASES: dict[str, tuple[int, str]] = {
@@ -47,7 +47,9 @@ CASES: dict[str, tuple[int, str]] = {
     "gpt2-fp32-tp2": (2, f"{GPT2} --precision fp32 --model-parallel-size 2"),
     "gpt2-fp32-pp2": (2, f"{GPT2} --precision fp32 --pipe-parallel-size 2 --gas 4"),
     "gpt2-bf16-pp4": (4, f"{GPT2} --precision bf16 --pipe-parallel-size 4 --gas 8 --zero-stage 1"),
-    "gpt2-bf16-pp2-recompute": (4, f"{GPT2} --precision bf16 --pipe-parallel-size 2 --gas 4 --zero-stage 1 --checkpoint-activations"),
+    "gpt2-bf16-pp2-recompute": (
+        4, f"{GPT2} --precision bf16 --pipe-parallel-size 2 --gas 4 --zero-stage 1 --checkpoint-activations",
+    ),
     "t5-fp32": (1, f"{T5} --precision fp32"),
     "t5-bf16-zero1": (2, f"{T5} --precision bf16 --zero-stage 1"),
     "t5-fp32-zero2-recompute": (2, f"{T5} --precision fp32 --zero-stage 2 --checkpoint-activations"),
@@ -113,7 +115,8 @@ def compare(case: str) -> dict[str, Any]:
     ranks = CASES[case][0]
     with tempfile.TemporaryDirectory() as folder:
         flags = flags_of(case, folder)
-        launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks), __file__, f"--measure={flags}", f"--into={folder}"]  # fmt: skip
+        launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
+        launch += [__file__, f"--measure={flags}", f"--into={folder}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(launch, check=False, env=environment, capture_output=True, text=True, timeout=600)
         peaks = [int(path.read_text()) for path in Path(folder).glob("*.peak")]
@@ -123,7 +126,7 @@ def compare(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
@@ -141,10 +144,11 @@ def main() -> None:
         found = compare(case)
         memory = found["predicted"]
         errors.append(memory.total / found["measured"] - 1)
-        cells = [f"{getattr(memory, kind) / 1e6:.1f}" for kind in kinds]
-        print(f"| {case} | {found['ranks']} | {found['measured'] / 1e6:.1f} | {memory.total / 1e6:.1f} | {errors[-1]:+.1%} | {' | '.join(cells)} |", flush=True)  # fmt: skip
+        cells = [f"{size / 1e6:.1f}" for size in (found["measured"], memory.total)]
+        cells += [f"{errors[-1]:+.1%}", *(f"{getattr(memory, kind) / 1e6:.1f}" for kind in kinds)]
+        print(f"| {case} | {found['ranks']} | {' | '.join(cells)} |", flush=True)
     sizes = [abs(error) for error in errors]
-    print(f"{len(sizes)} cases, error at most {max(sizes):.1%}, in the median {statistics.median(sizes):.1%}")
+    print(f"{len(sizes)} cases, largest error {max(sizes):.1%}, median {statistics.median(sizes):.1%}")
 
 
 if __name__ == "__main__":

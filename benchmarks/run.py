@@ -22,27 +22,29 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import _engine
-from _alternate import spread
+from _alternate import new_parser, spread
 
 Step = Callable[[], None]
 
 
 def _flags(args: argparse.Namespace) -> str:
     common = (
-        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {args.heads} --vocab-size {args.vocab} "
-        f"--hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} --precision {args.precision}"
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {args.heads} "
+        f"--vocab-size {args.vocab} --batch-size {args.batch} --precision {args.precision} --hidden-dropout 0 "
+        "--attention-dropout 0"
     )
     if args.model == "gpt2":
         return f"{common} --seq-length {args.seq}"
     if args.model == "llama":
         return (
-            f"{common} --family llama --seq-length {args.seq} --num-key-value-heads {args.groups} --ff-hidden-size {args.ff} "
-            "--position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias"
+            f"{common} --family llama --seq-length {args.seq} --num-key-value-heads {args.groups} "
+            f"--ff-hidden-size {args.ff} --position-embedding rope --normalization rmsnorm --activation swiglu "
+            "--no-hidden-bias"
         )
     return (
-        f"{common} --family t5 --enc-seq-length {args.seq} --dec-seq-length {args.dec_seq} --kv-hidden-size 64 --ff-hidden-size {args.ff} "
-        "--normalization rmsnorm --position-embedding relative --no-scale-attention --no-hidden-bias --activation gated-gelu "
-        "--no-tie-embeddings"
+        f"{common} --family t5 --enc-seq-length {args.seq} --dec-seq-length {args.dec_seq} --kv-hidden-size 64 "
+        f"--ff-hidden-size {args.ff} --normalization rmsnorm --position-embedding relative --no-scale-attention "
+        "--no-hidden-bias --activation gated-gelu --no-tie-embeddings"
     )
 
 
@@ -157,7 +159,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             found[name] = {"first": mine.recv(), "seconds": []}
             pipes[name] = mine
         except EOFError:
-            print(f"{name}: could not be built, left out", file=sys.stderr)
+            print(f"{name}: could not be built, skipped", file=sys.stderr)
     for _ in range(args.rounds):
         for name, pipe in pipes.items():
             pipe.send(True)
@@ -185,7 +187,7 @@ def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
 
 def arguments(about: str | None) -> argparse.Namespace:
     """Parse the command line. The thread count is exported to child processes."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(about)
     parser.add_argument("--model", choices=("gpt2", "llama", "t5"), default="gpt2")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     sizes = (
@@ -201,10 +203,13 @@ def arguments(about: str | None) -> argparse.Namespace:
     for name, default in (*sizes, ("batch", 2), ("rounds", 5), ("steps", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled contenders out")
-    parser.add_argument("--only", nargs="+", help="names of the contenders next to ours")
+    parser.add_argument("--no-compile", action="store_true", help="skip the compiled contenders")
+    parser.add_argument("--only", nargs="+", help="peers to run (default: all)")
     parser.add_argument(
-        "--flags", action="append", default=[], help="ours once more with these, e.g. --flags=--checkpoint-attention"
+        "--flags",
+        action="append",
+        default=[],
+        help="also run ours with these flags, e.g. --flags=--checkpoint-attention",
     )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)

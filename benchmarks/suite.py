@@ -21,9 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from _alternate import ROOT
+from _alternate import ROOT, new_parser
 
 LLAMA_SMALL = "--model llama --ff 2048"
+MEMORY = "--batch 8 --steps 1 --no-compile"
+PEERS = "--only Hugging_Face nanoGPT-style,_compiled"
 T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8"
 
 
@@ -46,19 +48,20 @@ SECTIONS = {
     "train-llama-bf16": f"run.py {LLAMA_SMALL} --precision bf16 --steps 1 --no-compile",
     "train-t5": f"run.py {T5_SMALL} --steps 1",
     "train-t5-bf16": f"run.py {T5_SMALL} --precision bf16 --steps 1 --no-compile",
-    "memory-fp32": "run.py --precision fp32 --batch 8 --steps 1 --no-compile --only Hugging_Face nanoGPT-style,_compiled",
-    "memory-bf16": "run.py --precision bf16 --batch 8 --steps 1 --no-compile --only Hugging_Face nanoGPT-style,_compiled",
-    "memory-llama": f"run.py {LLAMA_SMALL} --batch 8 --steps 1 --no-compile",
-    "memory-llama-bf16": f"run.py {LLAMA_SMALL} --precision bf16 --batch 8 --steps 1 --no-compile",
+    "memory-fp32": f"run.py --precision fp32 {MEMORY} {PEERS}",
+    "memory-bf16": f"run.py --precision bf16 {MEMORY} {PEERS}",
+    "memory-llama": f"run.py {LLAMA_SMALL} {MEMORY}",
+    "memory-llama-bf16": f"run.py {LLAMA_SMALL} --precision bf16 {MEMORY}",
     "switches-gpt2": f"run.py --steps 1 --no-compile --only none {_switched('gpt2')}",
-    "switches-t5": f"run.py {T5_SMALL.replace('--batch 8', '--batch 4')} --steps 1 --no-compile --only none {_switched('t5')}",
+    "switches-t5": f"run.py {T5_SMALL} --batch 4 --steps 1 --no-compile --only none {_switched('t5')}",
     "dp": "parallel.py --kind dp",
     "switches-dp": "parallel.py --kind dp --ours-only --flags=--no-overlap-grad-reduce",
     "switches-dp-bf16": "parallel.py --kind dp --precision bf16 --ours-only --flags=--no-overlap-grad-reduce",
     "switches-pp-dp": "parallel.py --kind pp-dp --flags=--no-overlap-grad-reduce",
     "switches-pp-dp-bf16": "parallel.py --kind pp-dp --precision bf16 --flags=--no-overlap-grad-reduce",
     "tp": "parallel.py --kind tp",
-    "switches-tp": "parallel.py --kind tp --ours-only --flags=--no-async-tensor-model-parallel-allreduce --flags=--sequence-parallel",
+    "switches-tp": "parallel.py --kind tp --ours-only --flags=--no-async-tensor-model-parallel-allreduce "
+    "--flags=--sequence-parallel",
     "cp": "parallel.py --kind cp --seq 4096 --batch 1 --layers 2 --vocab 4000",
     "pp": "parallel.py --kind pp",
     "pp-same-layers": "pipeline_layers.py",
@@ -119,7 +122,7 @@ def measure(name: str, more: list[str]) -> dict[str, Any]:
         print(line, end="", flush=True)
     code = process.wait()
     if code:
-        print(f"\n{name}: ended with {code}", file=sys.stderr)
+        print(f"\n{name}: exited with {code}", file=sys.stderr)
     text = "".join(said)
     return {
         "section": name, "command": "python " + " ".join(command), "exit": code,
@@ -186,18 +189,22 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="*", help="which ones (default: all)")
-    parser.add_argument("--out", default="runs/benchmarks", help="folder for benchmarks.md, .json and .png")
+    parser = new_parser(__doc__)
+    parser.add_argument("--sections", nargs="*", help="sections to run (default: all)")
+    parser.add_argument(
+        "--out", default="runs/benchmarks", help="folder for benchmarks.md, .json and .png (default: runs/benchmarks)"
+    )
     parser.add_argument("--list", action="store_true", help="show the sections and their commands")
-    parser.add_argument("more", nargs=argparse.REMAINDER, help="after --: more arguments for each, e.g. -- --rounds 3")
+    parser.add_argument(
+        "more", nargs=argparse.REMAINDER, help="after --: arguments for each script, e.g. -- --rounds 3"
+    )
     args = parser.parse_args()
     if args.list:
         print("\n".join(f"{name:18} python benchmarks/{command}" for name, command in SECTIONS.items()))
         return
     unknown = [name for name in args.sections or [] if name not in SECTIONS]
     if unknown:
-        parser.error(f"no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+        parser.error(f"no section {unknown[0]!r}; choose from {', '.join(SECTIONS)}")
     about = here()
     print("# Benchmarks\n\n" + ", ".join(f"{key} {value}" for key, value in about.items()))
     results = [measure(name, [a for a in args.more if a != "--"]) for name in args.sections or SECTIONS]

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import _hugging_face
-from _alternate import ROOT
+from _alternate import ROOT, new_parser
 
-BATCH, ASKED = 16, 160  # samples in a step, and in the validation
+BATCH, EVALUATED = 16, 160  # samples in a step, and in the validation
 COLOURS = {"ours": "#c2410c", "ours, scores not divided": "#f0a35e", "transformers": "#1d4ed8"}
 COLOURS |= {"transformers, our initial values": "#7ba6e8"}
 Forward = Callable[[Any], Any]
@@ -73,13 +73,13 @@ def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: ar
     torch.manual_seed(1)
     model, forward = build(name, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1, fused=True)
-    asked = [default_collate([parts[1][n] for n in range(at, at + BATCH)]) for at in range(0, ASKED, BATCH)]
+    batches = [default_collate([parts[1][n] for n in range(at, at + BATCH)]) for at in range(0, EVALUATED, BATCH)]
     found: dict[str, Any] = {"iteration": [], "text_loss": [], "text_accuracy": [], "grad_norm": [], "seconds": 0.0}
 
     @torch.no_grad()
     def evaluate() -> tuple[float, float]:
         nats = right = tokens = 0.0
-        for batch in asked:
+        for batch in batches:
             chosen = is_text(batch["labels"])
             logits, labels = forward(batch)[chosen], batch["labels"][chosen]
             nats += F.cross_entropy(logits, labels, reduction="sum").item()
@@ -127,7 +127,7 @@ def measure(args: argparse.Namespace) -> None:
     config = with_values(config, {"vocab_size": tokenizer.vocab_size})
     datasets, notes = T5().datasets(config, tokenizer)
     print(*notes, sep="\n")
-    unigram = of_targets(config, ASKED)
+    unigram = of_targets(config, EVALUATED)
     path = Path(args.json)
     known = json.loads(path.read_text()) if path.exists() else {"unigram": unigram and unigram.text, "runs": {}}
     print(f"unigram entropy of the masked text: {known['unigram']:.3f}")
@@ -147,21 +147,20 @@ def draw(found: dict[str, Any], out: str) -> None:
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=130, layout="constrained")
     print(
-        "| | masked text, nats/token | under its unigram | right | largest gradient norm, second half |\n| --- | --- | --- | --- | --- |"
+        "| | masked text, nats/token | below unigram | accuracy | largest gradient norm, second half |\n"
+        f"|{' --- |' * 5}"
     )
     for name, run in found["runs"].items():
         axes.plot(run["iteration"], run["text_loss"], marker="o", markersize=3.5, label=name, color=COLOURS.get(name))
-        last, half = run["text_loss"][-1], run["grad_norm"][len(run["grad_norm"]) // 2 :]
-        print(
-            f"| {name} | {last:.3f} | {found['unigram'] - last:+.3f} | {run['text_accuracy'][-1]:.1%} | {max(half):.1f} |"
-        )
+        last, largest = run["text_loss"][-1], max(run["grad_norm"][len(run["grad_norm"]) // 2 :])
+        below, accuracy = found["unigram"] - last, run["text_accuracy"][-1]
+        print(f"| {name} | {last:.3f} | {below:+.3f} | {accuracy:.1%} | {largest:.1f} |")
     axes.axhline(
         found["unigram"], color="#525252", linestyle="--", linewidth=1.2, label="unigram entropy of the masked text"
     )
     losses = [loss for run in found["runs"].values() for loss in run["text_loss"]]
-    axes.set_ylim(
-        min(losses) - 0.15, min(max(losses) + 0.15, found["unigram"] + 1.5)
-    )  # a curve may start far above the plotted range
+    # A curve may start far above the plotted range.
+    axes.set_ylim(min(losses) - 0.15, min(max(losses) + 0.15, found["unigram"] + 1.5))
     axes.set_xlabel("iteration")
     axes.set_ylabel("validation, nats per masked text token")
     axes.grid(alpha=0.25)
@@ -171,17 +170,17 @@ def draw(found: dict[str, Any], out: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--data-path", help="prefix of the .bin/.idx pair")
     add("--vocab-file")
-    add("--contenders", nargs="+", choices=list(COLOURS), help="default: all")
+    add("--contenders", nargs="+", choices=list(COLOURS), help="contenders to train (default: all)")
     add("--iters", type=int, default=200)
-    add("--every", type=int, default=25, help="iterations between two evaluations")
+    add("--every", type=int, default=25, help="iterations between evaluations (default: 25)")
     add("--lr", type=float, default=2e-3)
-    add("--json", required=True, help="what was found; runs that stand there are not made again")
-    add("--out", help="the picture")
-    add("flags", nargs="*", help="after --, of pretrain_t5.py")
+    add("--json", required=True, help="JSON file of results; runs that it contains are skipped")
+    add("--out", help="file for the plot")
+    add("flags", nargs="*", help="after --: flags of pretrain_t5.py")
     args = parser.parse_args()
     if args.data_path:
         measure(args)

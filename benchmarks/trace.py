@@ -6,21 +6,20 @@ Prints the ratios of wall-clock time and CPU time of a step with the recorder to
 last row gives a finer estimate: the time of one span, measured separately, times the spans in a step.
 """
 
-import argparse
 import statistics
 import time
 from pathlib import Path
 
-from _alternate import alternate, leave, on_ranks, spread
+from _alternate import alternate, leave, new_parser, on_ranks, spread
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 --hidden-dropout 0 --attention-dropout 0 "
-    "--batch-size 4 --gas 4 --precision fp32 --pipe-parallel-size 2"
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 --hidden-dropout 0 "
+    "--attention-dropout 0 --batch-size 4 --gas 4 --precision fp32 --pipe-parallel-size 2"
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     on_ranks(2)
@@ -51,7 +50,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         pairs = list(zip(found["with"], found["without"], strict=True))
         usual = statistics.median(took for took, _ in found["without"])
-        print("| with a recorder over without | |\n| --- | --- |")
+        print("| with a recorder / without | |\n| --- | --- |")
         print(f"| seconds of a step, by round | {spread([a[0] / b[0] for a, b in pairs], '.3f')} |")
         print(f"| CPU-seconds of both ranks, by round | {spread([a[1] / b[1] for a, b in pairs], '.3f')} |")
         share = spans * each / usual

@@ -18,11 +18,11 @@ from _alternate import spread
 
 # The first pattern that matches gives the kind; operators without a match are "the rest".
 KINDS = {
-    "products": r"mm|linear|matmul|bmm|convolution|mkldnn",
+    "matmuls": r"mm|linear|matmul|bmm|convolution|mkldnn",
     "attention": r"attention",
     "optimizer, norm and clipping": r"adam|_foreach|linalg|norm_except|clip",
     "loss": r"log_softmax|nll_loss|cross_entropy|logsumexp|exp",
-    "norms of layers": r"layer_norm|rms_norm",
+    "layer norms": r"layer_norm|rms_norm",
     "activation": r"gelu|silu|sigmoid|tanh",
     "copies and conversions": r"copy_|_to_copy|clone|contiguous|stack|cat$|index|fill_|zero_",
 }
@@ -57,8 +57,8 @@ def seconds_by_kind(name: str, args: argparse.Namespace) -> list[Counter[str]]:
 def main() -> None:
     args = run.arguments(__doc__)
     # Each contender needs its own process, since ours changes how the allocator keeps memory.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as apart:
-        found = {name: apart.submit(seconds_by_kind, name, args).result() for name in run.contenders(args)}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        found = {name: pool.submit(seconds_by_kind, name, args).result() for name in run.contenders(args)}
     print(f"| ms of a step, median (lowest to highest) |{'|'.join(f' {name} ' for name in found)}|")
     print(f"|{' --- |' * (len(found) + 1)}")
     for kind in (*KINDS, "the rest"):

@@ -81,7 +81,7 @@ def messages_of(record: object) -> tuple[Message, ...]:
         for message in found:
             _check(message)
     else:
-        raise ValueError("neither 'messages' nor 'instruction' and 'output' are given")
+        raise ValueError("the record has neither 'messages' nor 'instruction' and 'output'")
     if not any(message.role == "assistant" for message in found):
         raise ValueError("there is no assistant message to train on")
     return found

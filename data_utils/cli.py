@@ -59,7 +59,7 @@ FOREIGN_FLAGS = {
     "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
     "--dataset-impl": ".bin and .idx files are always memory-mapped; remove it",
     "--num-return-sequences": "--num-samples", "--max-length": "--max-new-tokens",
-    "--do-sample": "--temperature 0 takes the likeliest token, any other value samples; remove it",
+    "--do-sample": "--temperature 0 decodes greedily, any other value samples; remove it",
     "--load-dir": "--load", "--save-dir": "--output", "--output-dir": "--output", "--model-name-or-path": "--load",
     "--target-tensor-parallel-size": "checkpoints fit every layout; remove it",
     "--target-pipeline-parallel-size": "checkpoints fit every layout; remove it",

@@ -360,11 +360,7 @@ def build_parser() -> Parser:
         default=["text"],
         help="keys of the text in a record (default: text)",
     )
-    add(
-        "--split-sentences",
-        action="store_true",
-        help="make each sentence a separate sequence; writes PREFIX_KEY_sentence",
-    )
+    add("--split-sentences", action="store_true", help="store each sentence as a sequence; writes PREFIX_KEY_sentence")
     worker_flags(parser)
     add(
         "--append-eod",

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Continued pretraining: a model of Hugging Face's format learns your text, and becomes a folder of that format again.
-#   bash examples/continue_from_hf.sh FOLDER corpus.jsonl runs/more      a downloaded Llama, Qwen or Mistral with its tokenizer
-#   bash examples/continue_from_hf.sh                                    a small Llama with random weights, to try it
-# It shows the way in and out, each checked by running the same tokens through both (--verify). It prints what the steps print: the
-# largest difference of the logits, the losses, and where the new folder is. RANKS=8 FLAGS="--model-parallel-size 2" for more than one rank.
+# Continued pretraining: import a Hugging Face model, train it on your text and export it to Hugging Face again.
+#   bash examples/continue_from_hf.sh FOLDER corpus.jsonl runs/more    a downloaded Llama, Qwen or Mistral
+#   bash examples/continue_from_hf.sh                                  a small random Llama, to try it
+# --verify checks import and export by running the same tokens through both models. Prints the largest difference of the
+# logits, the losses and the path of the exported folder. RANKS=8 FLAGS="--model-parallel-size 2" trains on more ranks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
@@ -11,25 +11,29 @@ run=${3:-runs/more} corpus=${2:-corpus/sample.jsonl} model=${1:-}
 mkdir -p "$run"
 if [ -z "$model" ]; then
     model=$run/small
-    $python tools/train_tokenizer.py --input "$corpus" --vocab-size 1000 --tokenizer-type hf --output "$model/tokenizer.json"
+    $python tools/train_tokenizer.py --input "$corpus" --vocab-size 1000 --tokenizer-type hf \
+        --output "$model/tokenizer.json"
     $python - "$model" <<'PY'
 import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(1)
 sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=128, bos_token_id=0, eos_token_id=0, **sizes)).save_pretrained(sys.argv[1])
+config = LlamaConfig(vocab_size=1000, max_position_embeddings=128, bos_token_id=0, eos_token_id=0, **sizes)
+LlamaForCausalLM(config).save_pretrained(sys.argv[1])
 PY
 fi
 
-# in: weights, and settings.json, which says what the model is
+# Import the weights; settings.json describes the model.
 [ -d "$run/start" ] || $python tools/convert_checkpoint.py --from-hf "$model" --output "$run/start" --verify
-# the text, by the tokenizer of the model
-[ -f "$run/data_text_document.idx" ] || $python tools/preprocess_data.py --input "$corpus" --vocab-file "$model/tokenizer.json" --output-prefix "$run/data"
-# on from there, in any layout; the same command again continues
+# Tokenize the text with the tokenizer of the model.
+[ -f "$run/data_text_document.idx" ] ||
+    $python tools/preprocess_data.py --input "$corpus" --vocab-file "$model/tokenizer.json" --output-prefix "$run/data"
+# Train in any layout; the same command resumes.
 # shellcheck disable=SC2086
-$python tools/launch.py --standalone --nproc-per-node "${RANKS:-1}" pretrain_llama.py --config "$run/start/settings.json" --load "$run/start" \
-    --data-path "$run/data_text_document" --vocab-file "$model/tokenizer.json" --run-dir "$run" --seq-length 64 --batch-size 4 --gas 2 \
+$python tools/launch.py --standalone --nproc-per-node "${RANKS:-1}" pretrain_llama.py \
+    --config "$run/start/settings.json" --load "$run/start" --data-path "$run/data_text_document" \
+    --vocab-file "$model/tokenizer.json" --run-dir "$run" --seq-length 64 --batch-size 4 --gas 2 \
     --train-iters 20 --lr 1e-4 --warmup 0.1 --split 90,10,0 --eval-iters 2 ${FLAGS:-}
-# out
+# Export the trained model.
 $python tools/convert_checkpoint.py --load "$run" --output "$run/exported" --verify

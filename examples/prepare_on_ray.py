@@ -23,9 +23,7 @@ def cluster():
     except ImportError:
         return None
     del ray
-    return os.environ.get(
-        "RAY_ADDRESS", "local"
-    )  # local starts a cluster here; for one started by `ray start --head`, use auto
+    return os.environ.get("RAY_ADDRESS", "local")  # local starts a cluster here; auto finds one of `ray start --head`
 
 
 def tool(name, *words):
@@ -34,8 +32,8 @@ def tool(name, *words):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, help="what tools/clean_corpus.py takes")
-    parser.add_argument("--output", type=Path, required=True, help="a folder; on a cluster one that all machines see")
+    parser.add_argument("--input", nargs="+", required=True, help="input of tools/clean_corpus.py")
+    parser.add_argument("--output", type=Path, required=True, help="folder that all machines of the cluster share")
     parser.add_argument("--vocab-size", default="30000")
     parser.add_argument("--workers", default=str(min(os.cpu_count() or 1, 8)))
     args = parser.parse_args()
@@ -46,23 +44,14 @@ def main():
 
     tool("clean_corpus", "--input", *args.input, "--output", clean, *workers)
     tool("train_tokenizer", "--input", clean, "--vocab-size", args.vocab_size, "--output", model)
-    tool(
-        "preprocess_data",
-        "--input",
-        clean,
-        "--vocab-file",
-        model,
-        "--output-prefix",
-        str(args.output / "data"),
-        "--quiet",
-        *workers,
-    )
+    prefix = str(args.output / "data")
+    tool("preprocess_data", "--input", clean, "--vocab-file", model, "--output-prefix", prefix, "--quiet", *workers)
 
     print(
         f"{args.workers} workers",
-        f"of the Ray cluster {address}" if address else "on this machine: there is no Ray here",
+        f"of the Ray cluster {address}" if address else "on this machine, as Ray is not installed",
     )
-    print("sha256", hashlib.sha256((args.output / "data_text_document.bin").read_bytes()).hexdigest())
+    print("sha256", hashlib.sha256(Path(f"{prefix}_text_document.bin").read_bytes()).hexdigest())
 
 
 if __name__ == "__main__":

@@ -51,9 +51,8 @@ def main():
     for step in range(1, STEPS + 1):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * min(1.0, step / 10)  # your own learning rate schedule
-        loss = engine.train_batch(
-            iter(points(seed=step))
-        )  # called on every rank; only the first and the last stage read data
+        # Every rank calls this; only the first and the last stage read data.
+        loss = engine.train_batch(iter(points(seed=step)))
         if step % 20 == 0:
             printed.append(f"step {step} loss {loss.item():.4f}")
     held_out = points(seed=0)

@@ -27,7 +27,7 @@ def main(folder, prompt):
 
     known = tokenizer.encode(prompt) or [tokenizer.eod]
     if len(known) >= length:
-        sys.exit(f"the prompt has {len(known)} tokens, and the model sees {length}: take a shorter one")
+        sys.exit(f"the prompt has {len(known)} tokens, but the model reads at most {length - 1}; use a shorter one")
 
     def logits(tokens):  # [b, s] -> [b, s, v]
         s = tokens.shape[1]

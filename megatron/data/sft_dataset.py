@@ -77,8 +77,8 @@ class SftDataset(Dataset[dict[str, Tensor]]):
 
     Sample n >= 0 is a pure function of (corpus, part, seed, n). tokens, labels: ids, padded with `eod`.
     loss_mask: 1 where a label counts. document_ids: index of the record in the window from 1, 0 for padding. A
-    record of more than seq_length + 1 tokens is truncated. One without a trained token is left out.
-    Attributes cut, left_out, records: numbers of truncated, omitted and all records. Raises ValueError if no
+    record of more than seq_length + 1 tokens is truncated. One without a trained token is skipped.
+    Attributes cut, left_out, records: numbers of truncated, skipped and all records. Raises ValueError if no
     record is left.
     """
 

@@ -99,7 +99,7 @@ def read(
 ) -> Batches | None:
     """Return this rank's micro-batches from a sample on; None if other ranks send its data or it needs none.
 
-    skips: the sampler's `passed_over`.
+    skips: the sampler's `is_skipped`.
     """
     if not reads():
         return None

@@ -169,7 +169,7 @@ def test_preparing_without_ray(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "ray.py").write_text("raise ImportError('as on a machine without it')\n")
     where, words = _prepared(tmp_path / "alone", PYTHONPATH=str(tmp_path / "none"))
-    assert where == "2 workers on this machine: there is no Ray here"
+    assert where == "2 workers on this machine, as Ray is not installed"
     assert words == f"sha256 {hashlib.sha256((tmp_path / 'alone' / 'data_text_document.bin').read_bytes()).hexdigest()}"
 
 

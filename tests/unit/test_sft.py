@@ -310,7 +310,7 @@ def test_from_records_to_pairs(tmp_path: Path, vocab_file: str, capsys: pytest.C
     lines = [json.dumps({"messages": CHAT}), '{"instruction": "a", "input": "b", "output": "c"}', '{"text": "no chat"}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     base = ("--objective", "sft", "--input", str(tmp_path / "x.jsonl"), "--vocab-file", vocab_file)
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 3: neither 'messages'"):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 3: the record has neither 'messages'"):
         _preprocess(*base, "--output-prefix", str(tmp_path / "a"))
     _preprocess(*base, "--output-prefix", str(tmp_path / "b"), "--on-error", "skip")
     said = capsys.readouterr().out
