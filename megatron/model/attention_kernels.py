@@ -135,7 +135,7 @@ def torchs(c: Call) -> Tensor:
         (key, value), grouped = repeat_heads(query, key, value), False  # CUDA has no kernel for these groups
     with kernels_for(query, added):
         return F.scaled_dot_product_attention(
-            query, key, value, added, c.p, is_causal=hides, scale=c.scale, enable_gqa=grouped
+            query, key, value, attn_mask=added, dropout_p=c.p, is_causal=hides, scale=c.scale, enable_gqa=grouped
         )
 
 

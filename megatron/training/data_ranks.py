@@ -125,7 +125,7 @@ def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
                 f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
             )
         if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
-            raise ValueError(f"{path}.bin {otherwise}: give the one that it was made with, or preprocess it again")
+            raise ValueError(f"{path}.bin {otherwise}: give the tokenizer of the corpus, or preprocess again")
 
 
 def _looks(config: Config) -> dict[str, str]:

@@ -74,7 +74,7 @@ def test_one_file_beside_an_index_of_others_is_ambiguous(tmp_path: Path) -> None
 @pytest.mark.parametrize("content", ["[]", "null", "3", "{", '"gpt2"'])
 def test_a_config_that_is_no_object(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config.json (holds|is not JSON)"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         Folder(tmp_path)
 
 
@@ -82,7 +82,7 @@ def test_a_config_that_is_no_object(content: str, tmp_path: Path) -> None:
     ("family", "settings", "sentence"),
     [
         ("gpt2", {"activation_function": ["gelu"]}, "activation_function is"),
-        ("gpt2", {"model_type": ["gpt2"]}, "of type"),
+        ("gpt2", {"model_type": ["gpt2"]}, "model_type"),
         ("gpt2", {"architectures": "GPT2LMHeadModel"}, "architectures must be a list"),
         ("gpt2", {"n_layer": "2"}, "n_layer is '2', not of type int"),
         ("gpt2", {"n_head": True}, "n_head is True, not of type int"),
@@ -113,7 +113,7 @@ def test_quantized_weights_are_not_taken_for_numbers(dtype: torch.dtype, tmp_pat
     tensors = safetensors_torch.load_file(tmp_path / "model.safetensors")
     tensors["transformer.h.0.mlp.c_fc.weight"] = tensors["transformer.h.0.mlp.c_fc.weight"].to(dtype)
     safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors holds transformer\.h\.0\.mlp\.c_fc\.weight as"):
+    with pytest.raises(ValueError, match=r"model\.safetensors.*c_fc\.weight is quantized"):
         Folder(tmp_path)
 
 

@@ -160,7 +160,7 @@ def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
     assert best.cost is not None and 0 < best.cost.mfu < 1
     speeds = [each.cost.tokens_per_second for each in search(Wanted(config, cluster, 8, 64)) if each.cost is not None]
     assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # sorted by speed as a number
-    with pytest.raises(ValueError, match=r"do not fit on 8 devices of a100.*take about [\d,]+ devices"):
+    with pytest.raises(ValueError, match=r"do not fit on 8 devices of a100.*use about [\d,]+ devices"):
         search(Wanted(config, replace(cluster, memory=1e-6), 8, 64))
     with pytest.raises(ValueError, match="is not --micro-batch-size 3"):
         search(Wanted(config, cluster, 8, 64, micro=3, fixed=frozenset({"model_parallel_size"})))
