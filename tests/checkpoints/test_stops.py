@@ -1,4 +1,4 @@
-"""After stops between two log lines, each iteration is counted in exactly one line."""
+"""If a run stops between two --log-interval lines, its last iterations get a line, and none counts twice."""
 
 import json
 from pathlib import Path
