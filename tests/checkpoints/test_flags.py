@@ -100,7 +100,7 @@ def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: 
 
 
 def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A static fp16 loss scale follows the ds_config of the current start; a dynamic one resumes from the checkpoint."""
+    """A static fp16 loss scale follows the current start's ds_config; a dynamic one resumes from the checkpoint."""
     scales = {
         "low": {"loss_scale": 128},
         "high": {"loss_scale": 1024},
