@@ -10,12 +10,12 @@ from .checks import CHECKS, Impossible
 
 
 def said(name: str) -> tuple[str, bool]:
-    """Return a check's result as text, and whether it failed."""
+    """Run a check; return its result as text, and whether it failed."""
     try:
         return f"ok: {CHECKS[name]()}", False
     except Impossible as error:
         return f"not here: {error}", False
-    except Exception as error:  # any error must leave the other checks running
+    except Exception as error:  # whatever fails, the other checks must run
         return f"FAILED: {type(error).__name__}: {error}", True
 
 

@@ -1,4 +1,4 @@
-"""The accelerator checks, run on an accelerator if there is one, else on the CPU as a dry run."""
+"""The checks of `python -m tests.gpu` pass on an accelerator, or on the CPU as a dry run if there is none."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.support import FULL, command, covering
 
 from .checks import CHECKS, Impossible
 
-# On a CPU these are only a dry run, and other tests cover them more closely.
+# Checks that a machine without accelerator skips by default, since other tests cover the CPU better.
 SEEN_ELSEWHERE = {
     "recomputation_draws_the_same_dropout",
     "recomputation_and_offloading_change_nothing",
@@ -32,7 +32,7 @@ def test_check(name: str) -> None:
 
 @FULL
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """The benchmark runs a tiny model on any device and prints a full table and a profile."""
+    """benchmarks/gpu.py --dry-run runs a tiny model on any device, prints its table and writes a profile."""
     argv = [
         "--dry-run",
         "--no-compile",
@@ -53,7 +53,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
 
 
 def test_the_checks_need_torch_deepspeed_and_numpy_alone() -> None:
-    """The checks import nothing besides torch, DeepSpeed and numpy, so a GPU machine needs no other packages."""
+    """The checks can be imported if only torch, DeepSpeed and numpy are installed, as on a bare GPU machine."""
     others = [
         "safetensors",
         "sentencepiece",
