@@ -90,7 +90,7 @@ class Counts(Task):
         return data["x"], data["x"].flip(-1)
 
 
-Layout = tuple[int, int, str]  # ranks, stages, flags
+Layout = tuple[int, int, str]  # (number of ranks, number of stages, further flags)
 ONE, TWO, REPLICAS, TENSOR = (1, 1, ""), (2, 2, ""), (4, 2, "--zero-stage 1"), (2, 1, "--model-parallel-size 2")
 
 

@@ -176,7 +176,7 @@ def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data:
 
 
 def test_another_split_with_as_many_samples(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A changed --split is refused even with the same number of samples; the same shares written otherwise are not."""
+    """A changed --split is refused even with as many samples; other numbers for equal shares (2,2 for 1,1) are not."""
     total = IndexedDataset(tiny_data).num_documents
 
     def of(n: int) -> int:

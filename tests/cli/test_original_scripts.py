@@ -28,7 +28,7 @@ DS_CONFIG = {
     "zero_allow_untested_optimizer": True, "wall_clock_breakdown": True,
 }  # fmt: skip
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
-LAYOUTS = {  # (stages, model-parallel ranks)
+LAYOUTS = {  # name -> (number of stages, tensor-parallel size)
     "one": (0, 1), "one stage": (1, 1), "pp 2": (2, 1), "tp 2": (0, 2), "tp 2, one stage": (1, 2), "pp 2 x tp 2": (2, 2),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from tds.pipe import LayerSpec, PipelineModule, SequentialModule, StockPipelineM
 from tests.support import ROOT, RankFailure, command, losses, on_ranks, train
 
 SHAPE = {"--num-layers": 3, "--hidden-size": 16, "--num-attention-heads": 2, "--seq-length": 16}
-# (ranks, stages, model-parallel ranks, gas, more flags)
+# (number of ranks, number of stages, tensor-parallel size, --gas, further flags)
 LAYOUTS = [
     (1, 0, 1, 4, ""),
     (2, 0, 1, 2, "--zero-stage 2"),

@@ -96,7 +96,7 @@ def test_every_schedule_ends_with_the_numbers_of_one_process(where: tuple[str, i
         assert not [each for each in found if not each[1] <= TOLERANCE]
 
 
-# ------------------------------------------------------- a wait for the whole device
+# ------------------------------------------------------- synchronisation with the device within a step
 
 Moment = tuple[int, int, int]  # a forward pass that waits for its device first: (step, stage, number in the step)
 WAITS: list[tuple[str, int, list[Moment]]] = [
@@ -126,7 +126,7 @@ def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
         }  # fmt: skip
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         engine = tds.initialize(model=net, optimizer=optimizer, config=config)[0]
-        forward, place = engine._forward, [0, 0]  # step, forward passes in it
+        forward, place = engine._forward, [0, 0]  # place: the step, and its forward passes so far
 
         def waiting(instruction: Any) -> None:
             if (place[0], engine.stage_id, place[1]) in moments:

@@ -1,4 +1,4 @@
-"""Files are split into documents, each exactly once, and everything unread is reported."""
+"""Input files are split into documents: none is lost or read twice, and unreadable input is reported."""
 
 import bz2
 import csv
