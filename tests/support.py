@@ -27,8 +27,8 @@ FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
 
-# Ranks are forked from one process, the fork server, which has imported the heavy libraries, and also the 800 modules
-# that the first optimizer and engine would import (torch._dynamo with sympy).
+# Ranks are forked from one process, the fork server, which has imported the heavy libraries. These include the 800
+# modules (torch._dynamo with sympy) which the first optimizer and engine would import.
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
 _preloaded += ["torch.utils.tensorboard"]

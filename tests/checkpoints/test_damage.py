@@ -72,7 +72,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         path.write_bytes(good)
     shutil.rmtree(folder / "iter_0000002")
     assert "names iter_0000002, but there is no checkpoint of that name next to it" in refusal(folder)
-    (folder / "latest").write_text("iter_0000001\n")  # what the message tells the user to do
+    (folder / "latest").write_text("iter_0000001\n")  # the message advises the user to write this
     assert refusal(folder) == ""
 
 
@@ -139,7 +139,7 @@ def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> N
 
 
 def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> None:
-    """If a user set a run back from iteration 8 to 4 and it then saved 5, pruning keeps 4 and 5."""
+    """Pruning keeps checkpoints 4 and 5 of a run that a user set back from iteration 8 to 4 and that then saved 5."""
     from megatron.checkpointing import prune
 
     folder = tmp_path / "checkpoints"

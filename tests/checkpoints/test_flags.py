@@ -77,7 +77,7 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
     assert weights(tmp_path / "new", 3) == weights(before, 3)
     assert losses_of(tmp_path / "new") == losses_of(tmp_path / "kept"), "the same samples, the same dropout"
     assert weights(tmp_path / "new", 4) != weights(tmp_path / "kept", 4)
-    # With moments of zero, Adam's first step changes every weight by lr * sign(gradient).
+    # Adam's first step with moments of zero changes every weight by lr * sign(gradient).
     old, new = (whole_tensors(tmp_path / "new" / "checkpoints" / f"iter_000000{i}") for i in (3, 4))
     name = "weight.layers.0.attention.dense.bias"
     np.testing.assert_allclose(np.abs(new[name] - old[name]), 1e-3, rtol=2e-2)
@@ -214,7 +214,7 @@ def test_another_corpus_with_documents_as_long(before: Path, tmp_path: Path, tin
 
 
 def test_other_weights_name_what_is_skipped_and_repeated(tmp_path: Path, vocab_file: str) -> None:
-    """If the weights of a blend change, the error names the skipped and repeated samples of each corpus."""
+    """The error about changed weights of a blend names the skipped and repeated samples of each corpus."""
     dice = np.random.default_rng(1)
     for name in "abc":
         prefix = str(tmp_path / name)

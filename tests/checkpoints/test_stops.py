@@ -1,4 +1,4 @@
-"""If a run stops between two --log-interval lines, its last iterations get a line, and none counts twice."""
+"""A run that stops between two --log-interval lines writes a line for its last iterations; none counts twice."""
 
 import json
 from pathlib import Path

@@ -132,7 +132,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
             assert heard.agree() == (StopSignal.SAVE_AND_STOP, False)
             monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0)
             os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # as if it arrived during the final save
+        os.kill(os.getpid(), signal.SIGTERM)  # simulates a signal during the final save
     assert left == [130]
     assert [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()] == [
         "Ctrl-C: saves after this iteration and ends; once more ends at once",

@@ -176,7 +176,7 @@ def _ends(argv: list[str]) -> str:
 
 
 def test_a_layer_that_one_stage_cannot_build_ends_all(tmp_path: Path, vocab_file: str) -> None:
-    """If one stage's layer raises in its constructor, all stages end with this error instead of waiting for it."""
+    """An error in the constructor of one stage's layer ends all stages, instead of letting them wait for this one."""
     argv = [*FLAGS.split(), "--pipe-parallel-size", "2", "--vocab-file", vocab_file, "--run-dir", str(tmp_path)]
     said = on_ranks(2, _ends, argv, timeout=90)
     assert all("a layer of 7 heads cannot be split over 2 ranks" in each for each in said), said

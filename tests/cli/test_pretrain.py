@@ -302,7 +302,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("other")
     train_gpt2(1, tmp_path, *flags, "--train-iters", "1")
-    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # what a crash during a save leaves
+    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # a crash during a save leaves such a folder
     before = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}
     assert message in said(launch(1, *flags, *argv, "--run-dir", str(tmp_path)), 1)
     after = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}

@@ -305,7 +305,7 @@ def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tupl
 
 
 def test_no_signal_reaches_the_processes_that_read() -> None:
-    """Signals stay blocked while data-loader workers start, although starting Python's resource tracker unblocks them."""
+    """Signals stay blocked while data-loader workers start, although Python's resource tracker unblocks them."""
     code = (
         "import multiprocessing, signal\n"
         "from megatron.data.workers import sheltered\n"
