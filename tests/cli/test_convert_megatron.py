@@ -73,10 +73,7 @@ def of_rank(w: Mapping[str, Tensor], rank: int, ranks: int, version: int) -> dic
 
 
 def save_cpm1(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
-    """Save in the format of CPM-1-large; return the converter's flags.
-
-    The format has two ranks of DeepSpeed, fp16, and the names of Megatron-LM's first version.
-    """
+    """Save as CPM-1-large: two DeepSpeed ranks, fp16, Megatron-LM's first names; return the converter's flags."""
     (folder / "80000").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("80000")
     names = {"embedding.word_embeddings.weight": "word_embeddings.weight"}
