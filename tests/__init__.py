@@ -1,1 +1,1 @@
-"""Tests of what the project promises."""
+"""Tests of the project; CONTRIBUTING.md describes the folders and how to run them."""

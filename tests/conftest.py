@@ -1,4 +1,4 @@
-"""Shared fixtures: a tokenizer and small corpora, created once."""
+"""Options of pytest, and fixtures that all tests share: a tokenizer and small corpora."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from .materials import SAMPLE, random_corpus, small_tokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell ignores SIGINT in its background jobs. Ranks would inherit that, and tests rely on Ctrl-C.
+    # Shells let background jobs ignore SIGINT. Ranks would inherit that, but tests of Ctrl-C need the signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Use the same examples in every run, so that failures repeat; HYPOTHESIS_SEED=random tries new ones.
+# Hypothesis draws the same examples in every run, so that failures repeat; HYPOTHESIS_SEED=random draws new ones.
 settings.register_profile("project", derandomize=os.environ.get("HYPOTHESIS_SEED") != "random", database=None)
 settings.load_profile("project")
 
@@ -61,7 +61,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory, vocab_file: str) -> str:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A small JSON-lines file."""
+    """The path of a JSON-lines file with 40 short documents."""
     path = tmp_path / "corpus.jsonl"
     lines = [{"text": f"第{i}篇文章。\nDocument number {i}. " + "词" * (i % 7)} for i in range(40)]
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")

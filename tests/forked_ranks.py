@@ -1,6 +1,6 @@
-"""Ranks forked from a launcher under test, which has imported torch already, to save a new interpreter's start-up.
+"""Ranks of a launcher are forked from it in tests, which saves the import of torch in a new interpreter.
 
-Real processes are still started by the tests of the README's commands, of two nodes, and of the launcher itself.
+Tests of the README's commands, of two nodes and of the launcher itself still start new interpreters.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_filters = list(warnings.filters)  # before a launcher changes them
+_filters = list(warnings.filters)  # the filters of a new interpreter, which ranks get instead of the launcher's
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -30,7 +30,7 @@ class ForkedRank:
         sys.stdout.flush()
         sys.stderr.flush()
         self.returncode: int | None = None
-        gc.freeze()  # keeps the garbage collector of each rank from scanning all imported objects
+        gc.freeze()  # ranks' garbage collectors need not scan the objects that are imported already
         self.pid = os.fork()
         if not self.pid:
             _be(list(argv), env)
@@ -51,7 +51,7 @@ class ForkedRank:
 
 
 def fork_ranks() -> None:
-    """Make torchrun fork its ranks from this process from now on."""
+    """Make torchrun in this process fork its ranks instead of starting interpreters."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     honest = SubprocessHandler._popen
@@ -63,11 +63,11 @@ def fork_ranks() -> None:
 
 
 def _be(argv: list[str], env: Mapping[str, str]) -> None:
-    """Act as `python [-u] script.py ...` in a new session; never returns."""
+    """Turn this forked process into `python [-u] script.py ...` in a new session; never return."""
     os.setsid()
     atexit._clear()
     for number in SIGNALS:
-        if signal.getsignal(number) == signal.SIG_IGN:  # a new interpreter would inherit this
+        if signal.getsignal(number) == signal.SIG_IGN:  # a new interpreter, too, would inherit ignored signals
             continue
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     warnings.filters[:] = _filters  # type: ignore[index]
@@ -82,7 +82,7 @@ def _be(argv: list[str], env: Mapping[str, str]) -> None:
 
 
 def run_script(argv: list[str]) -> int:
-    """Run `python argv...` in this process, including exit functions; return its exit code."""
+    """Run a script as `python argv...` in this process, including atexit functions; return its exit code."""
     code = 1
     try:
         sys.argv, sys.path[0:0] = argv, [str(Path(argv[0]).absolute().parent)]

@@ -1,4 +1,7 @@
-"""Freeze the garbage collector after all preloads, so that forked ranks neither scan nor copy those pages."""
+"""The last import of the fork server: it exempts all imported objects from garbage collection.
+
+Forked ranks then neither scan these objects nor copy their memory pages.
+"""
 
 import gc
 

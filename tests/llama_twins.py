@@ -1,4 +1,4 @@
-"""Hugging Face's Llama, Qwen and Mistral with random weights, and our flags for the same models."""
+"""Small Llama, Qwen and Mistral models of Hugging Face, and flags and weights of the same models in this project."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ OF_KIND = {"Llama": "", "Qwen2": "--qkv-bias", "Qwen3": "--qk-norm", "Mistral": 
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model: layers, hidden size, heads, key-value heads, head size, MLP size."""
+    """Sizes of a model. groups: key-value heads. head: size of a head. inner: hidden size of the MLP."""
 
     layers: int = 2
     hidden: int = 32
@@ -47,7 +47,7 @@ def theirs(
     rope: Mapping[str, Any] | None = None,
     vocab: int = VOCAB,
 ) -> Any:
-    """Return a transformers model with eager attention and weights large enough to matter."""
+    """Return a transformers model with random weights, large enough for mistakes to show, and eager attention."""
     import transformers
 
     more: dict[str, Any] = {"sliding_window": window} if kind == "Mistral" else {}
@@ -65,9 +65,9 @@ def theirs(
 
 
 def exact(model: Any) -> Any:
-    """Convert the model to fp64 throughout, including norms and softmax, which transformers keeps in fp32.
+    """Convert a transformers model to fp64, including norms and softmax, which transformers computes in fp32.
 
-    Rotary tables stay fp32, as in ours.
+    Tables of rotary angles stay in fp32, as in this project's models.
     """
 
     def norm(module: Any) -> Any:
@@ -82,7 +82,7 @@ def exact(model: Any) -> Any:
 
 
 def ours_of(w: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """Convert weights or gradients from transformers' names and layout to ours."""
+    """Convert weights or gradients from transformers' names and layout to this project's."""
 
     def fused(prefix: str, what: str) -> Tensor:
         query, key, value = (
@@ -126,7 +126,7 @@ def copy_weights(model: Any, ours: nn.Module, sizes: Sizes) -> None:
 
 @torch.no_grad()
 def load_ours(model: Any, w: Mapping[str, Tensor], sizes: Sizes) -> None:
-    """Fill a transformers model with weights by our names, the inverse of `ours_of`."""
+    """Fill a transformers model with weights `w` in this project's names and layout, the inverse of `ours_of`."""
     for name, p in model.named_parameters():
         p.copy_(_their(name, w, sizes))
 

@@ -1,4 +1,4 @@
-"""A small tokenizer and a small corpus, always the same."""
+"""A small tokenizer and a small random corpus for tests, the same in every run."""
 
 from pathlib import Path
 
@@ -15,20 +15,20 @@ SAMPLE = ROOT / "corpus" / "sample.jsonl"
 
 
 def small_tokenizer(folder: Path) -> str:
-    """Train a tokenizer of 3000 tokens on the bundled corpus; return its file."""
+    """Train a sentencepiece tokenizer of 3000 tokens on the bundled corpus; return its path."""
     path = str(folder / "tokenizer.model")
     train_sentencepiece(texts([str(SAMPLE)]), path, 3000)
     return path
 
 
 def random_corpus(folder: Path, vocab_file: str) -> str:
-    """Write 60 documents of 5 to 200 random ids, each ended by <eod>; return the prefix of their files."""
+    """Write a corpus of 60 documents of 5 to 200 random token ids, each ended by <eod>; return its prefix."""
     prefix = str(folder / "tiny")
     eod = load_tokenizer(vocab_file).eod
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(60):
-            # The distribution is skewed, so that there is something to learn.
+            # Some ids are much more frequent than others, which a model can learn.
             ids = (300 + 60 * rng.standard_exponential(int(rng.integers(5, 200)))).astype(np.int64) % 2900 + 3
             builder.add_document(np.append(ids, eod))
     return prefix

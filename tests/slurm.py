@@ -1,10 +1,9 @@
 """Simulated SLURM on one machine: `sbatch`, `srun`, `scontrol` and `scancel` start and signal real local processes.
 
-It follows SLURM's manual where the tests depend on it. A copy of the script runs, not the script itself. The time limit
-signals only the batch shell (`--signal=B:`). `scancel --signal` reaches every process of every step, including data
-workers. srun kills its tasks when it gets SIGTERM. A requeued job is killed and started again with
-SLURM_RESTART_COUNT increased. Nodes are loopback addresses, 127.0.0.1 and so on. `install(folder)` writes the four
-commands and returns a PATH that finds them.
+It follows SLURM's manual where the tests depend on it. sbatch runs a copy of the script. At the time limit, only the
+batch shell gets a signal (`--signal=B:`). `scancel --signal` reaches every process of every job step, including
+data-loader workers. srun kills its tasks when it gets SIGTERM. A requeued job is killed and started again with
+SLURM_RESTART_COUNT increased. Nodes are loopback addresses, 127.0.0.1 and so on.
 """
 
 import contextlib
@@ -21,11 +20,11 @@ OPTIONS = {  # option of sbatch or srun -> whether it takes a value
     "job-name": True, "output": True, "open-mode": True, "signal": True, "requeue": False, "kill-on-bad-exit": True, "wait": True,
 }  # fmt: skip
 JOB = "4242"
-PATIENCE = 60.0  # seconds from the signal to the time limit
+PATIENCE = 60.0  # seconds from the signal to the kill at the time limit
 
 
 def install(folder: Path) -> str:
-    """Write the four commands into `folder`; return a PATH that starts with it."""
+    """Write the commands sbatch, srun, scontrol and scancel into `folder`; return a PATH that starts with it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("sbatch", "srun", "scontrol", "scancel"):
         path = folder / name
@@ -35,7 +34,7 @@ def install(folder: Path) -> str:
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split words into (options, rest), as getopt_long does.
+    """Split a command line into (options at its start, the remaining words), as getopt_long does.
 
     Raises ValueError for an option that is not in OPTIONS.
     """
@@ -49,7 +48,7 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _processes(step: bool) -> list[int]:
-    """Return the job's processes, found by their environment; with `step` only those of steps."""
+    """Return the ids of the job's processes, found by their environment; step: only those that srun started."""
     wanted, here = f"FAKE_SLURM={os.environ['FAKE_SLURM']}".encode(), os.getpid()
     found = []
     for folder in Path("/proc").iterdir():
@@ -74,7 +73,7 @@ def _tell(number: int, step: bool) -> None:
 
 
 def sbatch(words: list[str]) -> int:
-    """Act as `sbatch --wait`: run the job to its end, requeued if asked for, and print its outcome."""
+    """Act as `sbatch --wait`: run the job to its end, again if it is requeued, and print its outcome."""
     given, (script, *argv) = _options(words)
     text = Path(script).read_text(encoding="utf-8")
     head = [word for line in re.findall(r"^#SBATCH (.*)$", text, flags=re.MULTILINE) for word in line.split()]
@@ -89,7 +88,7 @@ def sbatch(words: list[str]) -> int:
         if name in options:
             env[f"SLURM_{name.upper().replace('-', '_')}"] = options[name]
     where, number = re.fullmatch(r"(B:)?(\w+)@\d+", options["signal"]).groups()  # type: ignore[union-attr]
-    limit = os.environ.get("FAKE_SLURM_LIMIT")  # a match in the log of the first start means that the time is over
+    limit = os.environ.get("FAKE_SLURM_LIMIT")  # the first start's time is over once its log matches this pattern
     for start in range(5):
         if start:
             env["SLURM_RESTART_COUNT"] = str(start)
@@ -121,7 +120,7 @@ def sbatch(words: list[str]) -> int:
 
 
 def srun(words: list[str]) -> int:
-    """Run the tasks; return the largest exit code, where a task killed by signal n counts as 128 + n."""
+    """Act as `srun`: run the tasks and return the largest exit code, 128 + n for a task killed by signal n."""
     options, command = _options(words)
     nodes = int(options["nodes"])
     tasks, each = int(options["ntasks"]), int(options["ntasks-per-node"])
@@ -154,7 +153,7 @@ def scontrol(words: list[str]) -> int:
     if words != ["requeue", JOB]:
         raise ValueError(f"scontrol {words}")
     Path(os.environ["FAKE_SLURM"], "requeued").touch()
-    time.sleep(30)  # the job is killed during this time
+    time.sleep(30)  # sbatch kills the job, and with it this command, within this time
     return 1
 
 

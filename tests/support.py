@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: a hang fails the test and shows every rank's stack instead of blocking the suite."""
+"""Run functions on real gloo ranks, and commands; ranks that hang fail the test, with the stack of each rank."""
 
 import contextlib
 import faulthandler
@@ -27,8 +27,8 @@ FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
 
-# Ranks are forked from one process that has imported the heavy libraries already. That includes what the first
-# optimizer and engine would import (torch._dynamo with sympy, 800 modules).
+# Ranks are forked from one process, the fork server, which has imported the heavy libraries. These include the 800
+# modules (torch._dynamo with sympy) which the first optimizer and engine would import.
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
 _preloaded += ["torch.utils.tensorboard"]
@@ -48,25 +48,25 @@ _context.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
 def preload(*modules: str) -> None:
-    """Preload further modules in the fork server. Call this before the first rank or command starts."""
+    """Let the fork server import further modules; call this before the first rank or command starts."""
     _preloaded.extend(modules)
     _context.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
 def covering(cases: Sequence[Any], chosen: Callable[[Any], bool], several: bool = False) -> list[Any]:
-    """Return test parameters that run always if chosen, else with --full.
+    """Return `cases` as pytest parameters, of which those that are not `chosen` run with --full only.
 
-    several: each case is a tuple of parameters.
+    several: each case is a tuple of several parameters.
     """
     return [case if chosen(case) else pytest.param(*(case if several else [case]), marks=FULL) for case in cases]
 
 
 class RankFailure(AssertionError):
-    """Raised if a rank raised, died or did not finish."""
+    """Raised if the function on a rank raised, or the rank died or did not finish in time."""
 
 
 def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # Ranks need child processes, the loaders' workers. Being a daemon only makes a rank end with its parent.
+    # A daemon may have no children, but ranks need data-loader workers. They are daemons to end with their parent.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     where = Path(folder)
     words = os.open(where / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)
@@ -102,17 +102,17 @@ def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], arg
     except BaseException:
         (where / f"error{rank}").write_text(traceback.format_exc())
         _end(1)
-    _end(0)  # skips gloo's thread noise at interpreter shutdown
+    _end(0)  # without Python's shutdown, in which gloo's threads print errors
 
 
 def _end(code: int) -> None:
-    for worker in multiprocessing.active_children():  # loader workers do not notice the death of a fork server's child
+    for worker in multiprocessing.active_children():  # data-loader workers would not notice the end of a forked rank
         worker.kill()
     os._exit(code)
 
 
 def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Run `body(*args)` on `world` gloo ranks; return what each returned, by rank.
+    """Run `body(*args)` on `world` gloo ranks; return the list of its results, by rank.
 
     Raises RankFailure with the traceback of every rank that raised, or after `timeout` seconds
     with the stack of every rank that still runs.
@@ -129,11 +129,11 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
             while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
                 time.sleep(0.02)
                 if any(p.exitcode not in (None, 0) for p in ranks):
-                    deadline = min(deadline, time.monotonic() + 2)  # the others cannot finish without it
+                    deadline = min(deadline, time.monotonic() + 2)  # other ranks cannot finish without a failed one
             stuck = [rank for rank, p in enumerate(ranks) if p.is_alive()]
             for rank in stuck:
                 os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
-            for _ in range(50):  # a busy machine writes them late
+            for _ in range(50):  # wait up to 5 s for the stacks
                 if all((Path(folder) / f"stack{rank}").stat().st_size for rank in stuck):
                     break
                 time.sleep(0.1)
@@ -157,15 +157,15 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
 
 
 class End(NamedTuple):
-    """Exit code, stderr and seconds of a rank."""
+    """How a rank ended: exit code, output on stderr, and seconds from its start."""
 
-    code: int | None  # negative: the signal that killed it; None: it did not end
+    code: int | None  # -n if signal n killed the rank; None if it did not end
     stderr: str
     seconds: float
 
 
 def ends_of_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[End]:
-    """Run a body that is meant to fail on `world` gloo ranks; return how each of them ended."""
+    """Run `body(*args)`, which is meant to fail, on `world` gloo ranks; return how each rank ended."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         (where / "capture").touch()
@@ -214,9 +214,9 @@ def _pretrain(name: str, argv: list[str]) -> None:
 
 
 def train(name: str, world: int, run_dir: Path, *argv: str) -> list[dict[str, Any]]:
-    """Train on `world` ranks and return the rows of metrics.jsonl.
+    """Train on `world` ranks; return the rows of metrics.jsonl.
 
-    name: a task, or a module with the provider functions.
+    name: gpt2, llama or t5, or a module with the functions that `pretrain()` takes.
     """
     on_ranks(world, _pretrain, name, ["--run-dir", str(run_dir), *argv])
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -231,10 +231,10 @@ def losses(rows: Sequence[dict[str, Any]], split: str = "train") -> list[float]:
 
 
 def command(*argv: str, env: dict[str, str] | None = None, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Run a command in the checkout as a user would, with the Python of the tests.
+    """Run a command in the checkout, as a user would; `python` is the Python of the tests.
 
-    To save seconds, a script runs in a fork of a process that has imported torch and this checkout's modules. It gets
-    a new interpreter if `env` changes variables that Python or torch reads at start-up.
+    To save seconds, a Python script runs in a fork of a process that has imported torch and this project's modules.
+    It gets a new interpreter if `env` sets PYTHONPATH or CXX, which matter at start-up.
     """
     whole = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     read_at_start = {"PYTHONPATH", "CXX"} & {name for name, value in (env or {}).items() if value != str(ROOT)}
@@ -258,7 +258,7 @@ def _forked(argv: Sequence[str], env: dict[str, str], timeout: float) -> subproc
 
 
 def _script_main(argv: list[str], env: dict[str, str], folder: str) -> None:
-    """Act as `python argv...`, with output into two files of `folder`."""
+    """Act as `python argv...`, with stdout and stderr in files of `folder`."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for number, name in ((0, os.devnull), (1, f"{folder}/stdout"), (2, f"{folder}/stderr")):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)

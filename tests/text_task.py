@@ -1,4 +1,4 @@
-"""A task without corpus and tokenizer, whose tokens the tests supply."""
+"""A task without corpus and tokenizer, to which tests pass token ids."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ from megatron.training.task import Task
 
 
 class TextTask(Task):
-    """GPT-2 or T5 without a pipeline on {"text": [b, s + 1]}; T5 also needs "wanted": [b, q + 1].
+    """A task that trains GPT-2 or T5 without a pipeline on batches of token ids, which every rank reads.
 
-    Every rank reads.
+    A batch for GPT-2 is {"text": [b, s + 1]}; one for T5 is {"text": [b, k], "wanted": [b, q + 1]}, the encoder's
+    tokens and those that the decoder learns.
     """
 
     def model(self, config: Config, tokenizer: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""GPT-2 written with the functions of a CPM-Pretrain tutorial, for tests of `pretrain()`."""
+"""GPT-2 written in the style of CPM-Pretrain's tutorial, for tests of `pretrain()`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Complete training runs for tests, many of them within one launch of ranks to save start-up time."""
+"""Complete training runs for tests; one launch of ranks can do many of them, to save start-up time."""
 
 import contextlib
 import io
@@ -46,7 +46,7 @@ class Start(NamedTuple):
 
 
 def run_all(starts: Sequence[Start], data: str, vocab_file: str) -> None:
-    """Run several trainings one after another on this rank."""
+    """Do several training runs one after another; call this on every rank."""
     with remembered_groups() as begin:
         for start in starts:
             begin()
@@ -65,7 +65,7 @@ def _run(start: Start, data: str, vocab_file: str) -> None:
 
 
 def make(start: Start, data: str, vocab_file: str) -> Run:
-    """Return a run that is ready to train."""
+    """Return a run with its model, data and checkpoint loaded, ready for `train`."""
     name = start.model.split("-")[0]
     task = TASKS[name]()
     argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --data-path {data} --vocab-file {vocab_file}"
@@ -79,7 +79,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
-    """Return every tensor of a checkpoint, assembled from the index alone, without this project's reader."""
+    """Return key -> tensor of a checkpoint, assembled by its index without using CheckpointReader."""
     index: dict[str, Any] = json.loads((checkpoint / "checkpoint.json").read_text())["tensors"]
     files = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
     whole = {}

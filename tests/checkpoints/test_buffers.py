@@ -1,4 +1,4 @@
-"""Checkpointed state other than layer parameters: buffers, a loss's weights, a PipelineModule's own tensors."""
+"""Checkpoints contain buffers, the weights of a loss, and tensors of a PipelineModule outside of its layers."""
 
 import contextlib
 import io
@@ -40,14 +40,14 @@ class Counting(nn.Module):
             self.calls += 1
             self.scratch += 1
             self.seen |= True
-            self.phase = self.phase * 1j  # replaced, not modified in place
+            self.phase = self.phase * 1j  # assigns a new tensor to the buffer
             self.mean = 0.5 * self.mean + 0.5
         hidden: Tensor = self.linear(x) + self.mean
         return hidden
 
 
 class Temperature(nn.Module):
-    """A loss with a learned weight and a buffer."""
+    """A loss function with a learned weight and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Temperature(nn.Module):
 
 
 class Pipe(PipelineModule):
-    """A PipelineModule with a buffer and, outside of all layers, a weight that only the last stage uses."""
+    """A PipelineModule with a buffer and a weight outside of its layers, which only the last stage uses."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,7 +90,7 @@ class Counts(Task):
         return data["x"], data["x"].flip(-1)
 
 
-Layout = tuple[int, int, str]  # ranks, stages, flags
+Layout = tuple[int, int, str]  # (number of ranks, number of stages, further flags)
 ONE, TWO, REPLICAS, TENSOR = (1, 1, ""), (2, 2, ""), (4, 2, "--zero-stage 1"), (2, 1, "--model-parallel-size 2")
 
 
@@ -105,7 +105,10 @@ def _engine(layout: Layout) -> tuple[Any, Any]:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all state that this rank must restore, without its copies of state that another stage owns."""
+    """Return the parameters and buffers that this rank must restore.
+
+    State outside of layers belongs to the last stage.
+    """
     last = mpu.get_mesh().pipe.rank == mpu.get_mesh().pipe.size - 1
     found = {**dict(model.named_parameters()), **dict(global_buffers(model))}
     own = {name: value.detach().clone() for name, value in found.items() if last or name[0].isdigit()}
@@ -131,7 +134,7 @@ def _load(folder: str, layout: Layout, more_steps: bool = False) -> dict[str, Te
     engine, config = _engine(layout)
     with contextlib.redirect_stdout(io.StringIO()):
         load_checkpoint(find_checkpoint(folder), engine.deepspeed, config, "")
-        if more_steps:  # also save a second time, with state that not every stage has changed
+        if more_steps:  # the first stage saves the last stage's state unchanged
             _steps(engine, STEPS)
             save_checkpoint(folder, engine.deepspeed, TrainState(2 * STEPS, 16), config, "")
     return _state(engine.deepspeed.module)
@@ -146,7 +149,7 @@ def test_saved_in_one_layout_and_restored_in_others(saved: Layout, tmp_path: Pat
     folder = str(tmp_path)
     told = on_ranks(saved[0], _save, folder, saved)
     expected = {name: value for state, _ in reversed(told) for name, value in state.items()}
-    calls = 2 * STEPS  # two micro-batches per step on each replica
+    calls = 2 * STEPS  # each replica has two micro-batches per step
     for layer in range(4):
         assert expected[f"{layer}.calls"] == calls and expected[f"{layer}.seen"].all()
         assert expected[f"{layer}.mean"].tolist() == [1 - 0.5**calls] * WIDTH
@@ -160,10 +163,7 @@ def test_saved_in_one_layout_and_restored_in_others(saved: Layout, tmp_path: Pat
 
 
 def test_a_resumed_run_is_the_whole_run(tmp_path: Path) -> None:
-    """A run resumed twice equals an uninterrupted run.
-
-    The second resume restores even state that the first left unchanged.
-    """
+    """A run that was saved, resumed on two stages, saved and loaded again has the state of an uninterrupted run."""
     folder = str(tmp_path)
     on_ranks(2, _save, folder, TWO)
     on_ranks(2, _load, folder, TWO, True)
@@ -185,7 +185,7 @@ def _uninterrupted() -> dict[str, Tensor]:
 
 
 class Own(Counting):
-    """A layer whose buffer differs between the ranks of an axis."""
+    """A layer whose buffer differs between the ranks of one axis of the mesh, e.g. between replicas."""
 
     axis = "data"
 

@@ -1,4 +1,4 @@
-"""Hand-crafted checkpoint indexes are refused in one sentence, and no file outside the checkpoint is opened."""
+"""Malformed or malicious checkpoint.json files are refused in one sentence, without opening files elsewhere."""
 
 import copy
 import hashlib
@@ -21,7 +21,7 @@ KEY = "weight.x"
 
 
 def write(folder: Path, text: str) -> Path:
-    """Write a checkpoint of one tensor in two pieces, with correct checksums."""
+    """Write a checkpoint whose checkpoint.json is `text`, with one tensor in two files and correct checksums."""
     folder.mkdir(exist_ok=True)
     save_file({KEY: torch.ones(2, 2)}, folder / "a.safetensors")
     save_file({KEY: torch.ones(1, 2)}, folder / "b.safetensors")
@@ -39,7 +39,7 @@ def good() -> dict[str, Any]:
 
 
 def put(*where: Any) -> Callable[[dict[str, Any]], None]:
-    """Return a function that sets the entry at a path; the last argument is the value."""
+    """Return a function that sets a nested entry: put("a", "b", 3) sets content["a"]["b"] = 3."""
 
     def change(content: dict[str, Any]) -> None:
         *path, name, value = where

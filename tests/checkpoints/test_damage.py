@@ -1,4 +1,4 @@
-"""Every damaged byte is detected, disks may be full, and earlier checkpoints stay intact."""
+"""Any damaged byte of a checkpoint is detected; full disks, crashes and pruning leave earlier ones intact."""
 
 import random
 import shutil
@@ -64,7 +64,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         good = path.read_bytes()
         for length in {0, len(good) - 1, *(dice.randrange(len(good)) for _ in range(20))}:
             path.write_bytes(good[:length])
-            # `latest` may hold just a name, as when written by hand, and needs no final newline.
+            # `latest` is valid without its final newline, and with a name only, as if written by hand.
             harmless = path.name == "latest" and good[:length].strip() in (b"iter_0000002", good.strip())
             assert (path.name in refusal(folder)) != harmless, f"{path.name} cut to {length}"
         path.unlink()
@@ -72,7 +72,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         path.write_bytes(good)
     shutil.rmtree(folder / "iter_0000002")
     assert "names iter_0000002, but there is no checkpoint of that name next to it" in refusal(folder)
-    (folder / "latest").write_text("iter_0000001\n")  # done by hand, as the message suggests
+    (folder / "latest").write_text("iter_0000001\n")  # the message advises the user to write this
     assert refusal(folder) == ""
 
 
@@ -80,7 +80,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
 
 
 def _in_own_mounts(script: str) -> "subprocess.CompletedProcess[str]":
-    """Run a shell script that may mount file systems. Skips the test where unprivileged users cannot mount."""
+    """Run a shell script that may mount file systems; skip the test if unprivileged users cannot mount."""
     unshare = shutil.which("unshare")
     probe = [unshare or "unshare", "-Urm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
     if unshare is None or subprocess.run(probe, capture_output=True, check=False).returncode:
@@ -95,14 +95,14 @@ DISKS = [("full", "--async-save"), ("read-only", ""), ("full", ""), ("read-only"
 
 @pytest.mark.parametrize("how", covering(DISKS, DISKS[:1].__contains__))
 def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A full or read-only disk ends the run with one sentence, and the earlier checkpoint can still be loaded."""
+    """A full or read-only disk ends the run with one sentence; the earlier checkpoint stays loadable."""
     obstacle, more = how
     disk, after = tmp_path / "disk", tmp_path / "after"
     disk.mkdir()
     argv = f"{MODELS['gpt2']} --data-path {tiny_data} --vocab-file {vocab_file} --precision fp32 --save {disk} "
     argv += f"--run-dir {tmp_path / 'run'} --batch-size 2 {more}"
     train = f"{sys.executable} pretrain_gpt2.py {argv}"
-    # A checkpoint is 0.9 MB, so only the first one fits.
+    # The disk has 1.5 MB and a checkpoint 0.9 MB, so only the first one fits.
     between = f"mount -o remount,ro {disk}" if obstacle == "read-only" else "true"
     script = f"""
         export OMP_NUM_THREADS=1
@@ -126,7 +126,7 @@ def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_da
 
 
 def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> None:
-    """Pruning keeps the checkpoint that `latest` names, even if the user made it name an older one."""
+    """Pruning keeps the checkpoint that `latest` names, even if a user set it back to an older one."""
     from megatron.checkpointing import prune
     from megatron.checkpointing.files import point_latest_to
 
@@ -139,7 +139,7 @@ def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> N
 
 
 def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> None:
-    """A run that was set back by hand from 8 to 4 and has saved 5 keeps 4 and 5, whatever 6 and 8 are."""
+    """Pruning keeps checkpoints 4 and 5 of a run that a user set back from iteration 8 to 4 and that then saved 5."""
     from megatron.checkpointing import prune
 
     folder = tmp_path / "checkpoints"
@@ -154,7 +154,7 @@ def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> N
 
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
-    """After a crash between the two renames of a save, the checkpoint that was moved aside is restored."""
+    """Saving an iteration again moves its old checkpoint aside; after a crash at this point, it is restored."""
     from megatron.checkpointing.files import clear, recover
 
     folder = tmp_path / "checkpoints"

@@ -1,4 +1,4 @@
-"""--finetune, --no-load-optim, --no-load-rng and the overrides have exactly their documented effects."""
+"""--finetune, --no-load-optim, --no-load-rng and --override-* have exactly their documented effects."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def weights(run_dir: Path, iteration: int) -> dict[str, bytes]:
 def test_finetune_takes_weights_alone_and_then_goes_on(
     before: Path, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Finetuning may use other samples and lengths, and a second start resumes the finetuning run."""
+    """--finetune loads only weights, also for other data and lengths; a second start resumes the finetuning run."""
     flags = f"--load {before} --finetune --seq-length 20 --max-position-embeddings 24 --seed 5"
     go(tmp_path, f"{flags} --train-iters 2", tiny_data, vocab_file)
     assert weights(tmp_path, 0) == weights(before, 3)
@@ -77,14 +77,14 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
     assert weights(tmp_path / "new", 3) == weights(before, 3)
     assert losses_of(tmp_path / "new") == losses_of(tmp_path / "kept"), "the same samples, the same dropout"
     assert weights(tmp_path / "new", 4) != weights(tmp_path / "kept", 4)
-    # Adam's first step is lr * sign(gradient) everywhere: the closed form for moments that start at zero.
+    # Adam's first step with moments of zero changes every weight by lr * sign(gradient).
     old, new = (whole_tensors(tmp_path / "new" / "checkpoints" / f"iter_000000{i}") for i in (3, 4))
     name = "weight.layers.0.attention.dense.bias"
     np.testing.assert_allclose(np.abs(new[name] - old[name]), 1e-3, rtol=2e-2)
 
 
 def test_weights_that_were_never_trained_here_have_no_schedule(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """Weights without training state, as after a conversion, take their schedule from the flags."""
+    """A checkpoint of iteration 0, like a converted one, does not impose its learning-rate schedule on the run."""
     go(tmp_path / "first", "--train-iters 1 --lr 5e-4", tiny_data, vocab_file)
     start = tmp_path / "first" / "checkpoints" / "iter_0000000"
     go(tmp_path / "new", f"--load {start} --train-iters 2 --lr 2e-3", tiny_data, vocab_file)
@@ -100,7 +100,7 @@ def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: 
 
 
 def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A static loss scale comes from the settings of the run; only a dynamic one is resumed from the checkpoint."""
+    """A static fp16 loss scale follows the current start's ds_config; a dynamic one resumes from the checkpoint."""
     scales = {
         "low": {"loss_scale": 128},
         "high": {"loss_scale": 1024},
@@ -153,7 +153,10 @@ def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None
 
 
 def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A run with a checkpoint of its own ignores --load, which may even be gone; overrides stay in effect."""
+    """A run directory that has checkpoints resumes from them and ignores --load, whose folder may be gone.
+
+    --override-data stays in effect.
+    """
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(before, base)
     load = f"--load {base} --override-data"
@@ -173,7 +176,7 @@ def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data:
 
 
 def test_another_split_with_as_many_samples(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A changed split is detected even if it has the same hash; rescaled numbers of one split are accepted."""
+    """A changed --split is refused even with as many samples; other numbers for equal shares (2,2 for 1,1) are not."""
     total = IndexedDataset(tiny_data).num_documents
 
     def of(n: int) -> int:
@@ -197,7 +200,7 @@ def test_finetune_without_load_is_refused(tmp_path: Path, tiny_data: str, vocab_
 
 
 def test_another_corpus_with_documents_as_long(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """Other tokens in documents of the same lengths are detected; a copy of the corpus elsewhere is accepted."""
+    """A corpus with other tokens in documents of the same lengths is refused; a copy of the corpus is accepted."""
     for name in ("same", "other"):
         for ending in (".bin", ".idx"):
             shutil.copyfile(f"{tiny_data}{ending}", tmp_path / f"{name}{ending}")
@@ -211,7 +214,7 @@ def test_another_corpus_with_documents_as_long(before: Path, tmp_path: Path, tin
 
 
 def test_other_weights_name_what_is_skipped_and_repeated(tmp_path: Path, vocab_file: str) -> None:
-    """The numbers of skipped and repeated samples equal a count by hand."""
+    """The error about changed weights of a blend names the skipped and repeated samples of each corpus."""
     dice = np.random.default_rng(1)
     for name in "abc":
         prefix = str(tmp_path / name)
@@ -222,7 +225,7 @@ def test_other_weights_name_what_is_skipped_and_repeated(tmp_path: Path, vocab_f
     names = [str(tmp_path / name) for name in "abc"]
     first, second = f"0.5 {names[0]} 0.5 {names[1]}", f"0.9 {names[0]} 0.1 {names[1]}"
     third = f"0.5 {names[0]} 0.5 {names[2]}"
-    # 20 samples are 10 + 10 under `first` and 18 + 2 under `second`.
+    # The first 20 samples are 10 of a and 10 of b with `first`, but 18 of a and 2 of b with `second`.
     go(tmp_path / "run", "--train-iters 10", first, vocab_file)
     with pytest.raises(RankFailure, match=r"a skips .* 10 to 17.*b repeats .* 2 to 9.*--override-data"):
         go(tmp_path / "run", "--train-iters 11", second, vocab_file)

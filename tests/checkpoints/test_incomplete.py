@@ -1,4 +1,4 @@
-"""No error in a writer publishes an incomplete checkpoint or deletes a complete one."""
+"""An error while a checkpoint is written neither publishes the incomplete checkpoint nor deletes earlier ones."""
 
 import contextlib
 import io
@@ -54,7 +54,7 @@ def _thread(*_: Any, **__: Any) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing, as a writer that dies silently."""
+    """Do nothing, to simulate a writer that writes no file and raises no error."""
 
 
 class _NoThread(threading.Thread):
@@ -81,10 +81,7 @@ def _struck(target: Any, name: str, by: Any) -> Iterator[None]:
 
 
 def _break_saves(folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """Return, by fault, the error that this rank raises.
-
-    Only rank 1 fails, while it saves a second checkpoint.
-    """
+    """Save while rank 1 suffers each of FAULTS; return fault -> the error that this rank raises."""
     told = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         begin()
@@ -136,7 +133,7 @@ def _three(folder: str, data: str, vocab_file: str) -> None:
 
 
 def test_the_newest_whole_checkpoint_stays(three: Path) -> None:
-    """Pruning keeps the newest complete checkpoint, even if incomplete ones are newer."""
+    """Pruning keeps the newest complete checkpoint if newer ones are damaged."""
     for name in ("iter_0000002", "iter_0000003"):
         assert is_whole(three / name)
     index = json.loads((three / "iter_0000003" / "checkpoint.json").read_text())
@@ -164,9 +161,9 @@ PADDED = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8
 
 
 def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, torch.Tensor]]:
-    """Train with 65 tokens over `ranks` ranks, so that one of two has only padding.
+    """Train, save and load with a vocabulary of 65; return this rank's weights, without padding, before and after.
 
-    Return this rank's rows when saved and after loading.
+    Of two tensor-parallel ranks, the second has only padding rows of the embedding.
     """
     config = parse(f"{PADDED} --model-parallel-size {ranks}".split())
     text = torch.randint(65, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""A run killed with SIGKILL at any moment can be resumed, and its final state shows no trace of the kills."""
+"""A run killed with SIGKILL at any moment can be resumed and ends with the state of an uninterrupted run."""
 
 import hashlib
 import json
@@ -30,18 +30,19 @@ MOMENTS = ("time", "read", "step", "write", "files", "prune")
 
 
 class Kill(NamedTuple):
-    """A planned kill.
+    """A planned kill of one or all ranks.
 
-    moment: when the rank kills itself, at the count-th opportunity; at "time" it is killed from outside.
+    moment, count: the rank kills itself at the count-th call at this moment, e.g. the second file system change
+    ("files"). At the moment "time" the test kills it after a random delay.
     """
 
     moment: str
     count: int
-    rank: int | None  # None: all ranks
+    rank: int | None  # None means all ranks
 
 
 def _die_at(count: int, target: Any, name: str) -> None:
-    """Make this process kill itself at the count-th call of target.name."""
+    """Make this process kill itself at the count-th call of `target`'s function `name`."""
     honest, calls = getattr(target, name), [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -54,12 +55,12 @@ def _die_at(count: int, target: Any, name: str) -> None:
 
 
 def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
-    """Run on a rank that kills itself at the planned moment."""
+    """Train on a rank that kills itself at the planned moment."""
     from megatron.checkpointing import stream
     from megatron.training import loop
 
     if kill.rank in (None, int(os.environ["RANK"])):
-        if kill.moment == "read":  # a batch was read, but no step was made
+        if kill.moment == "read":  # after a batch was read and before its step
             honest = loop.read
 
             def broken(*args: Any) -> Any:
@@ -70,11 +71,11 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
                 return (os.kill(os.getpid(), signal.SIGKILL) if n == kill.count else batch for n, batch in reads)
 
             loop.read = broken  # type: ignore[assignment]
-        elif kill.moment == "step":  # the step was made, but not counted yet
+        elif kill.moment == "step":  # after the step and before the iteration is counted
             _die_at(kill.count, loop, "_advance")
-        elif kill.moment == "write":  # in the middle of a file
+        elif kill.moment == "write":  # while a checkpoint file is being written
             _die_at(kill.count * 7, stream.StreamWriter, "add")
-        elif kill.moment == "files":  # between any two changes of the folder
+        elif kill.moment == "files":  # before a sync or rename in the folder of checkpoints
             for name in ("fsync", "rename", "replace"):
                 _die_at(kill.count, os, name)
         elif kill.moment == "prune":
@@ -83,7 +84,7 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
 
 
 def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
-    """Start two ranks and wait until one dies; return False if the run finished instead."""
+    """Start two ranks and wait until one ends; return whether the kill happened before the run finished."""
     rows = _rows(start.run_dir)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -106,10 +107,10 @@ def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
         time.sleep(0.3)
         done = all(p.exitcode == 0 for p in ranks)
         for process in ranks:
-            process.kill()  # the launcher does this when a rank is gone
+            process.kill()  # a launcher, too, kills all ranks if one dies
             process.join()
         errors = [path.read_text() for path in Path(folder).glob("error*")]
-    # Ranks that were not killed may only complain about a lost peer.
+    # Surviving ranks may report a lost connection, but no other error.
     assert all("onnection" in error or "closed by peer" in error or "gloo" in error for error in errors), errors
     return not done
 
@@ -120,7 +121,7 @@ def _rows(run_dir: Path) -> bytes:
 
 
 def _check_latest(folder: Path) -> None:
-    """Check without this project's reader that the checkpoint named by `latest` is complete."""
+    """Check the SHA-256 of every file of the checkpoint that `latest` names."""
     if not (folder / "latest").exists():
         return
     checkpoint = folder / (folder / "latest").read_text().split()[0]
@@ -146,10 +147,10 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
     for trial in range(4 * kills):
         kill = Kill(MOMENTS[trial % len(MOMENTS)], dice.randint(1, 5), dice.choice([0, 1, None]))
         if kill.moment in ("read", "prune"):
-            kill = kill._replace(rank=dice.choice([0, None]))  # only the first rank reads and prunes
+            kill = kill._replace(rank=dice.choice([0, None]))  # only rank 0 reads data and prunes
         if _killed(kill, cut, dice, data, vocab_file):
             done += 1
-        else:  # the run finished before the kill: start over
+        else:  # the run finished before the kill, so start it again from scratch
             shutil.rmtree(cut.run_dir)
         _check_latest(cut.run_dir / "checkpoints")
         if done == kills:
@@ -163,12 +164,12 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
 
 
 def test_a_few_kills(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A run survives one kill at each kind of moment, with asynchronous saves and reader workers active."""
+    """A run with asynchronous saves and data-loader workers survives one kill at each kind of moment."""
     drill(next(iter(WAYS)), 6, 0, tmp_path, tiny_data, vocab_file)
 
 
 @FULL
 @pytest.mark.parametrize("way", WAYS)
 def test_many_kills(way: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """Runs survive 12 kills each in every configuration."""
+    """Runs survive 12 kills in each configuration of WAYS."""
     drill(way, 12, 1, tmp_path, tiny_data, vocab_file)

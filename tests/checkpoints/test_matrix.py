@@ -1,4 +1,4 @@
-"""A checkpoint of any layout loads in any other with identical weights and moments, and the same losses follow."""
+"""A checkpoint of any layout loads in any other layout: weights and moments are identical, later losses equal."""
 
 import itertools
 from collections import defaultdict
@@ -24,12 +24,12 @@ LAYOUTS = [
 ]
 SAVED, LAST = 2, 7
 ALL = list(itertools.permutations(range(len(LAYOUTS)), 2))
-# The default pairs: from ZeRO 3 to a pipeline with tensor parallelism, and back.
+# Pairs that run by default, as indices into LAYOUTS: from ZeRO 3 to a pipeline with tensor parallelism, and back.
 BOTH_WAYS = [(2, 6), (6, 2)]
 
 
 def _flags(layout: Layout) -> str:
-    # Each optimisation of time or memory is on in some layout; none may change a file or a number.
+    # Some layouts use recomputation and sequence parallelism, which must not change checkpoints or losses.
     saving = "--checkpoint-activations" if layout.pp == 4 else "--checkpoint-attention"
     saving += " --sequence-parallel" if layout.tp > 1 else ""
     return (
@@ -39,7 +39,7 @@ def _flags(layout: Layout) -> str:
 
 
 def _launch(starts: dict[Layout, list[Start]], data: str, vocab_file: str) -> None:
-    """Launch all runs, grouping those with the same grid into one launch."""
+    """Do all runs, with one launch of ranks for those with equal pipeline, data and tensor-parallel sizes."""
     grids: defaultdict[tuple[int, int, int], list[Start]] = defaultdict(list)
     for layout, of_it in starts.items():
         grids[layout[:3]] += of_it

@@ -1,4 +1,4 @@
-"""Memory needed for a save: about one tensor, or, in the background, one copy of what the rank writes."""
+"""A save needs memory for about one tensor; a save in the background, for one copy of what the rank writes."""
 
 import resource
 import threading
@@ -17,7 +17,7 @@ FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 8
 
 
 def _body(folder: str, background: bool) -> tuple[float, float, float]:
-    """Return (MB of the largest tensor, MB of a checkpoint, MB by which the peak rose during two saves)."""
+    """Save twice; return the MB of the largest tensor, of a checkpoint, and of the additional peak memory."""
     config = parse(FLAGS.split())
     engine = start_engine(TextTask(), config)
     engine.train_batch(iter([{"text": torch.zeros(1, 9, dtype=torch.int64)}]), 1e-4)

@@ -1,4 +1,4 @@
-"""Finetuning a checkpoint on longer texts with other rotary positions and windows, if the flags ask for it."""
+"""--finetune may change RoPE settings, sliding window and length of a checkpoint; without it, that is refused."""
 
 from pathlib import Path
 

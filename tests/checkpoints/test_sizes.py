@@ -1,4 +1,4 @@
-"""Sizes in a file that contradict its tensors are refused by name before anything of that size is allocated."""
+"""Sizes in checkpoint.json or config.json that contradict the tensors are refused before memory is allocated."""
 
 import hashlib
 import json
@@ -30,12 +30,12 @@ FAMILIES = {
     "llama": f"{SMALL} --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias --no-tie-embeddings",
     "t5": f"{SMALL} --num-sentinels 5 --enc-seq-length 8 --num-decoder-layers 3 --position-embedding relative --normalization rmsnorm --no-hidden-bias",
 }
-LIMIT = 2 << 30  # bytes beyond current usage
+LIMIT = 2 << 30  # bytes of memory that a test may use in addition to what it has
 
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """Limit the address space, so that Python raises MemoryError instead of exhausting the machine."""
+    """Limit this process's address space, so that huge allocations raise MemoryError at once."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT, before[1]))
@@ -46,7 +46,7 @@ def little_memory() -> Iterator[None]:
 
 
 def checkpoint(folder: Path, family: str) -> Path:
-    """Write a checkpoint of zeros with its tokenizer; return its folder."""
+    """Write a checkpoint with weights of zero, and a tokenizer; return the checkpoint's folder."""
     train_byte_bpe(["The river runs slowly to the sea. "] * 9, str(folder / "tokenizer.json"), 260, "hf")
     config = parse([*FAMILIES[family].split(), "--family", family, "--vocab-file", str(folder / "tokenizer.json")])
     entries = [
@@ -59,7 +59,7 @@ def checkpoint(folder: Path, family: str) -> Path:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change checkpoint.json and update its checksum."""
+    """Apply `change` to the content of checkpoint.json and update its checksum."""
     content = json.loads((path / "checkpoint.json").read_text())
     change(content)
     before = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
@@ -69,7 +69,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def uses(path: Path) -> dict[str, Callable[[], Any]]:
-    """Return one call for each command that reads a checkpoint for its model."""
+    """Return tool -> a call that loads the checkpoint's model as the tool does."""
 
     def by(module: Any, *argv: str) -> Any:
         return module.build_parser().parse_args([*argv, "--load", str(path)])
@@ -157,7 +157,7 @@ def test_more_samples_than_iterations_can_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [[], ["exp_avg"]])
 def test_moments_that_are_announced_and_missing(kept: list[str], tmp_path: Path) -> None:
-    """Moments that all weights lack are refused, and so is a second moment without the first."""
+    """An index that announces optimizer moments is refused if the tensors of both, or of the second, are missing."""
     path = checkpoint(tmp_path, "gpt2")
 
     def announce(content: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ def test_a_config_of_theirs_that_no_memory_holds(family: str, tmp_path: Path) ->
 
 
 def test_a_resume_drops_no_layer(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A layer in the checkpoint is never dropped, even if its settings and the flags both name one layer less."""
+    """A resume is refused if the checkpoint has a layer more than its own settings and the flags say."""
     flags = f"{SMALL.replace(' --vocab-size 270', '')} --batch-size 2 --eval-iters 0 --precision fp32 --no-tensorboard".split()
     flags += ["--data-path", tiny_data, "--vocab-file", vocab_file, "--save-interval", "1", "--lr", "0.001"]
     train_gpt2(1, tmp_path / "run", *flags, "--train-iters", "1")

@@ -1,4 +1,4 @@
-"""After stops between two log lines, each iteration is counted in exactly one line."""
+"""A run that stops between two --log-interval lines writes a line for its last iterations; none counts twice."""
 
 import json
 from pathlib import Path

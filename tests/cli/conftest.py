@@ -1,4 +1,4 @@
-"""Preload transformers, whose import takes six seconds, in the process from which commands are forked."""
+"""Import transformers, which takes six seconds, once in the fork server that runs the tests' commands."""
 
 from tests.support import preload
 

@@ -1,4 +1,4 @@
-"""Checks of docker/ without building images: parsers read the files, and their flags exist in our scripts."""
+"""docker/ is checked without building images: syntax, copied files, and flags of this project's scripts."""
 
 import json
 import os
@@ -31,7 +31,7 @@ DOCKERFILES = pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cud
 
 @DOCKERFILES
 def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_path: Path) -> None:
-    """setup.sh runs with only the files that are copied before it, given a stand-in for Python."""
+    """The files that a Dockerfile copies before it runs setup.sh suffice for setup.sh; Python is simulated."""
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     (install,) = (at for at, line in enumerate(lines) if line.startswith("RUN") and "setup.sh" in line)
     for line in lines[:install]:
@@ -53,7 +53,7 @@ def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_p
 
 @DOCKERFILES
 def test_dockerfiles(name: str) -> None:
-    """Dockerfiles use known instructions, copy files that exist and are not ignored, and run valid shell code."""
+    """Dockerfiles have known instructions, copy existing files that .dockerignore allows, and run valid shell code."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     assert f"-f docker/{name}" in text
     lines = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
@@ -98,7 +98,7 @@ def test_the_job_of_kubernetes_gives_flags_that_our_scripts_take(tmp_path: Path)
 
 
 def _environment(rank: int, nodes: int, each: int, port: int) -> dict[str, str]:
-    """Return the variables that Kubeflow's operator sets in a pod."""
+    """Return the environment variables that Kubeflow's training operator sets in the pod of a node."""
     return {
         "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": str(each), "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(nodes), "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""Conversion to Hugging Face and back: the same logits and the same bits, from every layout."""
+"""Conversion to Hugging Face keeps logits, and back keeps every bit of the weights, from every layout."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ def round_trip(run: Path, tmp_path: Path, *shards: str) -> None:
 
 
 def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
-    """Check perplexity with a stride of one token against a loop that scores every token separately."""
+    """Check tools/evaluate.py --stride 1 against a loop that scores every token with transformers."""
     texts = ["春天来了，花开了。", "It was a dark night, and the rain fell in torrents over the town. " * 2]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     count, eod = 0, theirs.config.eos_token_id
@@ -105,14 +105,14 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (1, []),  # this case also checks evaluation
+        (1, []),  # on one rank, the test also checks evaluation
         (4, ["--pipe-parallel-size", "2", "--model-parallel-size", "2"]),
         pytest.param(2, ["--model-parallel-size", "2", "--no-tie-embeddings"], marks=FULL),
     ],
     ids=["one process", "pp2-tp2", "tp2 untied"],
 )
 def test_gpt2(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world: int, layout: list[str]) -> None:
-    """GPT-2 converts both with a tokenizer of our scripts and with one of Hugging Face's kind."""
+    """GPT-2 is converted with a sentencepiece tokenizer and with a tokenizer.json."""
     hf_file = vocab_file if world == 4 else hf_file
     train_gpt2(
         world,
@@ -253,9 +253,9 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_corpus: Path) -> None:
-    """A jieba tokenizer is not exported, since transformers would split text differently.
+    """A tokenizer that needs jieba is not exported, since transformers would split text differently.
 
-    Other exports give identical ids.
+    Exported sentencepiece tokenizers give identical ids.
     """
     from data_utils.documents import texts
     from data_utils.tokenizer_training import train_cpm, train_sentencepiece
@@ -276,7 +276,10 @@ def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_cor
 
 
 def their_t5(folder: Path, hf_file: str) -> Any:
-    """Save a transformers T5 and its tokenizer: padding and end first, sentinels last, and unused embedding rows."""
+    """Save a transformers T5 and its tokenizer, with ids as in t5-small; return the model.
+
+    <pad> and </s> come first, sentinels last, and the embedding has spare rows.
+    """
     from tokenizers import Tokenizer
 
     content = json.loads(Path(hf_file).read_text(encoding="utf-8"))
@@ -314,7 +317,7 @@ def test_a_t5_of_theirs_keeps_its_special_tokens(tmp_path: Path, hf_file: str) -
     assert ours.vocab_size == tokenizer.get_vocab_size() < config["model"]["vocab_size"]
     text = "春天<extra_id_0>花<extra_id_1>开"
     assert ours.encode(text) == tokenizer.encode(text).ids and ours.decode(ours.encode(text)) == text
-    # Continue training with the printed command; the result converts back with the same ids and generates text.
+    # Continue training with the command that the converter printed, convert the result back, and generate text.
     argv = ["--input", str(ROOT / "corpus/sample.jsonl"), "--vocab-file", str(tmp_path / "theirs"), "--quiet"]
     done = command("python", "tools/preprocess_data.py", *argv, "--output-prefix", str(tmp_path / "data"))
     assert done.returncode == 0, done.stderr
@@ -355,9 +358,9 @@ def test_a_t5_of_theirs_keeps_its_special_tokens(tmp_path: Path, hf_file: str) -
 
 
 def test_saved_again_by_transformers_it_is_the_same_to_the_bit(tmp_path: Path, tiny_data: str, hf_file: str) -> None:
-    """A T5 saved again by transformers 5 is unchanged.
+    """A T5 that was exported, saved again by transformers 5 and imported has the same weights.
 
-    transformers writes `tie_word_embeddings: true` despite untied weights.
+    transformers 5 writes `tie_word_embeddings: true` even for untied weights.
     """
     train_t5(1, tmp_path / "run", *SMALL, *T5, "--data-path", tiny_data, "--vocab-file", hf_file, "--no-tie-embeddings")
     convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--verify")
@@ -446,7 +449,7 @@ def test_gpt2_is_continued_in_two_commands(tmp_path: Path, tiny_data: str, hf_fi
     ]
     rows = train_gpt2(2, tmp_path / "run", *load, *more, "--pipe-parallel-size", "2", "--hidden-dropout", "0", "--attention-dropout", "0")  # fmt: skip
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["activation"] == "gelu"
-    # The first loss equals the loss of the transformers model on the same samples.
+    # The first training loss equals the loss of the transformers model on the same samples.
     from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 
     (samples, _, _), _ = build_train_valid_test_datasets([tiny_data], "949,50,1", 48, 1234, 3000)

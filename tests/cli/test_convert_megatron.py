@@ -1,4 +1,4 @@
-"""Import from CPM-1, CPM-Pretrain, Megatron-LM and DeepSpeed, checked against plain torch; pickled code never runs."""
+"""Checkpoints of CPM-1, CPM-Pretrain, Megatron-LM and DeepSpeed are imported; code in their pickles never runs."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ PADDED = 3072
 
 
 def some_weights() -> dict[str, Tensor]:
-    """Return random weights by our names."""
+    """Return random weights by their names in this project."""
     g = torch.Generator().manual_seed(2)
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (PADDED, HIDDEN),
@@ -49,14 +49,14 @@ def some_weights() -> dict[str, Tensor]:
 
 
 def of_rank(w: Mapping[str, Tensor], rank: int, ranks: int, version: int) -> dict[str, Tensor]:
-    """Return one rank's tensors, with query, key and value rows in the order of this checkpoint version."""
+    """Return the shards of a tensor-parallel rank, with QKV rows in the order of Megatron-LM's checkpoint version."""
     found = {}
     head = HIDDEN // HEADS
     for name, value in w.items():
         if "query_key_value" in name:
             order = []
             own = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
-            # Row (n, c, d) of ours is feature d of c = query, key or value of head n.
+            # In `w`, row (n * 3 + c) * head + d is feature d of the query, key or value (c) of head n.
             if version == 0:
                 order = [(n, c, d) for c in range(3) for n in own for d in range(head)]
             elif version == 1:
@@ -73,7 +73,7 @@ def of_rank(w: Mapping[str, Tensor], rank: int, ranks: int, version: int) -> dic
 
 
 def save_cpm1(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
-    """Save like CPM-1-large: two ranks under DeepSpeed, half precision, names of Megatron-LM's first version."""
+    """Save as CPM-1-large: two DeepSpeed ranks, fp16, Megatron-LM's first names; return the converter's flags."""
     (folder / "80000").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("80000")
     names = {"embedding.word_embeddings.weight": "word_embeddings.weight"}
@@ -88,7 +88,7 @@ def save_cpm1(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
 def save_megatron(
     folder: Path, w: Mapping[str, Tensor], version: int, stages: int = 1, say_version: bool = True
 ) -> list[str]:
-    """Save like Megatron-LM of 2020 and 2021: nested, with its settings, in pipeline stages from version 3 on."""
+    """Save in the format of Megatron-LM of 2020 and 2021, nested and with settings; return the converter's flags."""
     (folder / "latest_checkpointed_iteration.txt").parent.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("100")
     body = "encoder" if version >= 2 else "transformer"
@@ -123,7 +123,7 @@ def save_megatron(
 
 
 def generators() -> dict[str, Any]:
-    """Return random generator states as Megatron-LM saves them next to the weights."""
+    """Return states of random number generators, as Megatron-LM saves them next to the weights."""
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -133,7 +133,10 @@ def generators() -> dict[str, Any]:
 
 
 def save_deepspeed(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int) -> list[str]:
-    """Save like CPM-Pretrain without a pipeline: names of Megatron-LM 1.1.5, under DeepSpeed, without a version."""
+    """Save in the format of CPM-Pretrain without a pipeline; return the converter's flags.
+
+    The format is DeepSpeed's, with the names of Megatron-LM 1.1.5 and no checkpoint version.
+    """
     (folder / "100").mkdir(parents=True)
     (folder / "latest").write_text("100")
     for rank in range(ranks):
@@ -154,7 +157,10 @@ def save_deepspeed(folder: Path, w: Mapping[str, Tensor], version: int, ranks: i
 
 
 def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int, said: bool = False) -> list[str]:
-    """Save like CPM-Pretrain with a pipeline in fp16: one file for each item of its layer list that has weights."""
+    """Save in the format of CPM-Pretrain with a pipeline, one file per layer; return the converter's flags.
+
+    said: also save the checkpoint version.
+    """
     place = folder / "global_step100"
     place.mkdir(parents=True)
     (folder / "latest").write_text("global_step100")
@@ -163,9 +169,9 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
         mine = of_rank(w, rank, ranks, version)
         words = {"word_embeddings.weight": mine["embedding.word_embeddings.weight"]}
         items: dict[int, dict[str, Tensor]] = {
-            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # 0 and 2 have no weights
+            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # layers 0, 2 are functions
             LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},
-            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # never used there
+            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # output: no positions
         }
         for i in range(LAYERS):
             stem = f"layers.{i}."
@@ -179,7 +185,7 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
 
 
 def save_ours(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
-    """Save a model of ours as plain DeepSpeed does."""
+    """Save weights by their names in this project, in DeepSpeed's format; return the converter's flags."""
     folder.mkdir(parents=True)
     torch.save({"module": dict(w)}, folder / "mp_rank_00_model_states.pt")
     return ["--num-attention-heads", str(HEADS)]
@@ -205,7 +211,7 @@ COVERED = ("cpm-1", "megatron-1", "megatron-3-pipeline", "deepspeed-2", "layers-
 
 
 def logits_of(w: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Return the logits [b, s, v] that plain torch computes from weights by our names."""
+    """Return the logits [b, s, v] that plain torch computes for tokens [b, s] from weights `w`."""
     positions, allowed, _ = reference.masks(tokens, -1, by_document=False)
     return reference.logits(w, tokens, positions, allowed, LAYERS, HEADS)[..., :VOCAB]
 
@@ -216,7 +222,7 @@ def some_tokens() -> Tensor:
 
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_read(form: str, tmp_path: Path) -> None:
-    """Every format is read bit for bit, and any other order of query, key and value gives a different network."""
+    """Every format is read bit for bit; with a wrong --checkpoint-version, and so QKV order, logits differ."""
     w = some_weights()
     if form == "cpm-1":
         w = {name: value.half().float() for name, value in w.items()}
@@ -262,7 +268,7 @@ def test_the_network_that_was_saved(form: str, tmp_path: Path, vocab_file: str) 
 
 
 class Payload:
-    """An object that runs a command when it is unpickled, as in an attacker's checkpoint."""
+    """An object that creates the file `path` by a shell command when it is unpickled, like an attacker's code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -272,7 +278,7 @@ class Payload:
 
 
 class Reduced:
-    """An object that pickles as the call of a function on these values, then `state` if given."""
+    """An object whose __reduce__ returns `call`: (function, arguments) and, optionally, a state."""
 
     def __init__(self, *call: Any) -> None:
         self.call = call
@@ -305,11 +311,11 @@ def test_a_payload_is_refused_and_never_run(tmp_path: Path) -> None:
 def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     state, weight = np.random.RandomState(3).get_state(), torch.arange(4.0)
-    rebuild = np.arange(3).__reduce__()[0]  # numpy's _reconstruct
+    rebuild = np.arange(3).__reduce__()[0]  # the function with which numpy unpickles arrays
     for old_format in (False, True):
         torch.save({"np_rng_state": state, "weight": weight}, path, _use_new_zipfile_serialization=not old_format)
         assert torch.equal(load_plain(path)["weight"], weight)
-    # numpy 1 wrote these module names.
+    # Pickles of numpy 1 have the module name numpy.core instead of numpy._core.
     written = pickle.dumps({"np_rng_state": state}, protocol=2).replace(b"numpy._core", b"numpy.core")
     assert b"numpy.core.multiarray" in written
     path.write_bytes(b"".join(legacy_header()) + written + pickle.dumps([], protocol=2))
@@ -334,7 +340,7 @@ def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path:
 
 
 def legacy_header() -> list[bytes]:
-    """Return what precedes the content in files of torch 1.5 and before."""
+    """Return the pickles at the start of a file that torch 1.5 or older saved."""
     magic = 0x1950A86A20F9469CFC6C
     sizes = {"short": 2, "int": 4, "long": 4}
     system = {"protocol_version": 1001, "little_endian": True, "type_sizes": sizes}
@@ -388,5 +394,5 @@ def test_folders_that_do_not_fit_together(tmp_path: Path) -> None:
     save_megatron(tmp_path / "later", w, 2)
     for path in (tmp_path / "later").rglob("*.pt"):
         torch.save({"model": torch.load(path, weights_only=False)["model"]}, path)
-    # Megatron-LM recorded its version by the time it used these names.
+    # Megatron-LM always recorded the version once it used these names, so the missing one is not taken for 0.
     refused(tmp_path / "later", None, "give --checkpoint-version 0")

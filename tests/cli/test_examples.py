@@ -1,6 +1,6 @@
 """Each file of examples/ does what its docstring says.
 
-test_own_model.py tests pretrain_decoder.py and write_with_decoder.py.
+test_own_model.py tests two of them, pretrain_decoder.py and write_with_decoder.py.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import torch
 from tests.support import FULL, ROOT, RankFailure, command, losses, on_ranks
 
 EXAMPLES = ROOT / "examples"
-LONG = {"pretrain_decoder.py"}  # a complete model
+LONG = {"pretrain_decoder.py"}  # may be longer than other examples, since it defines a complete model
 
 
 def test_each_is_short_and_says_what_it_shows_and_prints() -> None:
@@ -32,7 +32,7 @@ def test_each_is_short_and_says_what_it_shows_and_prints() -> None:
 
 
 def _main(name: str) -> str:
-    """Run an example's main() on this rank and return what it prints."""
+    """Run an example's main() on this rank and return its output."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         importlib.import_module(f"examples.{name}").main()
     return said.getvalue()
@@ -86,7 +86,7 @@ def test_a_schedule_of_ones_own_is_checked() -> None:
 
 
 def _spirals_by_plain_torch() -> list[str]:
-    """Train the same layers on the same points in one process without tds, with tds's initialisation."""
+    """Train the layers of examples/tds_alone.py in plain torch, with tds's initialisation; return its output."""
     from examples.tds_alone import MICROS, ROWS, STEPS, points
     from tds.pipe import LayerSpec, SequentialModule, seeded_layers
 
@@ -138,7 +138,7 @@ def _sums(stages: int, folder: Path, vocab_file: str) -> None:
 
 
 def test_own_dataset(tmp_path: Path, vocab_file: str) -> None:
-    """The example's dataset yields correct sums, and every layout reads the same samples."""
+    """The example's dataset of sums is correct, and every layout reads the same samples."""
     from examples.own_dataset import Sums
     from megatron.tokenizer import load_tokenizer
 
@@ -173,7 +173,7 @@ def test_preparing_without_ray(tmp_path: Path) -> None:
     assert words == f"sha256 {hashlib.sha256((tmp_path / 'alone' / 'data_text_document.bin').read_bytes()).hexdigest()}"
 
 
-@FULL  # starts Ray twice, ten seconds each
+@FULL  # starts Ray twice, which takes ten seconds each
 def test_preparing_on_ray_gives_the_same_bytes(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray")
     (tmp_path / "none").mkdir()
@@ -186,7 +186,7 @@ def test_preparing_on_ray_gives_the_same_bytes(tmp_path: Path) -> None:
 
 @FULL
 def test_continued_pretraining(tmp_path: Path) -> None:
-    """Running the command again resumes the finished run and changes nothing."""
+    """continue_from_hf.sh trains and exports; a second start resumes the finished run and exports the same weights."""
     pytest.importorskip("transformers")
     for _ in range(2):
         done = command("bash", "examples/continue_from_hf.sh", "", "corpus/sample.jsonl", str(tmp_path / "more"))
@@ -205,13 +205,13 @@ def cells() -> list[dict[str, Any]]:
 
 
 def script(cell: dict[str, Any]) -> str:
-    """Return a notebook cell as Python: `!command {variable}` becomes a shell command."""
+    """Return a notebook cell as Python code, with `!command {variable}` as a call of `shell`."""
     text = "".join(cell["source"]).replace("\\\n", "")
     return re.sub(r"^!(.*)$", lambda found: f"shell(f{found[1]!r})", text, flags=re.MULTILINE)
 
 
 def test_the_notebook_is_one() -> None:
-    """The notebook has no saved outputs, its ids are unique, and all its code compiles."""
+    """The notebook has unique cell ids and no saved outputs, and the code of its cells compiles."""
     found = cells()
     assert len({cell["id"] for cell in found}) == len(found)
     for cell in found:
@@ -222,7 +222,7 @@ def test_the_notebook_is_one() -> None:
 
 @FULL
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The notebook's cells run in order in one namespace, except for the one that installs."""
+    """All cells of the notebook run in order in one namespace, except for the cell that installs the package."""
     monkeypatch.chdir(EXAMPLES)
     monkeypatch.setenv("RUN_DIR", str(tmp_path / "run"))
     names = {"shell": lambda words: subprocess.run(words, shell=True, check=True)}

@@ -1,4 +1,4 @@
-"""tools/generate.py with prompts from a flag, a file or a conversation, over ranks, and with Hugging Face models."""
+"""tools/generate.py: prompts from a flag, a file or a conversation; several ranks; Hugging Face models."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ KINDS = {
 
 
 def _write(layout: str) -> list[Any]:
-    """Return what each kind of model generates by sampling and by beam search."""
+    """Return the token ids that each kind of model generates in `layout`, by sampling and by beam search."""
     found: list[Any] = []
     for kind, flags in KINDS.items():
         config = parse(f"{flags} {layout}".split())
@@ -51,7 +51,7 @@ def _write(layout: str) -> list[Any]:
             stepper: Stepper = GPT2Stepper(gpt2, PROMPT, 24, stages=stages)
         else:
             stepper = T5Stepper(T5Model(config, parallel_output=False, own=own).eval(), PROMPT * 3, 1, stages=stages)
-        length = 30 if kind not in ("cpm", "t5") else 15  # 30 exceeds the last position of GPT-2
+        length = 30 if kind not in ("cpm", "t5") else 15  # 30 tokens go beyond GPT-2's 24 positions
         found += sample(stepper, 2, length, 49, Sampling(0.8, 0, 0.9), seed=3)
         found += [ids for _, ids in beam_search(stepper, 3, 8, 49)]
     return found
@@ -62,7 +62,7 @@ LAYOUTS = ["--pipe-parallel-size 2", "--pipe-parallel-size 2 --model-parallel-si
 
 @pytest.mark.parametrize("layout", covering(LAYOUTS, lambda layout: layout.endswith("size 3")))
 def test_stages_write_what_one_process_writes(layout: str) -> None:
-    """All ranks of every layout generate what one process does, even with only one layer per stage."""
+    """All ranks of every layout generate the tokens of one process, even with one layer per stage."""
     (expected,) = on_ranks(1, _write, "")
     world = 4 if "model" in layout else int(layout.split()[-1])
     for found in on_ranks(world, _write, layout):
@@ -165,7 +165,7 @@ TEXTS = ["春天", "The road", "一", "The road home", "春", "二", "The river"
 
 @pytest.mark.parametrize("flags", ["--temperature 0", "--num-beams 3 --num-samples 2", "--num-samples 2 --seed 5"])
 def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_path: Path, flags: str) -> None:
-    """Prompts of different lengths get the same answers in batches as one by one, in the order of the prompts."""
+    """Prompts of different lengths are continued in batches as they are one by one, and in their order."""
     prompts = tmp_path / "prompts"
     prompts.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     base = ["--load", run, "--input", str(prompts), "--max-new-tokens", "12", *flags.split()]
@@ -182,7 +182,7 @@ def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_
 
 
 def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are placed on the process's device, with torch's meta device in place of a GPU."""
+    """Models are loaded to the process's device; torch's meta device stands in for a GPU."""
     there = torch.device("meta")
     monkeypatch.setattr(device_module, "current", lambda: there)
     model = tool.load(tool.build_parser().parse_args(["--load", run])).model
@@ -217,10 +217,7 @@ def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
 @FULL
 @pytest.mark.timeout(1500)
 def test_the_demo_of_t5_learns(tmp_path: Path) -> None:
-    """`bash scripts/run_t5.sh` beats the unigram entropy of masked text by half a nat.
-
-    Its predictions depend on the context.
-    """
+    """The T5 of scripts/run_t5.sh is half a nat below the unigram entropy, and its predictions fit the context."""
     done = command("bash", "scripts/run_t5.sh", env={"RUN_DIR": str(tmp_path / "t5")}, timeout=1200)
     assert done.returncode == 0, done.stderr
     text = float(re.findall(r"masked text only, first and last +[\d.]+, ([\d.]+)", done.stdout)[0])

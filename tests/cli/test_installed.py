@@ -18,9 +18,9 @@ LEFT_OUT = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ folder of a new environment with this checkout installed; other packages come from this environment.
+    """The bin/ folder of a new environment with this project installed; other packages are the tests' own.
 
-    If $INSTALLED is set, as by scripts/test_versions.sh, the fixture is that folder.
+    scripts/test_versions.sh sets $INSTALLED to the bin/ folder of another environment, which is used instead.
     """
     if there := os.environ.get("INSTALLED"):
         return Path(there)
@@ -37,7 +37,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
-    """The installed commands cover every step: tokenizer, corpus, training, resuming, conversion, text, planning."""
+    """The installed commands train a tokenizer and a model, resume, convert, generate and plan, outside a checkout."""
     shutil.copy(ROOT / "corpus/sample.jsonl", tmp_path / "text.jsonl")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
@@ -85,7 +85,7 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
 
 
 def test_setup_py_knows_the_version() -> None:
-    """setup.py reports the version to tools that call it; `pip install` reads pyproject.toml instead."""
+    """setup.py reports the version to tools that call it, although `pip install` reads pyproject.toml."""
     done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == megatron.__version__
@@ -120,10 +120,10 @@ BOTH = (
 )
 
 
-@FULL  # takes half a minute
+@FULL  # takes 30 seconds
 @pytest.mark.parametrize("order", BOTH)
 def test_beside_megatron_core(order: str, tmp_path: Path) -> None:
-    """Our packages can be imported together with megatron-core's of the same name, in a checkout and when editable."""
+    """`megatron` works beside megatron-core's package of the same name, in a checkout and an editable installation."""
     pytest.importorskip("megatron.core")
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=LEFT_OUT)

@@ -1,4 +1,4 @@
-"""`tools/launch.py` forwards signals to the ranks and gives them time to save; a second signal kills them at once."""
+"""tools/launch.py forwards signals to the ranks and lets them save; a second signal kills them at once."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tds.parent_death import started
 from tests import support
 from tests.support import FULL, ROOT, on_ranks
 
-# A rank as the launcher sees it, without the cost of importing torch.
+# A simulated rank, which handles signals like a real one but does not import torch.
 RANK = """
 import os, signal, sys, time
 kind, folder = sys.argv[1:3]
@@ -86,7 +86,7 @@ class Launcher:
 def test_ranks_save_and_end(tmp_path: Path, number: int, name: str) -> None:
     launcher = Launcher(tmp_path, "saves", "--shutdown-timeout", "50")
     launcher.until(lambda words: len(words) == 1)
-    launcher.tell(signal.SIGUSR1)  # harmless to ranks that do not handle it yet
+    launcher.tell(signal.SIGUSR1)  # must not kill ranks that have no handler yet
     launcher.until(lambda words: "trains" in words)
     launcher.tell(signal.SIGUSR1)
     launcher.until(lambda words: words[-1] == "usr1")
@@ -105,7 +105,7 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path, how: str) -> None:
     launcher.tell(signal.SIGINT)
     launcher.until(lambda words: words[-1] == "saves")
     if how == "again":
-        time.sleep(0.6)  # a faster repetition would count as the same request
+        time.sleep(0.6)  # a second signal within 0.5 s would count as the same request
         launcher.tell(signal.SIGINT)
     assert launcher.end() == 130
     time.sleep(0.2)
@@ -121,14 +121,14 @@ def test_ctrl_c_in_a_process_started_by_hand(
     monkeypatch.setattr(signals, "exit_now", left.append)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with signals_as_before():
-        os.kill(os.getpid(), signal.SIGUSR1)  # nothing to save yet
+        os.kill(os.getpid(), signal.SIGUSR1)  # ignored, since training has not begun
         with StopSignals(None, torch.device("cpu")) as heard:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)  # one request, delivered by both the terminal and a launcher
+            os.kill(os.getpid(), signal.SIGINT)  # still one request: terminal and launcher may each send Ctrl-C
             assert heard.agree() == (StopSignal.SAVE_AND_STOP, False)
             monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0)
             os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # arrives during the final save
+        os.kill(os.getpid(), signal.SIGTERM)  # simulates a signal during the final save
     assert left == [130]
     assert [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()] == [
         "Ctrl-C: saves after this iteration and ends; once more ends at once",
@@ -138,10 +138,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
 
 
 def test_after_an_error_a_launcher_can_end_the_process() -> None:
-    """After an error SIGTERM ends a process at once.
-
-    Otherwise ranks waiting for rank 0's report would print it as well.
-    """
+    """After an error, SIGTERM from the launcher ends a process at once, instead of asking for a save."""
     before = signal.getsignal(signal.SIGTERM)
     with signals_as_before():
         with pytest.raises(ValueError), StopSignals(None, torch.device("cpu")):
@@ -151,7 +148,7 @@ def test_after_an_error_a_launcher_can_end_the_process() -> None:
 
 
 def _second_attempt() -> None:
-    """Initialise one rank with a store that still holds the keys of an earlier attempt."""
+    """Initialise a restarted rank whose store still has keys of the first attempt; check that it ignores them."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     store.set("tds/fault", '["rank 0 fell over", false]')
@@ -174,7 +171,7 @@ def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
 
 @FULL
 def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A run whose rank is killed in the first attempt is restarted and resumes, with and without a pipeline."""
+    """A run with --max-restarts whose rank is killed restarts and resumes, with and without a pipeline."""
     code = """
 import os, signal, sys, megatron.training.log as t
 from megatron.tasks import GPT2

@@ -71,14 +71,11 @@ while :; do sleep 0.05; done
 
 @pytest.mark.parametrize(("number", "code", "left"), [(signal.SIGTERM, 143, 143), (signal.SIGINT, 130, 130), (signal.SIGTERM, 0, 143), (signal.SIGHUP, 1, 1)])  # fmt: skip
 def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int, tmp_path: Path) -> None:
-    """A signal sent to the shell alone, as by `docker stop`, reaches the launcher.
-
-    Nothing after training is started.
-    """
+    """A signal to the shell of run_*.sh, as from `docker stop`, reaches the launcher, and ends the script after it."""
     (tmp_path / "python").write_text(LAUNCHER.replace("$1", str(code)))
     (tmp_path / "python").chmod(0o755)
     script = RANKS.format(root=ROOT, folder=tmp_path)
-    # Reset signals first: a shell cannot trap what its parent ignores, as nohup does with SIGHUP.
+    # --default-signal: a shell cannot trap signals that its parent ignores, as nohup ignores SIGHUP.
     shell = subprocess.Popen(["env", "--default-signal", "bash", "-c", script], stdout=subprocess.PIPE, text=True)
     assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
     shell.send_signal(signal.SIGUSR1)

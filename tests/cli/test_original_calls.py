@@ -1,4 +1,4 @@
-"""Calls of Megatron-LM and CPM-Pretrain beyond their README, on one rank: dropout under any checkpoint function, arguments by position."""
+"""Rarer calls of Megatron-LM and CPM-Pretrain work: checkpoint functions with dropout, positional arguments."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ FLAGS = (
 
 
 class Dropped(nn.Module):
-    """A layer that keeps the masks which it draws inside `fork()` and outside."""
+    """A layer that records its random masks, one drawn within the RNG tracker's `fork()` and one outside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,10 @@ def _plain(argv: list[str], twice: bool, where: str | None = None) -> str:
 def test_one_folder_to_save_and_to_load_begins_a_run_and_continues_it(
     tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Scripts of Megatron-LM pass the same folder to both; values next to the loss are noted once."""
+    """One folder for --save and --load, as in Megatron-LM's scripts, starts a run and later resumes it.
+
+    A value that forward_step returns beside the loss is noted once.
+    """
     folder = str(tmp_path / "saved")
     flags = FLAGS.replace("--no-save-at-end", "").split()
     argv = [*flags, "--data-path", tiny_data, "--vocab-file", vocab_file, "--save", folder, "--load", folder]

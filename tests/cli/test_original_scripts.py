@@ -1,4 +1,4 @@
-"""Entry scripts in CPM-Pretrain's form run unchanged in every layout, with the losses of our own scripts."""
+"""Entry scripts in CPM-Pretrain's form have the losses of this project's scripts, in every layout."""
 
 import json
 import runpy
@@ -21,14 +21,14 @@ FAMILIES = {
     "gpt2": "--seq-length 32 --max-position-embeddings 32",
     "t5": "--enc-seq-length 64 --dec-seq-length 40 --max-position-embeddings 64 --kv-hidden-size 8 --ff-hidden-size 48",
 }
-# The original reads the batch sizes of this file only under a pipeline.
+# Without batch sizes, which CPM-Pretrain reads from this file under a pipeline only.
 DS_CONFIG = {
     "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10, "gradient_clipping": 1.0,
     "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16},
     "zero_allow_untested_optimizer": True, "wall_clock_breakdown": True,
 }  # fmt: skip
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
-LAYOUTS = {  # (stages, model-parallel ranks)
+LAYOUTS = {  # name -> (number of stages, tensor-parallel size)
     "one": (0, 1), "one stage": (1, 1), "pp 2": (2, 1), "tp 2": (0, 2), "tp 2, one stage": (1, 2), "pp 2 x tp 2": (2, 2),
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ def _script(argv: list[str]) -> None:
 
 
 def run(script: str, folder: Path, layout: str, flags: str) -> list[float]:
-    """Run a script as a user would; return its training losses, then its validation losses."""
+    """Run a script from the command line; return its training losses, followed by its validation losses."""
     stages, model = LAYOUTS[layout]
     argv = [str(ROOT / script), *flags.split(), "--run-dir", str(folder)]
     argv += ["--pipe-parallel-size", str(stages), "--model-parallel-size", str(model)]
@@ -65,7 +65,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: s
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 @pytest.mark.parametrize("more", [DOCUMENTS, pytest.param("--eod-mask-loss", marks=FULL)], ids=["documents", "plain"])
 def test_losses_are_those_of_our_script(data: dict[str, str], tmp_path: Path, family: str, more: str) -> None:
-    # Dropout is off, since the dropout of hidden states depends on the model-parallel rank, as in the original.
+    # Dropout is off, since hidden states of tensor-parallel ranks get different dropout masks, as in CPM-Pretrain.
     flags = f"{data[family]} {more} --precision fp32 --hidden-dropout 0 --attention-dropout 0"
     expected = run(f"pretrain_{family}.py", tmp_path / "ours", "one", flags)
     assert len(expected) == 4
@@ -85,7 +85,10 @@ def test_losses_are_those_of_our_script(data: dict[str, str], tmp_path: Path, fa
     ],
 )
 def test_fp16_with_the_json_of_the_original(data: dict[str, str], tmp_path: Path, family: str, layout: str) -> None:
-    """Batch sizes of the JSON are used under a pipeline and ignored otherwise, as in the original."""
+    """CPM-Pretrain's fp16 ds_config gives the losses of this project's scripts.
+
+    Under a pipeline it has batch sizes, too.
+    """
     stages, _ = LAYOUTS[layout]
     own = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2} if stages > 1 else {}
     (tmp_path / "ds.json").write_text(json.dumps({**DS_CONFIG, **own}))
@@ -96,9 +99,9 @@ def test_fp16_with_the_json_of_the_original(data: dict[str, str], tmp_path: Path
 
 
 def test_the_model_of_the_tutorial(data: dict[str, str], tmp_path: Path) -> None:
-    """A model written after the original's README trains alike in all layouts.
+    """A model written after the tutorial in CPM-Pretrain's README trains alike in all layouts.
 
-    Pipelines only initialise it differently.
+    Layouts with a pipeline are compared among themselves, since a pipeline gives other initial weights.
     """
     flags = f"{data['gpt2']} --precision fp32 --hidden-dropout 0"
     found = {

@@ -1,4 +1,4 @@
-"""The tutorial's model, examples/pretrain_decoder.py: equal losses in every layout, and resuming in another layout."""
+"""Users' models: examples/pretrain_decoder.py has equal losses in every layout, unusual models train and resume."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ from tds.pipe import LayerSpec, PipelineModule, SequentialModule, StockPipelineM
 from tests.support import ROOT, RankFailure, command, losses, on_ranks, train
 
 SHAPE = {"--num-layers": 3, "--hidden-size": 16, "--num-attention-heads": 2, "--seq-length": 16}
-# (ranks, stages, model-parallel ranks, gas, more flags)
+# (number of ranks, number of stages, tensor-parallel size, --gas, further flags)
 LAYOUTS = [
     (1, 0, 1, 4, ""),
     (2, 0, 1, 2, "--zero-stage 2"),
@@ -52,7 +52,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_fil
 
 
 def _by_plain_torch(weights: dict[str, Tensor], text: Tensor, heads: int) -> Tensor:
-    """Return the mean loss, a scalar, of text [b, s + 1], computed in textbook form."""
+    """Return the mean loss, a scalar, of text [b, s + 1], computed by plain torch."""
     tokens, labels = text[:, :-1], text[:, 1:]
     words = weights["tied_modules.embedding.word_embeddings.weight"]
     hidden = words[tokens] + weights["tied_modules.embedding.position_embeddings.weight"][: tokens.shape[1]]
@@ -146,7 +146,7 @@ def test_layers_of_torch_begin_the_same_on_any_stage(stock: bool) -> None:
 
 
 class _Odd(nn.Module):
-    """A model with a frozen layer, an unused layer and a parameter of one element."""
+    """A model with a frozen layer, an unused layer and a parameter with one element."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Odd(nn.Module):
 
 
 class _Still(_Odd):
-    """A model whose output is always zero, so that all gradients are zero."""
+    """A model whose output and gradients are all zero."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
@@ -220,7 +220,7 @@ def test_a_gradient_of_zero_is_said(tmp_path: Path, tiny_data: str, vocab_file: 
 
 
 class _Counting(_Odd):
-    """A model with buffers: a call counter, a constant and a non-persistent one."""
+    """A model with three buffers: a call counter, a constant, and one that is not persistent."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
@@ -242,12 +242,12 @@ def test_buffers_are_saved_and_resumed(tmp_path: Path, tiny_data: str, vocab_fil
     assert "warning" not in said
     on_ranks(1, _losses_of, _Counting, flags(4))
     reader = CheckpointReader(find_checkpoint(str(tmp_path)))
-    assert reader.read("buffer.calls", 0, 0, 1).item() >= 4  # evaluations count as well
+    assert reader.read("buffer.calls", 0, 0, 1).item() >= 4  # 4 iterations; evaluations may add calls
     assert "buffer.scratch" not in reader.tensors
 
 
 class _Dropping(nn.Module):
-    """A model with torch's dropout, whose mask must be the same on all model-parallel ranks."""
+    """A model with nn.Dropout, whose masks must be equal on all tensor-parallel ranks."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_dropout_of_torch_is_that_of_all_ranks_and_goes_on_after_a_resume(
     assert resumed == pytest.approx(alone, rel=1e-6)
 
 
-# A mistake, as a line in front of pretrain() -> (stages, ranks, pattern of the error message).
+# Line that a script executes before pretrain(), a mistake -> (stages, ranks, pattern of the error message).
 MISTAKES = {
     "loss_of = lambda v: lambda logits, targets: sum(a for a, b, c in [targets])": (
         0, 1, r"^own.py: not enough values to unpack \(expected 3, got 2\) \(.*own.py, line \d+, in <genexpr>\)$",

@@ -1,4 +1,4 @@
-"""A custom task: its mistakes are reported in one sentence, and its losses do not depend on the layout."""
+"""A user's task: its losses do not depend on the layout, and a mistake in it is reported in one sentence."""
 
 import json
 import re
@@ -19,7 +19,7 @@ FLAGS = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 6 -
 
 
 class Words(nn.Module):
-    """Embedding, [b, s] -> [b, s, h]."""
+    """Embedding layer: token ids [b, s] -> [b, s, h]."""
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Words(nn.Module):
 
 
 class Sum:
-    """Summed cross entropy over the targets that count."""
+    """Loss: the cross-entropy summed over the targets whose mask is 1."""
 
     def __call__(self, logits: torch.Tensor, targets: Any) -> torch.Tensor:
         words, counts = targets
@@ -42,14 +42,14 @@ class Sum:
 
 
 class Numbers:
-    """Dataset whose sample n is a sequence determined by n; the share of targets that count varies."""
+    """Dataset whose sample n is an arithmetic sequence of 7 token ids that depends on n."""
 
     def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
         return {"text": (torch.arange(7) * (n % 5 + 1) + n) % 50}
 
 
 class Own(Task):
-    """A task that predicts the next number."""
+    """A task that predicts the next number; targets divisible by 3 do not count."""
 
     name = "own"
 
@@ -84,7 +84,7 @@ def _losses(ranks: int, folder: Path, vocab_file: str, flags: str) -> list[float
 
 
 def test_layouts_show_in_no_number(tmp_path: Path, vocab_file: str) -> None:
-    """Losses agree across layouts even if target counts differ by micro-batch, and runs resume in another layout."""
+    """Losses do not depend on the layout, although micro-batches have different target counts, also after a resume."""
     expected = _losses(1, tmp_path / "one", vocab_file, "--gas 4 --train-iters 4")
     for name, ranks, flags in (("pp2", 2, "--gas 4 --pipe-parallel-size 2"), ("dp2", 2, "--gas 2"), ("pp1", 1, "--gas 4 --pipe-parallel-size 1")):  # fmt: skip
         found = _losses(ranks, tmp_path / name, vocab_file, f"{flags} --train-iters 2 --lr-decay-iters 4")
@@ -103,7 +103,7 @@ class _Short(Numbers):
         return [super(_Short, self).__getitem__(i) for i in range(3)][n]
 
 
-# Name -> (methods of a task, pattern of the error message). Without a pipeline, except if the name says pp 1.
+# Name -> (wrong methods of a task, pattern of the error message). Names with "pp 1" run with one pipeline stage.
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "loss of many": ({"loss": lambda s, model, batch: model(batch[0])[:, 0, 0]}, r"^Mine.loss returns a tensor of shape \[2\]: return a tensor of one number"),
     "no loss": ({"loss": lambda s, model, batch: None}, "^Mine.loss returns NoneType: return a tensor of one number"),
@@ -130,7 +130,7 @@ def test_a_mistake_is_named(mistake: str, tmp_path: Path, vocab_file: str) -> No
     ((kind, words),) = on_ranks(1, _said, mistake, argv)
     assert kind in ("ValueError", "RunError")
     assert re.search(message, words), words
-    # The dataset "short" fails only in the second iteration.
+    # Only the dataset "short" fails after an iteration; the other mistakes end the run before metrics are written.
     assert mistake == "short" or not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -176,7 +176,7 @@ def _ends(argv: list[str]) -> str:
 
 
 def test_a_layer_that_one_stage_cannot_build_ends_all(tmp_path: Path, vocab_file: str) -> None:
-    """An error while one stage builds its layer ends all stages; none waits for it in the creation of groups."""
+    """An error in the constructor of one stage's layer ends all stages, instead of letting them wait for this one."""
     argv = [*FLAGS.split(), "--pipe-parallel-size", "2", "--vocab-file", vocab_file, "--run-dir", str(tmp_path)]
     said = on_ranks(2, _ends, argv, timeout=90)
     assert all("a layer of 7 heads cannot be split over 2 ranks" in each for each in said), said

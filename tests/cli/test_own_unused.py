@@ -1,4 +1,4 @@
-"""Custom models with frozen, unused or temporarily unused weights resume exactly like an uninterrupted run."""
+"""Users' models with frozen, unused or temporarily unused weights resume as if uninterrupted."""
 
 import json
 from functools import partial
@@ -18,7 +18,7 @@ from .test_own_model import _flags
 
 
 class Sometimes(nn.Module):
-    """A model that uses `extra` in some iterations only. first: `extra` comes first in the model."""
+    """A model that uses its layer `extra` only in the iterations `used`. first: `extra` is the first layer."""
 
     def __init__(self, vocab_size: int, used: tuple[int, ...], first: bool = False) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Sometimes(nn.Module):
 
 
 def _frozen_stage() -> Any:
-    """Return the tutorial's decoder with all weights of stage 0 frozen."""
+    """Return the model of examples/pretrain_decoder.py with all weights of stage 0 frozen, tied ones included."""
     import examples.pretrain_decoder as entry
 
     model = entry.model_provider()
@@ -101,9 +101,9 @@ def test_what_has_moments_is_saved_with_its_own_step(
 def test_a_weight_that_no_replica_uses_stays_as_it_is(
     ranks: int, more: str, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """A weight that no replica uses stays unchanged without ZeRO.
+    """Without ZeRO, a weight that no replica uses in a step stays unchanged, as in plain torch.
 
-    A zero gradient in place of the missing one would let AdamW's momentum move it.
+    With a zero gradient instead of none, AdamW's momentum and weight decay would change it.
     """
     flags = _flags(tiny_data, vocab_file, 0, 1, 4 // ranks, 6, f"--zero-stage 0 --weight-decay 0.1 {more}")
     on_ranks(ranks, partial(_sometimes, used=(0, 1)), ["--run-dir", str(tmp_path), *flags])

@@ -1,4 +1,4 @@
-"""`pretrain_gpt2.py` as users run it: settings, resuming, and one sentence for every mistake."""
+"""pretrain_gpt2.py from the command line: settings, resuming, and one sentence for every mistake."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def launch(world: int, *argv: str) -> Any:
 
 
 def said(done: Any, code: int) -> str:
-    """Check that a run failed with one sentence and no traceback; return the sentence."""
+    """Check that a run failed with exit code `code`, one sentence and no traceback; return the sentence."""
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     lines = done.stderr.strip().splitlines()
@@ -64,20 +64,20 @@ def test_a_run_says_what_it_does_and_leaves_what_it_promises(tmp_path: Path, fla
     ),
 )
 def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int, layout: list[str]) -> None:
-    """A run that was stopped and resumed equals an uninterrupted one, with dropout on."""
+    """A run that stops and resumes has exactly the losses of an uninterrupted one, with dropout on."""
     flags = [*flags, *layout, "--lr-decay-iters", "6"]
     whole = losses(train_gpt2(world, tmp_path / "whole", *flags))
     first = losses(train_gpt2(world, tmp_path / "cut", *flags, "--train-iters", "4"))
     both = losses(train_gpt2(world, tmp_path / "cut", *flags))
     assert first == whole[:4]
     assert both == whole
-    again = train_gpt2(world, tmp_path / "cut", *flags)  # nothing left to do
+    again = train_gpt2(world, tmp_path / "cut", *flags)  # starting a finished run changes nothing
     assert losses(again) == whole
     assert [row["iteration"] for row in again if row["split"] == "valid"] == [4, 6]
 
 
 def test_what_does_not_change_the_model_may_change_on_resume(tmp_path: Path, flags: list[str]) -> None:
-    """A resumed run may change kernels and recomputation without changing the losses."""
+    """Flags for kernels, recomputation and garbage collection may change on resume; losses stay the same."""
     more = [
         *flags,
         "--hidden-dropout",
@@ -106,7 +106,10 @@ def test_what_does_not_change_the_model_may_change_on_resume(tmp_path: Path, fla
 
 @FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
-    """Each layout resumes the one before, over ZeRO stages, pipelines and model parallelism, with unchanged losses."""
+    """A run that changes its layout at every iteration has the losses of one process.
+
+    The layouts combine ZeRO stages, pipelines and tensor parallelism.
+    """
     flags = [*flags, "--lr-decay-iters", "6", "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]
     halves = [*flags, "--gas", "1"]
     layouts = [
@@ -168,7 +171,7 @@ def test_wall_clock_breakdown_takes_effect(tmp_path: Path, flags: list[str]) -> 
 
 
 def test_starting_does_not_load_torchs_compiler() -> None:
-    """Starting a run does not import torch's compiler, which takes seconds on every rank."""
+    """Starting a run does not import torch's compiler, which would take each rank seconds."""
     code = "import sys, megatron.tasks, megatron.training.entry; assert 'deepspeed' in sys.modules; sys.exit('torch._dynamo' in sys.modules)"
     assert command("python", "-c", code).returncode == 0
 
@@ -299,7 +302,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("other")
     train_gpt2(1, tmp_path, *flags, "--train-iters", "1")
-    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # left by a crash
+    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # a crash during a save leaves such a folder
     before = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}
     assert message in said(launch(1, *flags, *argv, "--run-dir", str(tmp_path)), 1)
     after = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}
@@ -307,7 +310,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str], vocab_file: str) -> None:
-    """Generation works from a run that was moved, and whose original tokenizer file is gone."""
+    """tools/generate.py works with a run directory that was moved and whose original tokenizer file is gone."""
     shutil.copy(vocab_file, tmp_path / "my.model")
     more = ["--pipe-parallel-size", "2", "--train-iters", "1", "--vocab-file", str(tmp_path / "my.model")]
     train_gpt2(2, tmp_path / "before", *flags, *more)
@@ -334,7 +337,7 @@ def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str], vocab
 
 @FULL
 def test_a_blend_goes_on_in_another_layout(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
-    """A blend resumed in another layout reads the samples of an uninterrupted run; other data are detected."""
+    """A blend of corpora resumes in another layout with the right samples, and refuses other data."""
     eod = load_tokenizer(vocab_file).eod
     with IndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
         for i in range(40):
@@ -363,7 +366,7 @@ def test_a_blend_goes_on_in_another_layout(tmp_path: Path, flags: list[str], tin
 
 
 def test_a_damaged_id_stops_the_run(tmp_path: Path, flags: list[str], tiny_data: str) -> None:
-    """A damaged token id in the middle of a large corpus stops the run, although the check at the start misses it."""
+    """A token id outside the vocabulary stops the run when it is read, even if the check at the start missed it."""
     for each in ("bin", "idx"):
         shutil.copy(f"{tiny_data}.{each}", tmp_path / f"x.{each}")
     tokens = np.memmap(tmp_path / "x.bin", np.uint16, "r+")
@@ -383,9 +386,9 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, flags: list[str]) -> None:
 
 
 def test_signals_save_and_stop_in_order(tmp_path: Path, flags: list[str]) -> None:
-    """Signals to one rank make both ranks save the same iteration, and the resumed run has the same losses.
+    """A signal to one rank makes both ranks save after the next iteration; the resumed run has the same losses.
 
-    That iteration is the one after the signal, in which the other rank learns of it.
+    SIGUSR1 saves; SIGTERM saves and stops.
     """
     argv = [*flags, "--save-interval", "0", "--train-iters", "8", "--pipe-parallel-size", "2", "--eval-iters", "0"]
     code = """

@@ -1,4 +1,4 @@
-"""`pretrain_llama.py` and the tools that use its runs."""
+"""pretrain_llama.py and the tools that read its runs work from the command line."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def flags(tiny_data: str, vocab_file: str) -> list[str]:
     ids=" ".join,
 )
 def test_the_same_command_continues(tmp_path: Path, flags: list[str], layout: list[str]) -> None:
-    """A run stopped and resumed equals an uninterrupted one, with dropout and evaluations in between."""
+    """A run that stops and resumes has exactly the losses of an uninterrupted one, with dropout and evaluations."""
     flags = [*flags, *layout]
     whole = losses(train("llama", 2, tmp_path / "whole", *flags))
     first = losses(train("llama", 2, tmp_path / "cut", *flags, "--train-iters", "2"))
@@ -67,7 +67,7 @@ def test_tools_take_a_llama(tmp_path: Path, flags: list[str]) -> None:
 
 @FULL
 def test_the_script_of_the_readme(tmp_path: Path) -> None:
-    """scripts/run_llama.sh trains on two stages, from text to generated text, and refuses unknown variants."""
+    """scripts/run_llama.sh trains on two stages and generates text; it refuses unknown variants."""
     small = {"TRAIN_ITERS": "3", "NLAYERS": "2", "NHIDDEN": "32", "SEQ_LENGTH": "32"}
     done = command("bash", "scripts/run_llama.sh", env={**small, "RUN_DIR": str(tmp_path / "run")}, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -85,7 +85,7 @@ def _commands(page: str, language: str) -> list[str]:
 
 
 def test_the_page_is_the_same_in_both_languages() -> None:
-    """Both languages of the page have the same commands, headings and settings, and their links are valid."""
+    """docs/llama.md and its Chinese version have the same commands, headings and settings, and valid links."""
     pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("llama.md", "llama_zh.md")]
     assert all(_commands("llama.md", kind) == _commands("llama_zh.md", kind) for kind in ("bash", "console"))
     for found in (r"^(#+) ", r"(--[a-z][a-z-]+)", r"^\| `(\w+)", r"\]\((?:\.\./)?([\w./]+?)(?:_zh)?\.(?:md|py|png)"):
@@ -98,7 +98,7 @@ def test_the_page_is_the_same_in_both_languages() -> None:
 @FULL
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
-    """All `bash` blocks of the page run in order, with a smaller model and another run directory."""
+    """All `bash` blocks of docs/llama.md run in order, with a smaller model and another run directory."""
     small = {
         "TRAIN_ITERS": "3",
         "NLAYERS": "2",
@@ -114,7 +114,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
 
 
 def test_presets_say_what_these_models_are() -> None:
-    """The presets have the parameter counts that the models' makers publish."""
+    """The presets have the parameter counts that the models' authors published."""
     from torch import device
 
     from megatron.config.command_line import parse, with_values

@@ -1,4 +1,4 @@
-"""`pretrain_t5.py` and the tools that use its runs."""
+"""pretrain_t5.py and the tools that read its runs work from the command line."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def flags(request: pytest.FixtureRequest, tiny_data: str, vocab_file: str) -> li
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int, layout: list[str]) -> None:
-    """A run stopped and resumed equals an uninterrupted one, with dropout and evaluations in between."""
+    """A run that stops and resumes has exactly the losses of an uninterrupted one, with dropout and evaluations."""
     flags = [*flags, *layout]
     whole = losses(train_t5(world, tmp_path / "whole", *flags))
     first = losses(train_t5(world, tmp_path / "cut", *flags, "--train-iters", "2"))
@@ -54,10 +54,7 @@ def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int
 
 @FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
-    """Each layout resumes the one before without changing the losses.
-
-    Dropout is off, since it depends on the layout.
-    """
+    """A run that changes its layout at every iteration has the losses of one process, with dropout off."""
     flags = [*flags, "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]
     halves = [*flags, "--gas", "1"]
     layouts = [
@@ -73,7 +70,7 @@ def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) ->
 
 
 def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
-    """The report compares the loss on masked text with the unigram entropy of masked text, recounted here."""
+    """The report gives the loss on masked text and the unigram entropy of masked text, equal to a recount."""
     valid = [row for row in train_t5(1, tmp_path, *flags) if row["split"] == "valid"]
     assert all(row["text_loss"] > 0 and 0 <= row["text_accuracy"] <= 1 for row in valid)
     config = from_file(str(tmp_path / "config.json"))
@@ -93,13 +90,13 @@ def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], ti
     assert said["masked text only, first and last"].startswith(
         f"{valid[0]['text_loss']:.3f}, {valid[-1]['text_loss']:.3f}"
     )
-    assert float(said["unigram entropy of the targets"].split()[0]) < expected  # sentinels are easier to predict
+    assert float(said["unigram entropy of the targets"].split()[0]) < expected  # targets include frequent sentinels
 
 
 def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus: Path, vocab_file: str) -> None:
-    """A corpus masked in advance with cpm-t5 trains.
+    """A corpus that was masked by preprocess_data.py --objective cpm-t5 can be trained on.
 
-    Generation agrees on one process and two model-parallel ranks.
+    Generation gives the same text on one process and on two tensor-parallel ranks.
     """
     prefix = str(tmp_path / "corpus")
     made = command(

@@ -1,4 +1,4 @@
-"""`--profile` of a pipeline run writes one Chrome trace of all ranks, with operators inside their steps."""
+"""--profile on a pipeline writes one Chrome trace of all ranks, with torch's operators nested in pipeline steps."""
 
 import gzip
 import json

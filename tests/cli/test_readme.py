@@ -1,4 +1,4 @@
-"""The commands of the README and the other pages run as written, and transcripts match the scripts' output."""
+"""The commands in the README and the other pages work, and transcripts match the scripts' output."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from docs.site import transcript
 from tests.support import FULL, ROOT, command
 
 READMES = ("README.md", "README_zh.md")
-# A few iterations of a tiny model, so that each command takes seconds.
+# Variables for a few iterations of a tiny model, so that each command takes seconds.
 SMALL = {"TRAIN_ITERS": "4", "NLAYERS": "2", "NHIDDEN": "32", "NHEADS": "2", "SEQ_LENGTH": "32", "VOCAB_SIZE": "3000"}
 # The `bash` blocks of these pages run in this order in one folder. Other tests cover llama.md and launching.md.
 SHORT = ("docs/start.md", "docs/t5.md")
@@ -29,9 +29,9 @@ def blocks(page: str, language: str = "bash") -> list[str]:
 
 
 def run(script: str, folder: Path, name: str) -> str:
-    """Run a script with runs/ mapped to `folder` and return its output.
+    """Run a shell script with `folder` in place of runs/; return its output.
 
-    RUN_DIR is set if the script does not name it.
+    RUN_DIR is set to `folder`/`name` if the script does not set it.
     """
     script = script.replace("runs/", f"{folder}/")
     if "RUN_DIR=" not in script:
@@ -77,15 +77,15 @@ def test_every_page_with_commands_is_run() -> None:
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
-    """All `bash` blocks of the front page and the first pages run, with a smaller model and another folder."""
+    """All `bash` blocks of the README and the pages in SHORT run in order, with a smaller model."""
     assert blocks("README.md") == ["bash scripts/run_gpt2.sh\n"]
-    # This run has the size that readers get.
+    # Run the first command with its default model, to compare its output with the page.
     printed = transcript.run("gpt2", str(tmp_path / "default"), "--exit-interval", "10")
     as_the_page_shows_it(printed)
     said = ["\n".join(printed)]
     for page in SHORT:
         for block in blocks(page):
-            if "NODE_RANK" not in block and block not in blocks("README.md"):  # test_two_nodes.py covers nodes
+            if "NODE_RANK" not in block and block not in blocks("README.md"):  # test_two_nodes.py covers NODE_RANK
                 said.append(run(block, tmp_path, Path(page).stem))
     assert all("unigram entropy" in text for text in said)
     other = command(
@@ -100,19 +100,19 @@ def test_the_commands_run(tmp_path: Path) -> None:
 @FULL
 @pytest.mark.timeout(1800)
 def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
-    """The commands of each page run in one shell, after those of the first pages, whose results they need."""
+    """The `bash` blocks of each other page run in one shell, with the run and data of the first pages' commands."""
     for page in (SHORT[0], *LONG):
         run("\n".join(["source .venv/bin/activate", *blocks(page)]), tmp_path, "default")
 
 
 def as_the_page_shows_it(printed: list[str]) -> None:
-    """Check the first ten iterations against the page.
+    """Check the output up to iteration 10 against the README's transcript.
 
-    Lines agree except for speed and memory, and losses agree.
+    Lines must agree except for times, speed and memory, and the losses up to rounding.
     """
     page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
-    # The number of omitted lines differs between machines.
+    # "..." stands for omitted lines, whose places differ between machines.
     both = [[line for line in each if line != "..."] for each in (page, lines)]
     tenth = next(i for i, line in enumerate(both[0]) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1]] for each in both]
@@ -121,14 +121,14 @@ def as_the_page_shows_it(printed: list[str]) -> None:
         float(re.search(r"loss +(\d+\.\d+)", next(x for x in each if " 10/500" in x))[1])  # type: ignore[index]
         for each in (page, lines)
     ]
-    assert abs(losses[0] - losses[1]) < 5e-3  # CPUs round differently
+    assert abs(losses[0] - losses[1]) < 5e-3  # different CPUs round differently
 
 
 @FULL
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", list(transcript.PAGES))
 def test_the_whole_transcript_is_what_the_script_prints(name: str, tmp_path: Path) -> None:
-    """The final losses match the page's up to rounding, which over hundreds of steps grows to hundredths of a nat."""
+    """A complete run has the final losses of the page's transcript to 0.15 nats; rounding differs between CPUs."""
     page, printed = (
         transcript.on_page(transcript.PAGES[name][0], name),
         list(transcript.shown(transcript.run(name, str(tmp_path / "run")))),

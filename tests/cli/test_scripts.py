@@ -1,4 +1,4 @@
-"""Checks that run_*.sh make before they install, prepare or train anything."""
+"""run_*.sh report mistakes before they install, prepare or train anything."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.support import ROOT, command
 
 NAMES = ("gpt2", "llama", "t5")
 LISTED = [line.split()[0] for line in (ROOT / "scripts" / "variables.txt").read_text().splitlines()]
-INTERNAL = {"TORCH_CPP_LOG_LEVEL", "TORCH_EXTENSIONS_DIR"}  # variables of libraries, not of runs
+INTERNAL = {"TORCH_CPP_LOG_LEVEL", "TORCH_EXTENSIONS_DIR"}  # torch's variables, which the scripts only pass on
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,7 +50,7 @@ def test_every_variable_that_is_read_is_listed() -> None:
     ],
 )
 def test_a_mistake_costs_nothing(env: dict[str, str], argv: list[str], words: str, tmp_path: Path) -> None:
-    """A mistaken variable or flag is reported before anything starts; variables of other libraries are accepted."""
+    """A wrong variable or flag is reported before anything starts; other programs' variables cause no error."""
     around = {"RUN_DIR": str(tmp_path / "run"), "MKL_NUM_THREADS": "1", "WORLD_SIZE": "1"}
     done = command("bash", "scripts/run_gpt2.sh", *argv, env={**around, **env})
     assert done.returncode == 2
@@ -60,7 +60,7 @@ def test_a_mistake_costs_nothing(env: dict[str, str], argv: list[str], words: st
 
 
 def files_of(name: str, at: Path, **env: str) -> tuple[str, str, str, str]:
-    """Return RUN_DIR, CORPUS, VOCAB_SIZE and the output of _run.sh for a checkout at `at`."""
+    """Return RUN_DIR, CORPUS and VOCAB_SIZE as scripts/_run.sh chooses them in a checkout at `at`, and its output."""
     text = (ROOT / "scripts" / "_run.sh").read_text()
     part = text[text.index("# ---- files") : text.index("CONFIG_JSON=")]
     begin = "".join(f"{key}={value!r}\n" for key, value in {"NAME": name, "AT": f"{at}/", **env}.items())

@@ -1,4 +1,4 @@
-"""Commands and loops of upstream pages run as written: Ascend's Megatron-DeepSpeed and a DeepSpeed loop."""
+"""Code from other projects' pages runs: commands of Ascend's Megatron-DeepSpeed and a training loop of DeepSpeed."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data/ as on the page: gpt2-vocab.json, gpt2-merges.txt and my-gpt_text_sentence."""
+    """A folder with the data/ of Ascend's page: gpt2-vocab.json, gpt2-merges.txt and my-gpt_text_sentence."""
     folder = tmp_path_factory.mktemp("ascend")
     texts = [json.loads(line)["text"] for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
     train_byte_bpe(texts, str(folder / "data"), 600, "gpt2-bpe")
@@ -62,7 +62,7 @@ def test_the_scripts_of_the_page(prepared: Path, tmp_path: Path, kind: str, size
     assert (run / "checkpoints/iter_0000002").is_dir() == (kind == "full")
 
 
-# The page's JSON without its misplaced comma.
+# The ds_config of DeepSpeed's page, whose misplaced comma is corrected.
 DS_CONFIG = {
     "train_batch_size": 8, "gradient_accumulation_steps": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
     "fp16": {"enabled": True}, "zero_optimization": True,
@@ -70,7 +70,10 @@ DS_CONFIG = {
 
 
 def _loop(name: str, folder: str, config: dict[str, Any], ranks: int) -> list[list[float]]:
-    """Run the page's loop: forward, backward, step, save a checkpoint by tag, and repeat the steps after it."""
+    """Run the loop of DeepSpeed's page with the module `name`, tds or deepspeed.
+
+    Returns the losses before a checkpoint, after it, and after loading it in a new engine.
+    """
     import importlib
 
     import torch.distributed as dist
@@ -83,7 +86,7 @@ def _loop(name: str, folder: str, config: dict[str, Any], ranks: int) -> list[li
         net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
         params = [p for p in net.parameters() if p.requires_grad]
         own: dict[str, Any] = {"config": config}
-        if name == "deepspeed":  # use torch's equivalent, since DeepSpeed's Adam would be compiled here
+        if name == "deepspeed":  # pass torch's equivalent AdamW, since DeepSpeed would compile its own for the CPU
             given = {key: value for key, value in config.items() if key != "optimizer"}
             own = {"config": {**given, "zero_allow_untested_optimizer": True}}
             own["optimizer"] = torch.optim.AdamW(params, **config["optimizer"]["params"], weight_decay=0.0)
@@ -113,11 +116,11 @@ def _loop(name: str, folder: str, config: dict[str, Any], ranks: int) -> list[li
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=FULL)])
 def test_the_loop_of_the_page(tmp_path: Path, ranks: int) -> None:
-    """The page's loop has the same losses under tds as under DeepSpeed, and the same after loading its checkpoint."""
+    """The loop of DeepSpeed's page has the same losses with tds as with DeepSpeed, also after loading a checkpoint."""
     found = {
         name: on_ranks(ranks, _loop, name, str(tmp_path / name), DS_CONFIG, ranks) for name in ("tds", "deepspeed")
     }
     for ours, theirs in zip(found["tds"], found["deepspeed"], strict=True):
         assert ours[1] == ours[2]
         for here, there in zip(ours, theirs, strict=True):
-            assert here == pytest.approx(there, rel=1e-3)  # fp16 sums in a different order
+            assert here == pytest.approx(there, rel=1e-3)  # tds and DeepSpeed sum fp16 numbers in different order

@@ -1,4 +1,4 @@
-"""scripts/train_performance.sh and scripts/train_full.sh: sizes by name, extra flags, and the final table."""
+"""scripts/train_performance.sh and train_full.sh train a model size by name and write a table of results."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def cells(stdout: str) -> list[str]:
 
 
 def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A measurement started in a user's folder leaves the run there untouched and saves only its table."""
+    """train_performance.sh leaves checkpoints in the run directory untouched and saves only its table."""
     mine = tmp_path / "run" / "checkpoints" / "mine"
     mine.parent.mkdir(parents=True)
     mine.touch()
@@ -40,7 +40,7 @@ def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, ti
         shutil.copy(f"{tiny_data}.{ending}", tmp_path / f"mine.{ending}")
     env = {**os.environ, "RUN_DIR": "run", "VOCAB_FILE": vocab_file, "OMP_NUM_THREADS": "1"}
     argv = ["--data_path=mine", "--model_size", "345M", "--train_iters=3", *SMALL]
-    # A measurement starts with new weights.
+    # An earlier measurement's metrics must not be taken for a run to resume; they are moved aside.
     (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier measurement")
     script = str(ROOT / "scripts" / "train_performance.sh")
     done = subprocess.run(
@@ -57,7 +57,7 @@ def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, ti
     assert not (tmp_path / "run" / "measured").exists()
 
 
-@FULL  # the tests around it cover the same script
+@FULL  # skipped by default, since other tests cover the same script
 def test_full_evaluates_saves_and_continues(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     env = {"RUN_DIR": str(tmp_path), "VOCAB_FILE": vocab_file}
     for iterations in ("2", "4"):

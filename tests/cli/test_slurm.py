@@ -1,4 +1,4 @@
-"""scripts/run_slurm.sh under a simulated SLURM (tests/slurm.py): start, time limit, save, requeue and resume."""
+"""scripts/run_slurm.sh under the simulated SLURM of tests/slurm.py: start, time limit, save, requeue, resume."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from tests.slurm import JOB, install
 from tests.support import FULL, ROOT, losses, train
 
-# A simulated launcher or rank: it records its arguments, and reacts to signals as the real ones do.
+# A simulated launcher or rank, which records its arguments and signals and ends like a real one.
 RANK = """
 import os, signal, sys, time
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -30,7 +30,7 @@ if start == "0": time.sleep(60)
 
 
 def checkout(folder: Path) -> Path:
-    """Create a checkout whose launcher and training script are RANK; everything else is real."""
+    """Create a checkout in which `RANK` replaces the launcher and the training script; return its folder."""
     (folder / "tools").mkdir(parents=True)
     for name in (
         "scripts",
@@ -52,7 +52,7 @@ def checkout(folder: Path) -> Path:
 
 
 def submit(folder: Path, where: Path, *words: str, **env: str) -> tuple[int, str, str]:
-    """Submit a job; return (its exit code, its log, the output of sbatch)."""
+    """Run `sbatch` with these arguments in `where`; return the job's exit code, its log, and sbatch's output."""
     state = folder / "slurm"
     state.mkdir()
     env = {"PATH": install(folder / "bin"), "FAKE_SLURM": str(state), "OMP_NUM_THREADS": "1", **env}
@@ -77,7 +77,7 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
     env = {
         "GPUS_PER_NODE": "2",
         "DATA_PATH": "data",
-        "VOCAB_FILE": str(here / "requirements.txt"),  # any existing file
+        "VOCAB_FILE": str(here / "requirements.txt"),  # the simulated ranks only need a file that exists
         "FAKE_SLURM_LIMIT": r"(trains\s+){4}" if per_rank else r"(trains\s+){2}",
     }
     code, log, said = submit(tmp_path, here, *words, RUN_DIR=str(tmp_path / "run"), **env)
@@ -92,11 +92,11 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
                 if per_rank
                 else f"--nnodes 2 --node-rank {rank} --nproc-per-node 2"
             )
-    assert (state / "signals").read_text() == "TERM\n"  # only one, since a second would kill the ranks at once
+    assert (state / "signals").read_text() == "TERM\n"  # one signal only; a second would kill the ranks at once
     assert f"run_slurm.sh: job {JOB}, start 0: 2 nodes (127.0.0.1 127.0.0.2), rank 0 at 127.0.0.1:{port}" in log
     assert f"job {JOB} reached its time limit" in log
     assert f"run_slurm.sh: job {JOB}, start 1" in log
-    assert log.count("loss curve") == 1  # only a finished run shows it, not one that was requeued
+    assert log.count("loss curve") == 1  # printed at the end of training, but not before a requeue
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --log-interval 
 LENGTH = {"gpt2": "--seq-length 16", "llama": "--seq-length 16 --num-key-value-heads 2", "t5": "--enc-seq-length 16 --dec-seq-length 16"}  # fmt: skip
 
 
-@FULL  # 20 to 40 seconds each; the test above covers this with simulated ranks
+@FULL  # 20 to 40 seconds each; another test covers requeueing with simulated ranks
 @pytest.mark.parametrize(("name", "each"), [("gpt2", 1), ("llama", 2), ("t5", 2)])
 def test_a_requeued_run_has_the_losses_of_an_undisturbed_one(
     name: str, each: int, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """A requeued run has the losses of an uninterrupted one.
+    """A run that was requeued at its time limit has the losses of an uninterrupted one.
 
-    gpt2 and llama use a launcher per node, t5 a task per rank.
+    gpt2 and llama run with one launcher per node, t5 with one SLURM task per rank.
     """
     argv = [*SMALL.split(), *LENGTH[name].split(), "--train-iters", "60", "--lr-decay-iters", "60"]
     env = {

@@ -1,4 +1,4 @@
-"""The tools as users run them: their output, and their errors on bad input."""
+"""The tools from the command line: their output, and their errors on bad input."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ def preprocess(prefix: Path, vocab_file: str, *inputs: Path, more: tuple[str, ..
 
 
 def fails(*argv: str, code: int = 1) -> str:
-    """Run a tool that must fail with one sentence on stderr and no traceback; return the sentence."""
+    """Run a tool, check that it fails with one sentence on stderr and no traceback, and return the sentence."""
     done = command("python", *argv)
     assert done.returncode == code, (done.returncode, done.stderr)
     lines = [
@@ -52,7 +52,7 @@ def test_the_text_comes_back(tmp_path: Path, corpus: Path, vocab_file: str) -> N
 @pytest.mark.parametrize("workers", ["0", "1", "3"])
 def test_output_does_not_depend_on_workers(tmp_path: Path, vocab_file: str, sample_corpus: Path, workers: str) -> None:
     big = tmp_path / "big.jsonl"
-    big.write_bytes(sample_corpus.read_bytes() * 20)  # 3 MB: several chunks
+    big.write_bytes(sample_corpus.read_bytes() * 20)  # 3 MB, which the tool reads in several chunks
     preprocess(tmp_path / "a", vocab_file, big, more=("--workers", workers))
     preprocess(tmp_path / "b", vocab_file, big, more=("--workers", "2"))
     for ending in ("bin", "idx"):
@@ -164,7 +164,7 @@ def test_help_shows_examples(tool: str) -> None:
 
 
 def test_the_preprocessor_does_not_load_torch() -> None:
-    """The preprocessor does not import torch, which would cost each of its worker processes time and memory."""
+    """preprocess_data.py does not import torch, which would cost each of its workers time and memory."""
     code = (
         "import sys; sys.argv = ['x', '--help']; import data_utils.preprocess_data\nassert 'torch' not in sys.modules"
     )
@@ -172,7 +172,7 @@ def test_the_preprocessor_does_not_load_torch() -> None:
 
 
 def test_several_keys_sentences_and_formats(tmp_path: Path, vocab_file: str) -> None:
-    """A JSON array and a CSV of the same records give one pair per key, with one sequence per sentence."""
+    """A JSON array and a CSV of the same records give equal corpora, one per key, with one sequence per sentence."""
     records = [{"title": f"标题{i}", "text": f"第一句。第{i}句！\n尾"} for i in range(30)]
     (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False, indent=1))
     rows = "".join(f'{r["title"]},"{r["text"]}"\n' for r in records)
@@ -207,9 +207,9 @@ def test_weights_and_globs(tmp_path: Path, vocab_file: str) -> None:
 
 @pytest.mark.parametrize("objective", ["text", pytest.param("cpm-t5", marks=FULL)])
 def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Path, objective: str) -> None:
-    """A preprocessing run that is killed repeatedly, with different numbers of workers, gives the same output."""
+    """Preprocessing that is killed several times and resumed with other numbers of workers has the same output."""
     big = tmp_path / "big.jsonl"
-    big.write_bytes(sample_corpus.read_bytes() * 80)  # 13 MB
+    big.write_bytes(sample_corpus.read_bytes() * 80)  # 13 MB, so that there is time to kill the tool
     preprocess(tmp_path / "a", vocab_file, big, more=("--objective", objective))
     argv = [
         "--input",
@@ -256,7 +256,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Pa
 
 
 def test_a_chunk_without_documents(tmp_path: Path, vocab_file: str) -> None:
-    """A chunk that holds only bad lines adds nothing to a masked corpus."""
+    """A chunk of the input that has only bad lines adds no document to a corpus of objective cpm-t5."""
     bad = "".join(json.dumps({"txt": "x" * 1000}) + "\n" for _ in range(1200))
     good = json.dumps({"text": "春眠不觉晓，处处闻啼鸟。" * 3}) + "\n"
     (tmp_path / "x.jsonl").write_text(bad + good)

@@ -1,4 +1,4 @@
-"""Conformance cases: lists of layers, data and settings that every pipeline must train like a single process."""
+"""Conformance cases: layers, data and settings that a pipeline engine must train like a single process."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ def size_loss(out: Tensor, labels: Tensor) -> Tensor:
 
 
 class CountedLoss:
-    """A loss of two named sums with a target count, so that the result does not depend on how the batch is split."""
+    """A loss of two named sums over the positive labels, divided by their number in the whole batch."""
 
     def __call__(self, out: Tensor, labels: Tensor) -> dict[str, Tensor]:
         kept = labels > 0
@@ -60,9 +60,9 @@ def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tie:
-    """A layer that shares its module with all ties of the same key.
+    """A layer that shares its module with all layers whose tie has the same key.
 
-    method: the method to call, if not the module itself.
+    method: name of the method that the layer calls; None: the module's forward().
     """
 
     key: str
@@ -70,7 +70,7 @@ class Tie:
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD, the default of all cases, since Adam hides constant factors of gradients."""
+    """Return SGD, the default of the cases: unlike Adam, it shows gradients that are wrong by a factor."""
     return torch.optim.SGD(parameters, lr=0.3)
 
 
@@ -83,12 +83,12 @@ def adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adam_of_deepspeed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the equivalent of `{"type": "Adam"}` in DeepSpeed: decoupled weight decay, 0 by default."""
+    """Return torch's equivalent of DeepSpeed's `{"type": "Adam"}`: AdamW, with a default weight decay of 0."""
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
 
 
 def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return DeepSpeed's Muon for one process: Muon for matrices, torch's AdamW for the rest."""
+    """Return DeepSpeed's Muon optimizer as the reference uses it: Muon for matrices, AdamW for other weights."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     groups = [
@@ -102,11 +102,12 @@ def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class Case:
     """A conformance case.
 
-    layers: builds the modules, after seeding. ties: (index of the layer, tie). rows: rows of each micro-batch, by step.
-    feed: `fresh` for new tensors each time; `refilled` for the same tensors with new values; `dataset` for the same
-    tensors with the same values, which must not be modified. frozen: indices of frozen layers. optimizer: for the
-    reference, and for the pipeline unless `config` names one. module: arguments of PipelineModule. prepare: called with
-    the PipelineModule. probe: a further check after training. only: dtypes the case applies to. slow: needs compiling.
+    layers: builds the modules, after seeding. ties: (index of the layer, tie). rows: for each step, the batch sizes of
+    its micro-batches. feed: `fresh` batches are new tensors; `refilled` ones are the same tensors with new values;
+    `dataset` yields the same tensors with the same values, which must not be modified. frozen: indices of frozen
+    layers. optimizer: for the reference, and for the pipeline unless `config` names one. module: further arguments of
+    PipelineModule. prepare: is called with the PipelineModule. probe: a check after training (probes.py). only: dtypes
+    for which the case is meaningful. slow: needs compiling.
     """
 
     name: str
@@ -147,7 +148,7 @@ class Case:
                 yield x, y
 
     def feeds(self, dtype: torch.dtype, replica: int = 0) -> Iterator[Iterator[Batch]]:
-        """Yield the batches that the engine is given, by step."""
+        """Yield for each step the iterator of batches that the engine gets."""
         stored = list(self.batches(0, dtype, replica))
         for step in range(len(self.rows)):
             if self.feed == "dataset":
@@ -158,7 +159,7 @@ class Case:
                 yield self.batches(step, dtype, replica)
 
     def expected(self, step: int, dtype: torch.dtype, replica: int = 0) -> list[Batch]:
-        """Return the batches of a step with the values that the engine must see."""
+        """Return the batches of a step, for the reference."""
         return list(self.batches(0 if self.feed == "dataset" else step, dtype, replica))
 
 
@@ -264,7 +265,7 @@ CASES: Sequence[Case] = (
     Case('{"type": "Adam"} of the ds_config', _chain("grad"), optimizer=adam_of_deepspeed,
          config={"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}),
     Case('{"type": "Adagrad"} of the ds_config', _chain("grad"), optimizer=adagrad,
-         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # its state is fp32 in any case
+         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # Adagrad's states are fp32
     Case('{"type": "Muon"} of the ds_config', _plain, optimizer=muon,
          config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True),
 )  # fmt: skip

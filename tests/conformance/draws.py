@@ -1,4 +1,4 @@
-"""Conformance cases drawn at random, for combinations that handwritten cases miss."""
+"""Random conformance cases, for combinations of layers and settings that cases.py misses."""
 
 import random
 from collections.abc import Callable
@@ -30,7 +30,7 @@ CARRIED = ("float", "half", "int64", "int32", "int16", "uint8", "bool", "empty",
 
 @dataclass(frozen=True)
 class Draw:
-    """A case and the layout it runs in. world: number of ranks."""
+    """A case with the layout, schedule and layer partition in which it runs."""
 
     case: Case
     stages: int
@@ -45,7 +45,7 @@ class Draw:
 
 
 def draw(number: int) -> Draw:
-    """Return the case with this number, which is always the same."""
+    """Return the random case with this number; a number always gives the same case."""
     rng = random.Random(number)
     layers, ties = _layers(rng)
     count = len(layers())
@@ -87,7 +87,7 @@ def _sum_of_squares(out: Any, labels: Any) -> Any:
 
 
 def _layers(rng: random.Random) -> tuple[Callable[[], list[nn.Module]], tuple[tuple[int, Tie], ...]]:
-    """Return a function that builds the layers, and their ties."""
+    """Return a function that builds random layers, and the (index, tie) of those that share a module."""
     count = rng.randint(6, 9)
     style = rng.choice(["tuple", "tuple", "single", "joint", "counting", "table"])
     kinds = {"joint": "grad grad2", "counting": "grad grad2 int64"}.get(style, "grad")
@@ -123,10 +123,10 @@ def _layers(rng: random.Random) -> tuple[Callable[[], list[nn.Module]], tuple[tu
 
 
 def _possible(made: list[Callable[[], nn.Module]]) -> list[Callable[[], nn.Module]]:
-    """Replace combinations that are wrong even in one process.
+    """Return `made` without the combinations of layers that would be wrong even in one process.
 
-    A layer that reuses its output memory is right only if its successor copies it, so all layers are Static or none. No
-    layer works in place on a tanh's output, which autograd has saved.
+    All layers are Static or none, since a Static layer overwrites its output and its successor must copy it. InPlace
+    never follows Middle, since it would modify the output of tanh, which autograd has saved.
     """
     if made[0] is Static:
         return [Static] * len(made)
@@ -144,7 +144,7 @@ def _keep() -> nn.Module:
 
 
 class _Unpacked(nn.Module):
-    """Apply `Keep` to a tensor or to a tuple of tensors."""
+    """A wrapper that lets `Keep` accept a single tensor, too."""
 
     def __init__(self, inner: Keep) -> None:
         super().__init__()
@@ -156,19 +156,19 @@ class _Unpacked(nn.Module):
 
 
 def _works_in_place(layers: list[nn.Module]) -> bool:
-    """Return whether a layer modifies its input, from which even torch's recomputation would start wrongly."""
+    """Return whether a layer modifies memory in place, so that torch's recomputation would start from wrong inputs."""
     return any(isinstance(layer, (InPlace, Counting, Static)) for layer in layers)
 
 
 def _frozen(rng: random.Random, layers: list[nn.Module], ties: tuple[tuple[int, Tie], ...]) -> list[int]:
-    """Return indices to freeze.
+    """Return random indices of layers to freeze.
 
-    The last layers stay trainable, and a tie is frozen in all places or in none.
+    The last three layers stay trainable, and of layers that share a module, all or none are frozen.
     """
     tied = {index for index, _ in ties}
     chosen = {i for i in range(len(layers) - 3) if rng.random() < 0.2} - tied
     if not any(isinstance(layer, Joint) for layer in layers):
-        chosen -= {0}  # other layers would pass on only tensors without gradients
+        chosen -= {0}  # layers other than Joint pass tensors without gradients on unchanged
     return sorted(chosen | (tied if tied and rng.random() < 0.3 else set()))
 
 

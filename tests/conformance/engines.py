@@ -1,4 +1,4 @@
-"""Train a case with the engine under test, and the same layers in one process for comparison."""
+"""Training of a conformance case: by a pipeline engine, and by plain torch in one process as the reference."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from .probes import Trained
 
 
 def reference(case: Case, dtype: torch.dtype, replicas: int = 1) -> tuple[list[float], list[nn.Module], list[Any]]:
-    """Return the loss of each step, the trained layers, and the callables that apply them."""
+    """Train a case in one process; return the loss of each step, the layers, and the callables that apply them."""
     layers = [layer.to(dtype) for layer in case.build()]
     methods = {i: tie.method for i, tie in case.ties if tie.method}
     calls = [getattr(layer, methods[i]) if i in methods else layer for i, layer in enumerate(layers)]
@@ -59,7 +59,7 @@ def _specs(case: Case) -> list[Any]:
 
 
 class _Same(nn.Module):
-    """Give a layer spec, which needs a class, an existing module: `_Same(module)` is the module itself."""
+    """A class for TiedLayerSpec whose constructor returns its argument: `_Same(module)` is `module`."""
 
     def __new__(cls, module: nn.Module) -> nn.Module:  # type: ignore[misc]
         return module
@@ -89,9 +89,9 @@ def train(
     replicas: int = 1,
     cuts: str = "uniform",
 ) -> tuple[float, float]:
-    """Return the largest relative errors of a loss and of a weight of this rank, against one process.
+    """Train a case; return the largest relative error of a loss and of a weight on this rank, against `reference`.
 
-    engine_name: tds or stock. A failing probe counts as an infinite error.
+    engine_name: "tds", or "stock" for DeepSpeed's own. A failed probe counts as an infinite error of the loss.
     """
     engine, model = _build(engine_name, case, stages, tensor, pipeline, replicas, cuts)
     if dtype is torch.float64:
@@ -100,7 +100,7 @@ def train(
     for batches in case.feeds(dtype, replica):
         with quietly():
             found.append(engine.train_batch(batches).item())
-        if engine_name != "stock" and not case.probe:  # evaluate with another size between two steps
+        if engine_name != "stock" and not case.probe:  # evaluation with another batch size must not disturb training
             engine.eval_batch(_short(case, dtype), num_micro_batches=min(2, len(case.rows[0])))
     expected, layers, calls = reference(case, dtype, replicas)
     losses = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -132,7 +132,7 @@ def _build(
             setattr(model, name, value)
         if case.prepare:
             case.prepare(model)
-        parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]  # a stage may have no parameters
+        parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]  # optimizers need a parameter
         how = (
             {"model_parameters": parameters}
             if "optimizer" in case.config
@@ -149,7 +149,7 @@ def _short(case: Case, dtype: torch.dtype) -> Iterator[Any]:
 
 
 def _weights_differ(model: Any, layers: list[nn.Module]) -> float:
-    """Return the largest |difference| / largest |weight| over the parameters of this rank."""
+    """Return the largest relative error of a parameter of this rank: max |difference| / max |weight|."""
     indices = getattr(model, "indices", None) or range(model._local_start, model._local_stop)
     worst = 0.0
     for index, call in zip(indices, model.forward_funcs, strict=True):
@@ -165,9 +165,9 @@ def _differ(a: Tensor, b: Tensor) -> float:
 
 @contextmanager
 def remembered_groups() -> Iterator[Any]:
-    """Let many engines of one process share process groups.
+    """Context manager in which engines that are built one after another reuse process groups.
 
-    Call the yielded function before building each engine.
+    It yields a function to call before each engine is built.
     """
     made: dict[tuple[int, ...], list[Any]] = {}
     used: dict[tuple[int, ...], int] = {}

@@ -1,4 +1,4 @@
-"""Layers with unusual behaviour: tuples of every kind, in-place operations, reused outputs, shared weights."""
+"""Layers with unusual behaviour: tuples of mixed dtypes, in-place operations, reused output memory, shared weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ def tensors_of(x: Any) -> tuple[Tensor, ...]:
 
 
 class Start(nn.Module):
-    """Layer x -> a tuple of tensors of the given kinds."""
+    """Layer: x [b, WIDTH] -> a tuple with one tensor for each word of `kinds`, a single tensor for one word."""
 
     def __init__(self, kinds: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Start(nn.Module):
             "grad fp32": lambda: y.float(),
             "grad bf16": lambda: y.bfloat16(),
             "grad fp16": lambda: y.half(),
-            "float": lambda: x.detach() * 2,  # receives no gradient
+            "float": lambda: x.detach() * 2,  # floating-point, but without gradient
             "half": lambda: x.detach().half(),
             "int64": lambda: numbers,
             "int32": lambda: numbers.int(),
@@ -51,7 +51,7 @@ def _size(t: Tensor) -> Tensor:
 
 
 class Middle(nn.Module):
-    """A layer that uses all tensors, transforms those with gradients and passes on the others."""
+    """Layer that transforms each tensor with gradients by all of its inputs, and passes the others on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Middle(nn.Module):
 
 
 class Nothing(nn.Module):
-    """A layer without parameters."""
+    """Layer without parameters: the sine of the first tensor."""
 
     def forward(self, inputs: Any) -> Any:
         hidden, *rest = tensors_of(inputs)
@@ -81,7 +81,7 @@ class Nothing(nn.Module):
 
 
 class Embed(nn.Module):
-    """Layer tokens -> (hidden, token ids), a first layer without floating-point input."""
+    """First layer with integer input: token ids [b, s] -> (hidden [b, s, WIDTH], token ids)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,12 +91,15 @@ class Embed(nn.Module):
         return nn.functional.embedding(tokens, self.weight), tokens.to(torch.int32)
 
     def scores(self, inputs: Any) -> Tensor:
-        """Return the scores [b, s, v]; this method is the other end of the tie."""
+        """Return the logits [b, s, v]; the last layer, tied to this one, calls this method."""
         return nn.functional.linear(inputs[0], self.weight)
 
 
 class Decoder(nn.Module):
-    """Layer (encoded, mask) -> (decoded, encoded, mask), which changes the tuple and passes `encoded` on."""
+    """Layer: (decoded, encoded, ...) -> the same tuple with a new `decoded`.
+
+    The first such layer gets (encoded, ...) and adds `decoded` to the tuple.
+    """
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -108,7 +111,7 @@ class Decoder(nn.Module):
 
 
 class Joint(nn.Module):
-    """Layer (a, b) -> (a, b) whose outputs depend on both inputs, so two gradients cross every stage boundary."""
+    """Layer: (a, b, ...) -> (a, b, ...) whose outputs depend on a and b, so stages exchange two gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +123,7 @@ class Joint(nn.Module):
 
 
 class Table(nn.Module):
-    """Layer (hidden, ...) -> (hidden, ..., weight), which passes on a weight for a later layer."""
+    """Layer: (hidden, ...) -> (hidden, ..., weight), so that a later layer can use this layer's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +134,7 @@ class Table(nn.Module):
 
 
 class UseTable(nn.Module):
-    """Layer (hidden, weight) -> hidden."""
+    """Layer: (hidden, weight of a Table) -> hidden."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,14 +146,14 @@ class UseTable(nn.Module):
 
 
 class End(nn.Module):
-    """Layer that returns the first floating-point tensor; other inputs with gradients do not reach the loss."""
+    """Last layer, which returns the first floating-point tensor only; the others do not reach the loss."""
 
     def forward(self, inputs: Any) -> Tensor:
         return next(t for t in tensors_of(inputs) if t.is_floating_point() and t.dim())
 
 
 class Widen(nn.Module):
-    """Layer (hidden, ids) -> (hidden, sin(hidden), ids)."""
+    """Layer that adds a tensor to the tuple: (hidden, ids) -> (hidden, sin(hidden), ids)."""
 
     def forward(self, inputs: Any) -> Any:
         hidden, ids = inputs
@@ -158,7 +161,7 @@ class Widen(nn.Module):
 
 
 class Keep(nn.Module):
-    """Layer that updates the first tensor with the wrapped layer and passes on the rest."""
+    """Layer that adds tanh(inner(hidden)) to the first tensor and passes the other tensors on."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -170,7 +173,7 @@ class Keep(nn.Module):
 
 
 class Gather(nn.Module):
-    """Layer that combines all tensors with gradients into one."""
+    """Last layer, which returns the first tensor with gradients plus 0.1 times the means of the others."""
 
     def forward(self, inputs: Any) -> Tensor:
         first, *rest = (
@@ -182,7 +185,7 @@ class Gather(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Layer that modifies its input in place before reading it, as ReLU(inplace=True) does."""
+    """Layer that modifies its input in place, as ReLU(inplace=True) does, before it computes its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +199,7 @@ class InPlace(nn.Module):
 
 
 class Counting(nn.Module):
-    """Layer (a, b, count) -> (a, b, count) that combines a and b, and increments count in place."""
+    """Layer: (a, b, count) -> (a, b, count), where `count` is an integer tensor that is incremented in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +207,7 @@ class Counting(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         a, b, count = inputs
-        product = a * b  # autograd saves both factors
+        product = a * b  # autograd saves a and b, which must stay unchanged until the backward pass
         count.add_(1)
         return torch.tanh(self.linear(product + count.to(a.dtype) * 0.1)), torch.sin(b), count
 
@@ -229,7 +232,7 @@ class Static(nn.Module):
         self.memory: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x.clone()))  # a copy, since autograd would save an input that is overwritten
+        y = torch.tanh(self.linear(x.clone()))  # a copy, since autograd saves x, and the layer before overwrites it
         if self.memory is None or self.memory.shape != y.shape or self.memory.dtype != y.dtype:
             self.memory = torch.empty_like(y)
         return _Refill.apply(y, self.memory)  # type: ignore[no-any-return,no-untyped-call]
@@ -241,7 +244,7 @@ class Copy(nn.Module):
 
 
 class Select(nn.Module):
-    """Layer that keeps the first row and rows with a positive sum, so the shape depends on the data."""
+    """Layer that drops rows whose sum is negative, except the first, so that its output shape depends on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +257,7 @@ class Select(nn.Module):
 
 
 class Unused(nn.Module):
-    """Layer with an unused weight."""
+    """Layer that returns its input and has a weight that it does not use."""
 
     def __init__(self) -> None:
         super().__init__()

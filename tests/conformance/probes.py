@@ -1,4 +1,4 @@
-"""Checks of an engine after training, on features that scripts use; each returns whether the result is right."""
+"""Checks of a trained engine's features that scripts use; each function returns whether the result is right."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained engine and its reference.
+    """A trained engine and its reference in plain torch.
 
-    engine: after the steps of a case. calls: the reference's layers after the same steps. batches: one global batch.
+    calls: the reference's layers, trained with the same steps. batches: micro-batches of one step, for the checks.
     """
 
     engine: Any
@@ -21,7 +21,7 @@ class Trained:
     dtype: torch.dtype
 
     def outputs(self) -> list[Tensor]:
-        """Return the reference's output for each micro-batch."""
+        """Return the reference's output for each micro-batch of `batches`."""
         found = []
         with torch.no_grad():
             for x, _ in self.batches:
@@ -72,7 +72,7 @@ def configured_back(t: Trained) -> bool:
 
 
 def evaluates_twice(t: Trained) -> bool:
-    """Return whether repeated evaluations agree, so that they do not use up contiguous buffers."""
+    """Return whether 12 evaluations in a row are right, which they would not be if they used up contiguous buffers."""
     found = [t.evaluate() for _ in range(12)]
     return configured_back(t) and all(t.near(each, torch.stack(t.losses()).mean()) for each in found)
 
@@ -108,7 +108,7 @@ def loss_stays(t: Trained) -> bool:
 
 def loss_is_fp32(t: Trained) -> bool:
     loss = t.engine.train_batch(iter(t.batches))
-    return torch.allclose(loss.reshape(()), torch.stack(t.losses()).mean(), rtol=1e-5)  # raises for another dtype
+    return torch.allclose(loss.reshape(()), torch.stack(t.losses()).mean(), rtol=1e-5)  # raises if dtypes differ
 
 
 def attributes(t: Trained) -> bool:
@@ -130,7 +130,7 @@ class _Remembered(nn.Module):
 
 
 def give_additional_losses(model: Any) -> None:
-    """Add a loss, the mean |output|, next to the main one. Its value before the first step is a placeholder."""
+    """Add an additional loss "size", the mean of |output|, to the model; it is 0 before the first step."""
     remembered = _Remembered()
     remembered.last = torch.zeros(())
     model.loss_fn = remembered
@@ -140,7 +140,7 @@ def give_additional_losses(model: Any) -> None:
 def additional_losses(t: Trained) -> bool:
     expected = torch.stack([out.abs().mean() for out in t.outputs()]).mean()
     t.engine.train_batch(iter(t.batches))
-    tolerance = 1e-5  # the engine returns them in fp32
+    tolerance = 1e-5  # the engine returns additional losses in fp32
     return abs(float(t.engine.get_additional_losses()["size"]) - float(expected)) < tolerance
 
 

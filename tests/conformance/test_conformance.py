@@ -1,4 +1,4 @@
-"""Every case x stages x tensor-parallel ranks x schedule trains like the same layers in one process."""
+"""Every case trains like its layers in one process, for all stages, tensor-parallel sizes and schedules."""
 
 import itertools
 from typing import Any
@@ -19,15 +19,14 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zb-h1": {"schedule": "zb-h1"},
 }
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-Run = tuple[str, str, torch.dtype]  # case, schedule, dtype
+Run = tuple[str, str, torch.dtype]  # (name of the case, name of the schedule, dtype)
 
 
 def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
-    """Return the runs of a grid.
+    """Return the runs for a number of stages and tensor-parallel ranks; `everything`: all cases and schedules.
 
-    Without `everything` each case runs with one schedule, chosen in rotation. On three stages every second case runs
-    with two, and on 2 x 2 ranks only every second case runs. One stage exchanges no messages, and probes hardly
-    depend on the schedule.
+    By default, each case runs with one schedule, chosen in rotation. On three stages, every second case runs with two
+    schedules; on 2 x 2 ranks, only every second case runs.
     """
 
     found: list[Run] = []
@@ -43,7 +42,7 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
             differ = [schedule for schedule in own if stages > 1 and schedule in ("1f1b", "interleaved", "zb-h1")]
             own = [differ[(number + stages) % len(differ)]] if differ else own[:1]
         for schedule in own:
-            # The other schedules run in one dtype only: fp32 adds nothing but rounding.
+            # Only the first schedule runs in all dtypes; for the others, fp32 would add nothing but rounding.
             several = schedule == own[0] and (everything or not (case.probe or case.config))
             found += [(case.name, schedule, dtype) for dtype in (case.only if several else case.only[:1])]
     return found
@@ -78,7 +77,7 @@ COVERING = [(3, 1, False), (2, 2, False), (1, 1, False)]
     "grid", covering(GRIDS, COVERING.__contains__), ids=lambda g: f"pp{g[0]}-tp{g[1]}-{'all' if g[2] else 'some'}"
 )
 def test_like_one_process(grid: tuple[int, int, bool]) -> None:
-    """All runs of a grid, in one launch, give the losses and weights of one process."""
+    """All runs with these stages and tensor-parallel ranks give the losses and weights of one process."""
     stages, tensor, everything = grid
     bad, chosen = [], runs(stages, tensor, everything)
     for rank, found in enumerate(on_ranks(stages * tensor, _all, stages, tensor, chosen, timeout=900)):

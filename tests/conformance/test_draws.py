@@ -1,4 +1,4 @@
-"""Random layers, schedules, cuts, replicas and recomputation match one process in losses and weights to 1e-10."""
+"""Random layers in random layouts, schedules and partitions have one process's losses and weights to 1e-10."""
 
 from collections import defaultdict
 

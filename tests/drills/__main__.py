@@ -1,6 +1,6 @@
 """Run the drill of every fault in docs/reliability.md: `python -m tests.drills [WORD...]`.
 
-With words, only faults whose names contain one of them run.
+With words, it runs only the faults whose names contain one of them.
 """
 
 import sys

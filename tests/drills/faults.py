@@ -1,6 +1,6 @@
-"""Faults of a run and the tests that provoke them.
+"""Faults that can happen to a run -> the tests that provoke them.
 
-docs/reliability.md has a row for each, with what the user sees.
+docs/reliability.md has a row for each fault, which says what the user sees.
 """
 
 A, B, C = "tests/checkpoints/test_", "tests/ranks/test_", "tests/cli/test_"
@@ -81,5 +81,5 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{U}going_on.py::test_only_success_removes_what_is_done",
     ),
 }  # fmt: skip
-# These take too long for the default test run, which skips them.
+# Drills that only --full runs, since they take long.
 ONLY_FULL = (f"{C}launch.py::test_a_run_goes_on_by_itself",)

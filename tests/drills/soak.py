@@ -1,9 +1,9 @@
-"""Soak test: random faults at intervals, after which a run must end exactly like an undisturbed one.
+"""Soak test: a long run with random faults must end with the losses of an undisturbed run.
 
     python -m tests.drills.soak --iterations 2000 --every 100
 
 It trains GPT-2 on two pipeline stages and T5 on two replicas. tools/launch.py starts each run and restarts dead ranks.
-Faults are drawn from FAULTS. If a fault also ends the launcher, the same command is started again, as a user would.
+Faults are drawn from FAULTS. If the launcher ends, too, the same command is started again, as a user would do.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MODELS = {
 
 
 class Seen(NamedTuple):
-    """Iteration, memory in MB and open file descriptors of all ranks at one moment of an undisturbed run."""
+    """One observation of an undisturbed run: iteration, and memory in MiB and open files, summed over the ranks."""
 
     iteration: int
     megabytes: float
@@ -49,7 +49,7 @@ class Seen(NamedTuple):
 
 
 class Soak:
-    """One model's run: its launcher, its ranks and its observations."""
+    """The run of one model: its launcher, its ranks, and observations of their memory and open files."""
 
     def __init__(self, argv: list[str], run_dir: Path) -> None:
         self.argv, self.run_dir = argv, run_dir
@@ -62,7 +62,7 @@ class Soak:
         self.launcher = subprocess.Popen(self.argv, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the training processes, without their data workers, whose command lines differ."""
+        """Return the training processes, without data-loader workers, which have another command line."""
         return [p for p in self.processes() if any("pretrain_" in word for word in p.info["cmdline"][:4])]
 
     def processes(self) -> Iterator[Any]:
@@ -119,7 +119,7 @@ FAULTS: dict[str, Callable[[Soak, random.Random], None]] = {
 
 
 def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, patience: float) -> Counter[str]:
-    """Run to the last iteration with a fault about every `every` iterations; return the faults' counts.
+    """Run to the last iteration, with a random fault about every `every` iterations; return fault -> count.
 
     Raises RuntimeError if the run makes no progress for `patience` seconds, or if the command is refused.
     """
@@ -140,7 +140,7 @@ def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, pat
         if code is not None and now >= iterations:
             return done
         if code is not None:
-            soak.start()  # a user would repeat the command, which resumes
+            soak.start()  # start the same command again, which resumes the run
             moved = time.monotonic()
         elif now >= due and now < iterations:
             what = dice.choice(list(FAULTS))

@@ -1,6 +1,6 @@
-"""Checks on an accelerator. Each runs short trainings in separate processes and returns its findings.
+"""Checks of training and generation on an accelerator, each of which returns its findings as text.
 
-Without an accelerator the checks run on the CPU as a dry run.
+Training runs are short and in processes of their own. Without an accelerator, the CPU takes its place, as a dry run.
 """
 
 import functools
@@ -36,21 +36,21 @@ LLAMA = (
 )
 RECOMPUTE = "--recompute-modules norm qkv activation"
 DRY = "--hidden-dropout 0 --attention-dropout 0"
-SECONDS = 300  # limit for one training
+SECONDS = 300  # time limit of one training run
 NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 class Impossible(Exception):
-    """Raised if this machine lacks what the check needs; the message names it."""
+    """Raised by a check that this machine cannot do; the message names what is missing."""
 
 
-_one_at_a_time: dict[Any, threading.Lock] = defaultdict(threading.Lock)  # one lock per training
+_one_at_a_time: dict[Any, threading.Lock] = defaultdict(threading.Lock)  # `train`'s arguments -> lock
 
 
 def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
-    """Run `worker.train` in a process and return its result.
+    """Return the result of `worker.train(flags, **more)` in a new process; equal calls share one process.
 
-    Raises RuntimeError with the end of its output if it fails or times out.
+    Raises RuntimeError with the end of the process's output if it fails or times out.
     """
     key = flags, on_cpu or not device.available(), json.dumps(more)
     with _one_at_a_time[key]:
@@ -59,7 +59,7 @@ def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
 
 @functools.cache
 def _train(flags: str, on_cpu: bool, more: str) -> str:
-    """Return a worker's last line; each training runs only once."""
+    """Run a worker and return the last line of its output, its result as JSON."""
     command = [sys.executable, "-m", "tests.gpu.worker", json.dumps({"flags": flags, **json.loads(more)})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(NO_DEVICE if on_cpu else {})}
     try:
@@ -100,7 +100,7 @@ def bf16_follows_the_cpu_in_fp32() -> str:
 
 
 def attention_kernels_agree() -> str:
-    """Compare torch's attention kernels, with gradients, against its math kernel in fp32.
+    """Check outputs and gradients of torch's attention kernels against fp32.
 
     cuDNN's masked form may differ, since `kernels_for` never selects it; it is only reported.
     """
@@ -132,7 +132,7 @@ def attention_kernels_agree() -> str:
                     with choice():
                         found = _attend(inputs, given, learns)
                 except RuntimeError:
-                    continue  # this device has no such kernel for this form
+                    continue  # the device has no such kernel for this kind of mask
                 worst = max((f.float() - w.float()).abs().max().item() for f, w in zip(found, wanted, strict=True))
                 if name == "CUDNN_ATTENTION" and form != "causal":
                     findings.append(f"{name} {form} {length}: {worst:.1e}, never selected")
@@ -149,7 +149,7 @@ def _attend(inputs: list[torch.Tensor], given: dict[str, Any], learns: list[torc
 
 
 def fp16_finds_its_scale() -> str:
-    """Check that fp16 with an initial scale far too high first skips steps and lowers it, then learns."""
+    """Check that fp16 with an initial loss scale of 2^24 skips steps until the scale is low enough, then learns."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}, file)
         file.flush()
@@ -161,7 +161,7 @@ def fp16_finds_its_scale() -> str:
     return f"{skipped} steps skipped, scale {scales[-1]:g}, loss {found['losses'][0]:.2f} to {found['losses'][-1]:.2f}"
 
 
-# Each layer's activations are at least 1 MiB, large enough to be offloaded.
+# Sizes with at least 1 MiB of activations in each layer, since smaller ones are not offloaded.
 LARGE = f"{GPT2} --hidden-size 128 --seq-length 512 --batch-size 8"
 
 
@@ -193,7 +193,7 @@ def checkpoints_go_both_ways() -> str:
 
 
 def an_offloaded_optimizer_agrees() -> str:
-    """Check the losses with an offloaded optimizer; bf16 gradients are rounded once more on their way to the CPU."""
+    """Check that an offloaded optimizer gives the same losses to 1%; it rounds bf16 gradients once more."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, file)
         file.flush()
@@ -210,7 +210,7 @@ def compiled_layers_agree() -> str:
 
 
 def texts_equal_the_cpu() -> str:
-    """Check that fp32 models generate the CPU's tokens by greedy decoding, sampling and beam search."""
+    """Check that fp32 models generate the same tokens as on the CPU: greedily, by sampling and by beam search."""
     from megatron.config.command_line import parse
     from megatron.model import GPT2Model, T5Model
     from megatron_tools.write.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample

@@ -1,4 +1,4 @@
-"""The accelerator checks, run on an accelerator if there is one, else on the CPU as a dry run."""
+"""The checks of `python -m tests.gpu` pass on an accelerator, or on the CPU as a dry run if there is none."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.support import FULL, command, covering
 
 from .checks import CHECKS, Impossible
 
-# On a CPU these are only a dry run, and other tests cover them more closely.
+# Checks that a machine without accelerator skips by default, since other tests cover the CPU better.
 SEEN_ELSEWHERE = {
     "recomputation_and_offloading_change_nothing",
     "compiled_layers_agree",

@@ -1,6 +1,6 @@
-"""One short training on this process's device: `python -m tests.gpu.worker '{"flags": ...}'` prints JSON.
+"""Do one short training run and print measurements: `python -m tests.gpu.worker '{"flags": ...}'` prints JSON.
 
-Needs only torch, DeepSpeed and numpy, and safetensors to read or write a checkpoint.
+It needs only torch, DeepSpeed and numpy, and for checkpoints safetensors.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from tests.text_task import TextTask
 
 
 def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Return batches in which every token is its predecessor plus one, which a small model learns in a few steps."""
+    """Return batches whose tokens count up by one, which a small model learns in a few steps."""
     dice, d, v = torch.Generator().manual_seed(3), config.data, config.model.vocab_size
 
     def text(length: int) -> torch.Tensor:
@@ -36,9 +36,9 @@ def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, to
 
 
 def train(flags: str, steps: int = 8, load: str | None = None, save: str | None = None) -> dict[str, Any]:
-    """Train for `steps` steps and return losses and other measurements.
+    """Train for `steps` steps; return losses and other measurements by name.
 
-    load, save: checkpoint folders to start from and to write.
+    load, save: folders of checkpoints to load before and to write after training.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     config = parse(flags.split())

@@ -1,1 +1,1 @@
-"""Entry scripts of the form that users of CPM-Pretrain have, with its imports, calls and keywords, and nothing of ours."""
+"""Entry scripts as users of CPM-Pretrain have them: they use only names, calls and flags of CPM-Pretrain."""

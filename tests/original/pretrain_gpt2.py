@@ -1,4 +1,4 @@
-"""GPT-2 by an entry script of CPM-Pretrain's form."""
+"""Train GPT-2 by an entry script in CPM-Pretrain's form."""
 
 import torch
 from megatron.fp16 import fp32_to_fp16

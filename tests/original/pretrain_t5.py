@@ -1,4 +1,4 @@
-"""T5 by an entry script of CPM-Pretrain's form."""
+"""Train T5 by an entry script in CPM-Pretrain's form."""
 
 import torch
 from megatron.data.T5_dataset import build_train_valid_test_datasets

@@ -1,4 +1,4 @@
-"""A model written after the tutorial in CPM-Pretrain's README, each `...` of it filled in the plainest way."""
+"""The model of the tutorial in CPM-Pretrain's README, with the code that the tutorial leaves out as `...`."""
 
 import torch
 import torch.nn.functional as F

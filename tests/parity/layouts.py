@@ -1,4 +1,4 @@
-"""Layouts whose losses must agree, and training in one of them."""
+"""GPT-2 training in one of several layouts, and in plain torch for comparison."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ PER_DOCUMENT = ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-ma
 
 
 class Layout(NamedTuple):
-    """Sizes of a layout; pp 0 means no pipeline."""
+    """Pipeline, data, tensor and context-parallel sizes and ZeRO stage of a layout; pp 0 means no pipeline."""
 
     pp: int
     dp: int
@@ -63,7 +63,10 @@ def ours(
     by_document: bool = False,
     steps: int = STEPS,
 ) -> list[float]:
-    """Train in `layout` through the entry script's own functions; return the losses."""
+    """Train with pretrain_gpt2.py's function in `layout`; return the losses.
+
+    more: further flags. by_document: separate documents by PER_DOCUMENT's three flags.
+    """
     flags = {
         "--data-path": data, "--vocab-file": vocab_file, "--split": "1", "--num-layers": LAYERS,
         "--hidden-size": HIDDEN, "--num-attention-heads": HEADS, "--seq-length": SEQ, "--hidden-dropout": 0,
@@ -99,7 +102,7 @@ def plain(
     z_loss: float = 0.0,
     steps: int = STEPS,
 ) -> list[float]:
-    """Train the same steps in one process of plain torch; return the losses."""
+    """Train in one process of plain torch as `ours` does with these settings; return the losses."""
     tokenizer = load_tokenizer(vocab_file)
     (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED)
     assert train is not None

@@ -1,4 +1,4 @@
-"""Train Llama, Qwen and Mistral in many ways in one launch, and Hugging Face's models in one process for reference."""
+"""Training of Llama, Qwen and Mistral in any layout, and of Hugging Face's models in one process as a reference."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ from tests.support import on_ranks
 
 from .reference import masks
 
-GLOBAL_BATCH, STEPS, SEQ, SEED, RATE, CLIP = 8, 4, 24, 7, 1.0, 0.2  # CLIP is below the gradient norms
-LAYERS = 8  # items of the layer list, 4 of them blocks
+GLOBAL_BATCH, STEPS, SEQ, SEED, RATE, CLIP = 8, 4, 24, 7, 1.0, 0.2  # CLIP is so low that every step is clipped
+LAYERS = 8  # length of the model's list of layers, of which 4 are transformer blocks
 BLOCKS = 4
 COMMON = (
     f"--seq-length {SEQ} --batch-size 2 --train-iters {STEPS} --lr {RATE} --optimizer sgd --lr-decay-style constant --warmup 0 "
@@ -33,7 +33,7 @@ DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
 
 
 class Kind(NamedTuple):
-    """A kind of model: Hugging Face's class name, sizes and flags."""
+    """A kind of model: name in Hugging Face's classes, sizes, and this project's flags."""
 
     name: str
     sizes: Sizes
@@ -51,7 +51,7 @@ KINDS = {
 
 
 class Way(NamedTuple):
-    """Flags of one training within a grid."""
+    """One training run: kind of model, further flags, and precision."""
 
     kind: str
     flags: str = ""
@@ -76,7 +76,7 @@ def _stack(dataset: Any, first: int, count: int) -> dict[str, Tensor]:
 
 
 def expected(way: Way, data: str, vocab_file: str, rate: float = RATE) -> list[float]:
-    """Return the losses of Hugging Face's model trained by torch alone. rate: the learning rate."""
+    """Train Hugging Face's model in one process at a constant learning rate `rate`; return the losses."""
     kind, tokenizer, dataset = KINDS[way.kind], load_tokenizer(vocab_file), _samples(data)
     config = with_values(_config(way, vocab_file), {"make_vocab_size_divisible_by": 1})
     model = theirs(kind.name, kind.sizes, kind.tied, kind.window, vocab=tokenizer.vocab_size).train()
@@ -145,9 +145,9 @@ def _body(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str
 
 
 def losses(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
-    """Return each way's losses, after checking that all ranks agree.
+    """Train in every way on one launch of ranks, check that the ranks' losses agree, and return each way's losses.
 
-    grid: (pipe, data, model) or (pipe, data, model, context).
+    grid: the pipeline, data, tensor-parallel and, optionally, context-parallel size.
     """
     by_rank = on_ranks(math.prod(max(size, 1) for size in grid), _body, grid, ways, data, vocab_file, timeout=500)
     assert all(each == by_rank[0] for each in by_rank)

@@ -1,6 +1,6 @@
-"""GPT-2 training in one process of plain torch, without our model, mpu, engine or optimizer code.
+"""GPT-2 training in one process of plain torch.
 
-Only weights (as numbers) and samples come from the code under test.
+Only initial weights and samples come from the code under test; model, loss, optimizer and clipping are independent.
 """
 
 import math
@@ -18,7 +18,10 @@ Weights = Mapping[str, Tensor]
 def logits(
     w: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, allowed: Tensor, layers: int, heads: int
 ) -> Tensor:
-    """Return logits [b, s, v] from tokens [b, s], positions [b, s] and allowed, bool [b, s, s]."""
+    """Return logits [b, s, v] from tokens and positions [b, s].
+
+    allowed: bool [b, s, s], True where a query (second dimension) attends to a key.
+    """
     b, s = tokens.shape
     x = w["embedding.word_embeddings.weight"][tokens] + w["position_embedding.weight"][positions]
     h = x.shape[-1]
@@ -40,9 +43,9 @@ def logits(
 
 
 def masks(tokens: Tensor, eod: int, by_document: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (positions [b, s], allowed [b, s, s], loss mask [b, s]), token by token.
+    """Return (positions [b, s], attention mask [b, s, s], loss mask [b, s]), computed by loops.
 
-    by_document turns all three document flags on.
+    by_document: restart positions in each document, attend within documents, and mask the losses at EOD tokens.
     """
     b, s = tokens.shape
     positions, allowed, loss = (
@@ -75,7 +78,7 @@ def train(
     dtype: torch.dtype,
     z_loss: float = 0.0,
 ) -> list[float]:
-    """Train on whole global batches [b, s + 1] at a constant rate; return every step's loss without z-loss."""
+    """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss."""
 
     def loss_of(batch: np.ndarray, w: Weights) -> Tensor:
         text = torch.from_numpy(batch)
@@ -97,7 +100,10 @@ def learn(
     clip: float,
     dtype: torch.dtype,
 ) -> list[float]:
-    """Make a step on each of these losses at a constant rate; return their values."""
+    """Make an optimizer step on each loss, a function of the weights; return the losses.
+
+    lr: the constant learning rate. clip: the largest gradient norm.
+    """
     w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
     decay = [p for p in w.values() if p.dim() > 1]
     other = [p for p in w.values() if p.dim() <= 1]

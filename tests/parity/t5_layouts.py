@@ -1,4 +1,4 @@
-"""Train T5 in many ways in one launch for each (pipe, data, model) grid."""
+"""Training and evaluation of T5 in any layout, and by plain torch in one process as a reference."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from tests.support import on_ranks
 from .t5_reference import Shape, logits, train
 
 GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
-LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # items of the layer list: 2 encoder blocks, 3 decoder blocks
+LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # length of the list of layers, with 2 encoder and 3 decoder blocks
 COMMON = (
     f"--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 --enc-seq-length {ENCODER} "
     f"--seq-length {ENCODER} --hidden-dropout 0 --attention-dropout 0 --batch-size 2 --train-iters {STEPS} --lr 0.1 --optimizer sgd "
@@ -38,7 +38,7 @@ VARIANTS["umt5"] = f"{VARIANTS['t5']} --relative-attention-per-layer"
 
 
 class Way(NamedTuple):
-    """Flags of one training within a grid."""
+    """One training run: variant of T5, further flags, and precision."""
 
     variant: str
     flags: str = ""
@@ -65,7 +65,7 @@ def _stack(dataset: T5Samples, first: int, count: int) -> dict[str, Tensor]:
 
 
 def expected(way: Way, data: str, vocab_file: str) -> list[float]:
-    """Train with plain torch; return the losses."""
+    """Train a T5 with plain torch in one process; return the losses."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(_flags(way)), {"vocab_size": tokenizer.vocab_size, "make_vocab_size_divisible_by": 1})
     weights = {name: p.detach().clone() for name, p in global_parameters(T5Model(config))}
@@ -89,7 +89,7 @@ def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
 
 
 def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> tuple[Engine, Any]:
-    """Return the engine and this rank's micro-batches of all steps."""
+    """Return a training engine, and an iterator of this rank's micro-batches of all steps, None if it reads no data."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
     engine = start_engine(T5(), config, tokenizer)
@@ -111,7 +111,7 @@ def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
 
 
 def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Evaluate after a training step with learning rate 0, so that evaluation follows another kind of pass."""
+    """Evaluate after a training step with learning rate 0, which must not influence the evaluation."""
     pp, dp, tp = grid
     flags = (
         f"--pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp} --init-method-std 0.3"
@@ -122,9 +122,9 @@ def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) 
 
 
 def evaluated(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Return `eval_batch`'s results for all global batches except the first.
+    """Return `eval_batch`'s results for all global batches except the first, which a training step has read.
 
-    Weights are large, so that tokens differ.
+    Initial weights are large, so that predictions differ between tokens.
     """
     pp, dp, tp = grid
     by_rank = on_ranks(max(pp, 1) * dp * tp, _evaluate, grid, way, data, vocab_file)
@@ -133,7 +133,7 @@ def evaluated(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) 
 
 
 def expected_evaluation(way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Return the results that `evaluated` must match, by plain torch from full logits."""
+    """Return the results that `evaluated` must match, computed in plain torch from complete logits."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(
         parse([*_flags(way), "--init-method-std", "0.3"]),
@@ -159,7 +159,10 @@ def expected_evaluation(way: Way, data: str, vocab_file: str) -> list[dict[str, 
 
 
 def losses(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
-    """Return each way's losses, after checking that all ranks agree. grid: (pipe, data, model)."""
+    """Train in every way on one launch of ranks, check that the ranks' losses agree, and return each way's losses.
+
+    grid: the pipeline, data and tensor-parallel size.
+    """
     pp, dp, tp = grid
     by_rank = on_ranks(max(pp, 1) * dp * tp, _body, grid, ways, data, vocab_file, timeout=500)
     assert all(each == by_rank[0] for each in by_rank)

@@ -1,6 +1,7 @@
-"""T5 in one process of plain torch, without our model, mpu, engine or optimizer code; both variants.
+"""T5 training in one process of plain torch, for the variants of T5 and of CPM-2.
 
-Only weights (as numbers) and samples come from the code under test. Shapes: q decoder, k encoder, b batch.
+Only initial weights and samples come from the code under test. In shapes, b is the batch size, k the length of the
+encoder's and q that of the decoder's tokens.
 """
 
 import math
@@ -16,9 +17,10 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a T5.
+    """Sizes of a T5, and its variant.
 
-    t5: relative positions, RMS norms, gated gelu, unscaled scores, no biases, untied output layer; else the opposites.
+    t5: T5 v1.1's relative positions, RMS norms, gated GELU, unscaled attention scores and untied output, no biases;
+    otherwise CPM-2's learned positions, LayerNorms, GELU, scaled scores, tied output and biases.
     """
 
     encoder_layers: int
@@ -45,7 +47,7 @@ def gelu(y: Tensor) -> Tensor:
 
 
 def bias(w: Weights, stack: str, layer: int, length: int, shape: Shape, causal: bool) -> Tensor:
-    """Return the bias [n, s, s], computed pair by pair from the stack's table, or from the layer's in a UMT5."""
+    """Return the relative-position bias [n, s, s], computed by loops; a UMT5 has a table for each layer."""
     own = w.get(f"{stack}.relative_positions.{layer}.weight")
     table, rows = w[f"{stack}.relative_positions.weight"] if own is None else own, []
     for query in range(length):
@@ -68,7 +70,10 @@ def bias(w: Weights, stack: str, layer: int, length: int, shape: Shape, causal: 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, added: Tensor | None, scaled: bool) -> Tensor:
-    """Return attention [b, q, n d] from q, k, v [b, s, n, d] and allowed [b, q, k]."""
+    """Return attention [b, q, n d] from q [b, q, n, d], k and v [b, k, n, d].
+
+    allowed: bool [b, q, k], True where a query attends to a key. added: a bias [n, q, k] of the scores.
+    """
     scores = torch.einsum("bqnd,bknd->bnqk", q, k) / (math.sqrt(q.shape[-1]) if scaled else 1.0)
     if added is not None:
         scores = scores + added
@@ -96,7 +101,7 @@ def layer(
 
 
 def logits(w: Weights, source: Tensor, target: Tensor, encoder_ids: Tensor, decoder_ids: Tensor, s: Shape) -> Tensor:
-    """Return logits [b, q, v] from tokens and document ids [b, k] and [b, q]."""
+    """Return logits [b, q, v] from tokens and document ids, [b, k] of the encoder and [b, q] of the decoder."""
     table = w["embedding.word_embeddings.weight"]
     x, y = table[source], table[target]
     if not s.t5:
@@ -118,7 +123,10 @@ def logits(w: Weights, source: Tensor, target: Tensor, encoder_ids: Tensor, deco
 def train(
     weights: Weights, batches: Sequence[Mapping[str, Tensor]], s: Shape, documents: bool, dtype: torch.dtype
 ) -> list[float]:
-    """Train on whole global batches with clipped SGD with momentum; return the loss of every step."""
+    """Train on global batches by SGD with momentum and gradient clipping; return each step's loss.
+
+    documents: attend within documents only.
+    """
     w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
     decay, other = ([p for p in w.values() if (p.dim() > 1) == matrix] for matrix in (True, False))
     groups = [{"params": decay, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}]

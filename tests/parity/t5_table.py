@@ -1,4 +1,4 @@
-"""Print T5's parity table of the README: python -m tests.parity.t5_table."""
+"""Print the table of T5's losses in every layout: python -m tests.parity.t5_table."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Print the parity table of the README: python -m tests.parity.table."""
+"""Print the table of GPT-2's losses in every layout: python -m tests.parity.table."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Losses do not depend on the layout: every layout against one process of plain torch."""
+"""GPT-2 has the losses of one process of plain torch in every layout."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from tests.support import FULL, covering
 
 from .layouts import LAYOUTS, Layout, ours, plain
 
-# Each kind of parallelism alone, and all three together.
+# Layouts that run by default: each kind of parallelism alone, and all three together.
 COVERING = [
     Layout(1, 1, 1),
     Layout(1, 1, 2),
@@ -39,7 +39,7 @@ def test_losses_equal_one_process(
 
 
 def test_the_reference_learns(expected: list[float]) -> None:
-    """The reference loss falls, since a constant curve would match anything."""
+    """The reference's loss falls, so that the comparisons could show a difference."""
     assert expected[0] - expected[-1] > 0.3
 
 
@@ -59,7 +59,7 @@ DOCUMENTS = [Layout(0, 1, 2), Layout(2, 2, 1), Layout(4, 1, 2)]
 def test_documents_apart_and_uneven_target_counts(
     layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses agree even if masks give every micro-batch a different number of targets."""
+    """Losses equal plain torch's with separate documents and a different number of targets in each micro-batch."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision="fp64", by_document=True)
     expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=True)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
@@ -94,7 +94,7 @@ def test_recomputed_activations(
 def test_whoever_multiplies(
     layout: Layout, library: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Both matmul libraries match the reference; `--cpu-matmul auto` would test only the faster one."""
+    """Losses equal the reference's with oneDNN's matmuls and with torch's own."""
     if library == "onednn" and not mpu.onednn_is_there():
         pytest.skip("this build of torch has no oneDNN")
     found = ours(layout, tmp_path, tiny_data, vocab_file, "--cpu-matmul", library)
@@ -102,7 +102,7 @@ def test_whoever_multiplies(
 
 
 def test_dropout_does_not_depend_on_stages_nor_on_recomputing(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """Dropout masks come from named streams, so a different partition of the layers draws the same masks."""
+    """Losses with dropout are the same for one and two stages, with and without recomputation."""
     dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
     whole = ours(Layout(0, 1, 1), tmp_path / "a", tiny_data, vocab_file, *dropout, precision="fp64")
     cut = ours(Layout(2, 1, 1), tmp_path / "b", tiny_data, vocab_file, *dropout, precision="fp64")
@@ -155,9 +155,9 @@ CHUNKED = [
 def test_logits_in_chunks(
     layout: Layout, more: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Logits in chunks of 20 of a micro-batch's 48 tokens give the same losses.
+    """--logits-chunk-size 20, for micro-batches of 48 tokens, gives the reference's losses.
 
-    An untied output layer has its own initial weights, so it is compared with our own run on whole logits.
+    With an untied output layer, which the reference lacks, they are compared with those of --logits-chunk-size 0.
     """
     if "--no-tie-embeddings" in more:
         expected = ours(layout, tmp_path / "whole", tiny_data, vocab_file, *more.split(), "--logits-chunk-size", "0")
@@ -176,7 +176,7 @@ def test_logits_in_chunks(
 def test_logits_in_chunks_in_mixed_precision(
     layout: Layout, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Chunked logits stay as close to fp32 as whole logits do."""
+    """Losses in bf16 and fp16 are within 0.2% of fp32's with --logits-chunk-size."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, "--logits-chunk-size", "20", precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
 
@@ -191,17 +191,14 @@ Z = [
 
 @pytest.mark.parametrize(("layout", "more"), covering(Z, Z[1:3].__contains__, several=True))
 def test_z_loss(layout: Layout, more: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A large z-loss changes what is learned.
-
-    The reported loss is the cross entropy alone; z-loss has its own column.
-    """
+    """--z-loss changes the training as in plain torch, and is reported beside the loss instead of in it."""
     apart = "--eod-mask-loss" in more
     found = ours(layout, tmp_path, tiny_data, vocab_file, *more.split(), "--z-loss", "0.01", precision="fp64")
     expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=apart, z_loss=0.01)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
     assert abs(found[-1] - plain(tiny_data, vocab_file, dtype=torch.float64, by_document=apart)[-1]) > 1e-4
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    # Initial logits are small, so log Z is that of a uniform distribution over 3000 tokens.
+    # Initial logits are almost 0, so Z, the sum of their exponentials, is about 3000, the number of tokens.
     assert rows[0]["z_loss"] == pytest.approx(0.01 * math.log(3000) ** 2, rel=0.01)
     assert all("z_loss" in row for row in rows if row["split"] == "train")
 
@@ -247,7 +244,7 @@ def test_compiled_layers(
 def test_everything_at_once(
     layout: Layout, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Compiled layers, sequence parallelism, attention recomputation and overlapped reduction work together."""
+    """Compiled layers, sequence parallelism and attention recomputation together give the reference's losses."""
     needs_a_compiler()
     more = ("--compile", "--sequence-parallel", "--checkpoint-attention")
     np.testing.assert_allclose(ours(layout, tmp_path, tiny_data, vocab_file, *more), expected, rtol=1e-5)
@@ -264,7 +261,7 @@ def test_compiled_layers_draw_the_same_dropout(tmp_path: Path, tiny_data: str, v
 
 @pytest.mark.parametrize("cuts", covering(["0,1,8", "0,3,8", "0,7,8"], {"0,1,8", "0,3,8"}.__contains__))
 def test_any_cut(cuts: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """Cuts between the embeddings, within the blocks and before the logits all give the same losses."""
+    """Losses do not depend on where stages begin: after an embedding, between blocks, or before the output layer."""
     found = ours(Layout(2, 1, 1), tmp_path, tiny_data, vocab_file, "--partition-method", cuts)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
@@ -274,7 +271,7 @@ def test_any_cut(cuts: str, expected: list[float], tmp_path: Path, tiny_data: st
 def test_mixed_precision_follows_fp32(
     layout: Layout, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """bf16 has 8 bits, so the loss may differ from fp32's by the rounding of activations, about 1/256 of a logit."""
+    """Losses in bf16 and fp16 are within 0.2% of fp32's; bf16 rounds activations to 8 significant bits."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
 
@@ -284,7 +281,7 @@ def test_mixed_precision_follows_fp32(
 def test_mixed_precision_in_every_order(
     schedule: str, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Gradients are accumulated in fp32 whichever half of a backward pass, or chunk, they come from."""
+    """Schedules that split the backward pass or stages, too, accumulate gradients in fp32: losses stay near fp32's."""
     flags = ("--pipeline-schedule", *schedule.split())
     found = ours(Layout(2, 1, 1, zero=1), tmp_path, tiny_data, vocab_file, *flags, precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)

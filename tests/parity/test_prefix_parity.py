@@ -1,4 +1,4 @@
-"""A prefix LM in several layouts against plain torch, with masks written out position by position."""
+"""A prefix LM has the losses of plain torch, whose attention masks are computed by loops, in several layouts."""
 
 from functools import partial
 from pathlib import Path

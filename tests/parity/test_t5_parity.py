@@ -1,4 +1,4 @@
-"""T5 in every layout against one process of plain torch, for both variants."""
+"""T5, in the variants of T5, UMT5 and CPM-2, has the losses of one process of plain torch in every layout."""
 
 import functools
 import itertools
@@ -41,7 +41,7 @@ def check(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
     assert not bad, "\n".join(bad)
 
 
-# No pipeline, pipelines alone, and all three kinds of parallelism together.
+# Grids that run by default: no pipeline, pipelines alone, and all three kinds of parallelism together.
 COVERING = [(0, 1, 1), (1, 1, 1), (3, 1, 1), (2, 2, 2)]
 
 
@@ -49,8 +49,8 @@ COVERING = [(0, 1, 1), (1, 1, 1), (3, 1, 1), (2, 2, 2)]
 def test_losses_equal_one_process(
     grid: tuple[int, int, int], tiny_data: str, vocab_file: str, request: pytest.FixtureRequest
 ) -> None:
-    """Losses equal one process for every schedule and recomputation; in fp64 only the order of sums differs."""
-    # Three stages run every schedule. Elsewhere every second schedule is enough, since only the layers differ.
+    """Losses equal plain torch's for every pipeline schedule and recomputation, and in fp64."""
+    # Three stages run every schedule with every variant; other grids run every second schedule, to save time.
     whole = grid == (3, 1, 1) or (request.config.getoption("--full") and grid[2] == 1)
     ways = [
         Way(variant, schedule)
@@ -58,7 +58,7 @@ def test_losses_equal_one_process(
         for schedule in (SCHEDULES if whole else SCHEDULES[number::2])
         if grid[0] > 1 or "pipeline" not in schedule
     ]
-    if grid[0] == 2:  # 2 + 3 blocks suffice for two stages of two chunks at most
+    if grid[0] == 2:  # the 2 + 3 blocks suffice for two stages of two model chunks, but no more
         interleaved = "--pipeline-schedule interleaved --virtual-pipeline-size 2 --partition-method 0,3,6,9,"
         ways += [Way(variant, f"{interleaved}{LAYERS[variant]}") for variant in VARIANTS]
     ways += [Way(variant, precision="fp64") for variant in VARIANTS]
@@ -71,7 +71,7 @@ def test_losses_equal_one_process(
         ways += [Way(variant, f"--sequence-parallel {each}") for variant in VARIANTS for each in saving]
         ways += [Way(variant, "--sequence-parallel --logits-chunk-size 5") for variant in VARIANTS]
     ways += [Way(variant, "--logits-chunk-size 5") for variant in VARIANTS]
-    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # fewer ranks have covered these ways
+    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # smaller grids run these ways, too
         ways = [way for number, way in enumerate(ways) if number % 4 in (0, 3)]
     check(grid, ways, tiny_data, vocab_file)
 
@@ -82,7 +82,7 @@ def test_losses_equal_one_process(
     ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}",
 )
 def test_a_table_for_each_layer(grid: tuple[int, int, int], tiny_data: str, vocab_file: str) -> None:
-    """UMT5 works with recomputation, and with cuts between a block and its position table."""
+    """UMT5 has plain torch's losses with recomputation, and with a stage boundary between a block and its table."""
     schedules = ["", "--checkpoint-activations", "--pipeline-schedule zb-h1"][: 3 if grid[0] > 1 else 2]
     ways = [Way("umt5", schedule) for schedule in schedules]
     if grid[0] == 2:
@@ -99,9 +99,9 @@ def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
 
 @pytest.mark.parametrize("stages", covering([2, 3], lambda stages: stages == 2))
 def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str, request: pytest.FixtureRequest) -> None:
-    """Any cut between embeddings, tables, blocks and norms gives the same losses.
+    """Losses do not depend on where stages begin: at any embedding, position table, block or norm.
 
-    By default every second one runs.
+    By default every second partition runs.
     """
     ways = [
         Way(variant, "--partition-method " + ",".join(map(str, (0, *cuts, LAYERS[variant]))))
@@ -119,9 +119,9 @@ def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str, request: 
 def test_masked_text_is_looked_at_apart(
     grid: tuple[int, int, int], variant: str, tiny_data: str, vocab_file: str
 ) -> None:
-    """Evaluation reports loss, accuracy and count of masked text, without sentinels, ends and padding.
+    """Evaluation reports loss, accuracy and count of the masked text, without sentinels, EOD and padding.
 
-    Two replicas use chunked logits.
+    Layouts with two replicas compute logits in chunks.
     """
     wanted = expected_evaluation(Way(variant), tiny_data, vocab_file)
     assert 0 < wanted[0]["text_tokens"] < wanted[0]["targets"]

@@ -53,7 +53,7 @@ def _start_differently(folder: str) -> list[str]:
 
 
 def test_ranks_that_were_started_differently_say_so(tmp_path: Path) -> None:
-    """If settings, versions or ds_config files differ between ranks, every rank's error names the difference."""
+    """The errors of all ranks name the settings, versions or ds_config files that differ between ranks."""
     for told in on_ranks(3, _start_differently, str(tmp_path)):
         for sentence, (_, words) in zip(told, DIFFERENT.values(), strict=False):
             assert sentence.startswith(words)

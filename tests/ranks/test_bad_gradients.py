@@ -1,4 +1,4 @@
-"""If one rank has a non-finite gradient, all ranks skip the step; a run that keeps skipping names rank and weight."""
+"""All ranks skip a step if one rank has a non-finite gradient; a run that keeps skipping names rank and weight."""
 
 import contextlib
 import io

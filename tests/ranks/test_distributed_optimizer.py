@@ -184,7 +184,7 @@ def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
     norms = [float(engine.get_global_grad_norm()) for engine in (ours, theirs)]
     assert norms[0] == pytest.approx(norms[1], rel=2e-2 if more else 1e-5)
     bucket.reduce = real  # type: ignore[method-assign]
-    assert left[left.index(False) + 1 :].index(False) >= 2  # from step 2 on, buckets are sent before `finish`
+    assert left[left.index(False) + 1 :].index(False) >= 2  # the second step sends buckets before `finish`
     for weight in ours.module.parameters():
         told = [torch.zeros_like(weight) for _ in range(dist.get_world_size(ours._replicas))]
         dist.all_gather(told, weight.detach(), group=ours._replicas)

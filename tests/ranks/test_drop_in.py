@@ -133,7 +133,7 @@ class EmbeddingPipe(nn.Module):
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """Transformer layer: (hidden [b, s, h], mask) -> the same; the mask is True where attention is forbidden."""
+    """Transformer layer: (hidden [b, s, h], mask) -> (hidden, mask); the mask is True where attention is forbidden."""
 
     def __init__(self) -> None:
         super().__init__()

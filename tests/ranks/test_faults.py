@@ -1,4 +1,4 @@
-"""If one rank of a pipeline raises, hangs or is killed, all ranks end in time with a report of each one's position."""
+"""All ranks of a pipeline end in time if one raises, hangs or is killed; a report gives each rank's position."""
 
 import os
 import random
@@ -74,7 +74,7 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
         if kind == "kill" and rank == victim:
             assert f"--- rank {rank} does not answer" in report, words
             first = f"pipeline stopped: rank {victim} does not answer: its process is dead or stopped; rank "
-            # The report may begin with rank 0's state if rank 0 notices the failed connection first.
+            # The report begins with the killed rank or with rank 0's own state.
             assert report.startswith((first, "pipeline stopped: rank 0, stage")), words
         else:
             assert f"--- rank {rank}, stage {rank}, " in report, words

@@ -86,7 +86,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
 
 @pytest.mark.parametrize(("stages", "model"), [(2, 2), (4, 1)])
 def test_one_collective_an_axis(stages: int, model: int) -> None:
-    """With NCCL's split, one call creates all groups of an axis, and they have the ranks of groups made singly."""
+    """One call of NCCL's split creates all groups of an axis, and they have the ranks of groups made singly."""
     world = 2 * stages * model
     plain, split = (on_ranks(world, _start, stages, model, splitting) for splitting in (False, True))
     grid = Topology(stages, 2, model)

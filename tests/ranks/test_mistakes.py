@@ -118,7 +118,7 @@ deepspeed.initialize(model=net, optimizer=optimizer, model_parameters=list(net.p
 
 @pytest.mark.parametrize("where", ["optimizer", "initialize"])
 def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: Path) -> None:
-    """If one rank fails before the first step, the other rank ends, too, even without a launcher."""
+    """An error on one rank before the first step ends the other rank, too, even without a launcher."""
     (tmp_path / "train.py").write_text(START)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -45,7 +45,7 @@ def _tasks(stages: int, rules: str) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Yield (case, pipeline settings): every schedule with plain layers, then each other case with one schedule."""
     plain = BY_NAME[NAMES[0]]
     for pipeline in SCHEDULES:
-        # With lazy kernel loading, the interleaved schedule needs a multiple of `stages` micro-batches (docs/tds.md).
+        # The interleaved schedule needs a multiple of `stages` micro-batches if kernels load lazily (docs/tds.md).
         for micros in (1, 2 * stages if rules == "loading" and pipeline["schedule"] == "interleaved" else 5):
             yield dataclasses.replace(plain, rows=((4,) * micros,) * 2), pipeline
     turns = [pipeline for pipeline in SCHEDULES if not _may_be_refused(rules, pipeline)]
@@ -96,7 +96,7 @@ def test_every_schedule_ends_with_the_numbers_of_one_process(where: tuple[str, i
         assert not [each for each in found if not each[1] <= TOLERANCE]
 
 
-# ------------------------------------------------------- a wait for the whole device
+# ------------------------------------------------------- synchronisation with the device within a step
 
 Moment = tuple[int, int, int]  # a forward pass that waits for its device first: (step, stage, number in the step)
 WAITS: list[tuple[str, int, list[Moment]]] = [
@@ -126,7 +126,7 @@ def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
         }  # fmt: skip
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         engine = tds.initialize(model=net, optimizer=optimizer, config=config)[0]
-        forward, place = engine._forward, [0, 0]  # step, forward passes in it
+        forward, place = engine._forward, [0, 0]  # place: the step, and its forward passes so far
 
         def waiting(instruction: Any) -> None:
             if (place[0], engine.stage_id, place[1]) in moments:
@@ -172,7 +172,7 @@ def test_a_wait_for_the_whole_device_ends(schedule: str, stages: int, moments: l
 
 
 def _receive_first(groups: int) -> bool:
-    """On both ranks, post a receive before a send; return whether the send completes within 2 s."""
+    """Post a receive before a send, on both ranks; return whether the send completes within 2 s."""
     made = [dist.new_group([0, 1]) for _ in range(groups)]
     me = dist.get_rank()
     with nccl("eager"):

@@ -119,7 +119,7 @@ def test_a_loaders_worker_ends_with_its_rank(mark: str, tmp_path: Path, phase: s
 def test_nothing_is_left_of_a_run(
     mark: str, tmp_path: Path, tiny_data: str, vocab_file: str, seconds: float | None
 ) -> None:
-    """If the launcher of two ranks is killed, its ranks and data-loader workers end.
+    """The ranks and data-loader workers of a killed launcher end.
 
     seconds: time from the start to the kill; None: kill during training.
     """

@@ -41,8 +41,9 @@ def _count(calls: Counter[str], owner: Any, name: str, key: Any) -> None:
 def _trains(
     model: str, layout: tuple[int, int], folder: str, data: str, vocab_file: str
 ) -> tuple[bool, Counter[str], bool]:
-    """Train; return whether this rank reads data, how often it opened and checked corpora, and whether its
-    validation dataset is only a placeholder.
+    """Train; return (whether this rank reads data, its counted calls, whether its validation data is a placeholder).
+
+    The calls are those that open a corpus ("opened") and check its index ("checked").
     """
     calls: Counter[str] = Counter()
     _count(calls, IndexedDataset, "_open", lambda *_: "opened")

@@ -118,7 +118,7 @@ def test_a_replaced_storage_is_taken_in(dtype: torch.dtype) -> None:
     on_ranks(4, _taken_in, dtype)
 
 
-# --------------------------------------------------------------------- swapped temporarily
+# --------------------------------------------------------------------- weights swapped temporarily
 
 
 def _swapped(dtype: torch.dtype) -> None:
@@ -149,7 +149,7 @@ def test_weights_swapped_out_and_in_again_between_two_steps(dtype: torch.dtype) 
     on_ranks(1, _swapped, dtype)
 
 
-# ---------------------------------------------------------------------------- named
+# ---------------------------------------------------------------------------- changes that are refused
 
 
 def _assigned(module: nn.Module) -> None:

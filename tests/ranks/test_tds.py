@@ -699,7 +699,7 @@ def test_bytes_on_the_wire_are_the_tensors_one_header_and_few_words(micros: int,
     assert on_ranks(3, _bytes, micros) == [[micros * message + more], [2 * micros * message + more], [micros * message]]
 
 
-# ------------------------------------------------------------ the adapter
+# ------------------------------------------------------------ names that tds passes on from DeepSpeed
 
 
 def test_everything_else_is_deepspeeds() -> None:

@@ -95,7 +95,7 @@ def test_what_is_kept(text: str) -> None:
 
 
 def test_misread_text_is_found_everywhere() -> None:
-    """Each document of the bundled corpus is dropped as mojibake if it was decoded wrongly, and kept otherwise."""
+    """A document of the bundled corpus is dropped as mojibake if it was decoded wrongly, and never otherwise."""
     off_length = [name for name in DEFAULT_RULES if name != "length"]
     thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
     for text in texts([str(SAMPLE)]):

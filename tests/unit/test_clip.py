@@ -46,7 +46,7 @@ def test_a_value_that_is_not_finite_shows(bad: float, place: int) -> None:
 
 @pytest.mark.parametrize("first", [torch.float16, torch.bfloat16, torch.float32])
 def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
-    """Clipping applies one factor, here 2e-13, to every gradient, although the first one's fp16 cannot represent it."""
+    """Clipping scales every gradient by one factor, even by 2e-13, which the first gradient's fp16 cannot represent."""
     gradients = [torch.ones(4, dtype=first), torch.full((4,), 1.5e10), torch.full((4,), 1.5e10, dtype=torch.float64)]
     parameters = []
     for gradient in gradients:

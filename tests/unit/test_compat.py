@@ -117,7 +117,7 @@ EOD, PAD = 1, 0
 
 
 def by_loops(tokens: Tensor, eod: int) -> Tensor:
-    """Return a mask [b, 1, s, s], by loops, that is True where a token sees a token up to itself in its document."""
+    """Return the causal mask [b, 1, s, s] within documents, by loops: True where a query attends to a key."""
     b, s = tokens.shape
     allowed = torch.zeros(b, 1, s, s, dtype=torch.bool)
     for n in range(b):
@@ -166,7 +166,7 @@ class Words:
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_masks_of_a_t5_are_taken(data: st.DataObject) -> None:
-    """CPM-Pretrain's function for T5 masks lets each token attend to exactly its document, with padded samples."""
+    """T5 masks in CPM-Pretrain's form let each token attend to exactly its document, also in padded samples."""
     b, k, q = 2, 10, 8
     contexts, targets = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)
     ends, labels = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)

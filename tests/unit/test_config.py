@@ -141,7 +141,7 @@ def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> No
 
 
 def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: Path) -> None:
-    """A --rope-scaling flag drops RoPE settings of --config that it does not read; given as flags, they are refused."""
+    """--rope-scaling drops settings of a --config file that the new scaling does not read, with a note for each."""
     llama3 = {
         "rope_scaling": "llama3",
         "rope_scaling_factor": 8.0,

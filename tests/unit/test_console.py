@@ -1,4 +1,4 @@
-"""Console output while a run or a tool is working."""
+"""Progress output of runs and tools: numbers, time left, and no carriage returns in log files."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Other DeepSpeed releases are refused; TDS_ANY_DEEPSPEED=1 allows those whose gradient scale measures right."""
+"""Unsupported DeepSpeed releases are refused; TDS_ANY_DEEPSPEED=1 allows them if a test of gradients succeeds."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention computed document by document equals attention with a mask; the reference is a written-out softmax."""
+"""Attention computed document by document equals attention with a mask, computed by an explicit softmax."""
 
 import gc
 import weakref

@@ -140,7 +140,7 @@ def test_errors_of_the_faq_are_those_of_the_code() -> None:
 
 
 def test_console_commands_have_flags_that_there_are() -> None:
-    """Flags in `console` blocks exist.
+    """Flags and variables in the pages' `console` blocks exist.
 
     These blocks need GPUs, several machines or users' files, so they are not run.
     """

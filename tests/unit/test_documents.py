@@ -1,4 +1,4 @@
-"""Files are split into documents, each exactly once, and everything unread is reported."""
+"""Input files are split into documents: none is lost or read twice, and unreadable input is reported."""
 
 import bz2
 import csv
@@ -139,7 +139,7 @@ def test_a_bad_row_is_one_bad_document(tmp_path: Path) -> None:
 
 
 def test_lines_are_counted_once(tmp_path: Path) -> None:
-    """If every second line of a 2 MB file is bad, the line numbers are right and cost no repeated reading."""
+    """Line numbers of bad lines are right and cost no repeated reading, even if every second line is bad."""
     path = tmp_path / "x.jsonl"
     path.write_text(('{"text": "good"}\n' + "x" * 40 + "\n") * 30_000)
     begin = time.process_time()

@@ -1,4 +1,4 @@
-"""Initialisation of layers: right defaults, equal in every layout, and not applied to users' own parameters."""
+"""Initialisation of layers: right defaults, equal in every layout; users' own parameters keep their values."""
 
 import math
 from typing import Any

@@ -165,7 +165,7 @@ def test_tokens_added_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
-    """For vocab.json and merges.txt, tokenizer_config.json decides whether a text gets a leading space."""
+    """The leading space of a text depends on tokenizer_config.json, since vocab.json and merges.txt do not say."""
     transformers = pytest.importorskip("transformers")
     library = tokenizers.Tokenizer.from_file(str(Path(bpe(tmp_path / "json")) / "tokenizer.json"))
     fingerprints = set()

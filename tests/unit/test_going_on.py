@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py can be resumed after a failure and then writes the same files as without it."""
+"""tools/preprocess_data.py can be resumed after a failure and writes the same files as without the failure."""
 
 import errno
 import importlib

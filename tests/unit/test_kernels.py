@@ -154,7 +154,7 @@ def test_without_apex_or_gpu_torchs_are_taken_and_apex_is_refused(
 def test_counts_of_steps_are_made_where_torch_would_have_them(fused: bool) -> None:
     """`make_moments` creates AdamW's step counts on the weights' device if AdamW is fused, else on the CPU.
 
-    torch's `load_state_dict` puts them there.
+    torch's `load_state_dict` uses these devices, too.
     """
     weights = [nn.Parameter(torch.ones(4, device="meta")) for _ in range(2)]
     ours, theirs = (torch.optim.AdamW([weight], fused=fused) for weight in weights)

@@ -248,8 +248,8 @@ def test_no_circles_inside_a_package() -> None:
         visit(module, ())
 
 
-# File -> private names of third-party libraries that it uses. An upgrade of torch may break these files, an upgrade
-# of DeepSpeed may break tds/.
+# File -> private names of third-party libraries that it uses. An upgrade of torch may break these files; an upgrade
+# to another DeepSpeed may break tds/.
 PRIVATE = {
     "megatron/_torch.py": {
         "_C",

@@ -91,7 +91,7 @@ def test_a_fall_that_does_not_fit_is_refused() -> None:
 def test_an_end_above_the_peak_is_refused() -> None:
     with pytest.raises(ConfigError, match="--min-lr 1e-05 is above --lr 5e-06, the peak: give a smaller --min-lr"):
         parse(["--lr", "5e-6", "--min-lr", "1e-5"])
-    parse(["--lr", "5e-6", "--min-lr", "1e-5", "--lr-decay-style", "constant"])  # does not read --min-lr
+    parse(["--lr", "5e-6", "--min-lr", "1e-5", "--lr-decay-style", "constant"])  # a constant rate has no end
 
 
 @pytest.mark.parametrize(

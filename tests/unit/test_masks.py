@@ -44,7 +44,7 @@ def test_windows_of_the_same_ids_are_as_wide_and_as_causal_as_is_asked() -> None
         assert torch.equal(found[:, 0], same & (distance >= 0) & (distance < window))
     begun = torch.tensor(
         [[-1, -1, 1, 1, 2, 2]]
-    )  # under prefix LM a negative id marks a prefix, so -1 and 1 are one document; otherwise two
+    )  # -1 marks the prefix of document 1 if causal=True; otherwise, -1 and 1 are two documents
     for causal, documents in ((True, begun.abs()), (False, begun)):
         found = window_mask(begun, 6, 0, 2, Documents(begun, causal=causal))
         assert isinstance(found, Tensor)

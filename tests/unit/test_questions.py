@@ -275,7 +275,7 @@ def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> Non
 
 
 def test_an_answer_ends_with_a_whole_character(tokenizer: Tokenizer, folder: Path) -> None:
-    """If generated ids stop between the bytes of a Chinese character, the answer omits this character."""
+    """An answer omits its last character if the generated ids have only some of the character's bytes."""
     question = Reader(tokenizer).question("a")
     ids = tokenizer.encode("b春天")
     assert answer(tokenizer, question, ids) == "b春天"

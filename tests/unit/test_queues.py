@@ -48,7 +48,7 @@ def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str
 
 @pytest.mark.parametrize("name", ["1f1b", "1f1b, extra_warmup 1", "gpipe", "zb-h1", "evaluation"])
 def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_device(name: str) -> None:
-    """With receives posted only when needed, no schedule deadlocks, even if stages synchronise with their device."""
+    """No schedule deadlocks if receives are posted only when needed, even if stages synchronise with their device."""
     for stages in (2, 3, 4, 8):
         for micros in (1, stages + 1, 4 * stages):
             finish(plan_of(name, stages, micros), Rules(ahead=0, device_waits=True))

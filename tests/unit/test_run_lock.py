@@ -201,7 +201,7 @@ def test_of_several_that_start_at_once_one_takes_a_stale_lock_over(tmp_path: Pat
 
 
 def test_a_lock_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """A lock file of an older version is respected; without a PID namespace it does not show if its run has ended."""
+    """A lock file of an older version is respected: it records no PID namespace, so its run may still be alive."""
     old = {"host": socket.gethostname(), "pid": 2**22 - 1, "started": "1", "since": "noon", "job": ""}
     (tmp_path / run_lock.NAME).write_text(json.dumps(old))
     with pytest.raises(RunLockedError, match=f"process {2**22 - 1} on .* since noon.*--override-lock"):

@@ -229,7 +229,7 @@ def test_one_process_makes_the_file(indexed: IndexedDataset, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mapped order of 3 million documents costs a process below 20 MB of memory, and its pickle 5 kB."""
+    """The mapped order of 3 million documents takes less than 20 MB of a process's memory and pickles to 5 kB."""
     documents = 3_000_000
     sizes = np.full(documents, 3, np.int32)
     with IndexedDatasetBuilder(tmp_path / "x", np.uint8) as builder:
@@ -305,7 +305,7 @@ def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tupl
 
 
 def test_no_signal_reaches_the_processes_that_read() -> None:
-    """Signals stay blocked while data-loader workers start, although multiprocessing unblocks them on its own."""
+    """Signals stay blocked while data-loader workers start, although Python's resource tracker unblocks them."""
     code = (
         "import multiprocessing, signal\n"
         "from megatron.data.workers import block_signals\n"

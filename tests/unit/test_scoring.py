@@ -17,7 +17,7 @@ def test_every_token_is_a_target_once(length: int, longest: int, stride: int) ->
         assert 0 < window.end - window.start <= longest
         assert window.start < window.first
         targets += range(window.first, window.end)
-        if window.first > 1:  # every window but the first has the full length, for the longest context
+        if window.first > 1:  # a window has as many context tokens as fit
             assert window.start == max(window.end - longest, 0)
     assert targets == list(range(1, length))
 

@@ -230,7 +230,7 @@ def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decod
 
 
 def test_ordinary_documents_have_the_plan_of_t5(prefix: str) -> None:
-    """With documents of ordinary length the span plan is T5's, so that older runs resume with the same samples."""
+    """The span plan of documents of ordinary length is T5's, so that older runs resume with the same samples."""
     assert dataset(prefix, "cpm", encoder=512).plan == plan_spans(512, None, 0.15, 3.0, COUNT, False)
 
 

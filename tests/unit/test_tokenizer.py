@@ -236,7 +236,7 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_size_that_an_error_names_can_be_trained(
     tmp_path: Path, train: Any, model_type: str, size: int, direction: str
 ) -> None:
-    """If --vocab-size is too small or too large, the error names a size with which training works."""
+    """The error about a --vocab-size that is too small or too large names a size with which training works."""
     dice = random.Random(1)
     text = ["".join(chr(0x4E00 + int(dice.random() ** 3 * 1400)) for _ in range(60)) for _ in range(200)]
     with pytest.raises(TokenizerError, match=f"{direction} --vocab-size") as error:
