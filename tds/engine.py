@@ -394,5 +394,5 @@ class PipelineEngine(PipelineHooks):
             source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
             speaks = self._is_last and self.grid.get_slice_parallel_rank() == 0
             model = (speaks, squared_norm, self.grid.get_model_parallel_group()) if squared_norm is not None else None
-            self._squared_norm = self._losses.tell(source, self.grid.get_pipe_parallel_group(), model)
+            self._squared_norm = self._losses.broadcast(source, self.grid.get_pipe_parallel_group(), model)
         return self._losses.total

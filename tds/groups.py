@@ -76,6 +76,13 @@ def _made_once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     return _Made.groups[key]
 
 
+def gather_objects(mine: Any, group: Any = None) -> list[Any]:
+    """Return `mine` of every rank of the group, in order. Collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
     """Return all groups parallel to `line`: the same varying axes, every value of the fixed ones.
 
