@@ -223,18 +223,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.share.grad = bucket.share_grad
         self._scale_and_guard(self.norm)
         self._global_grad_norm, self.norm = self.norm, None
+        grads = {bucket: bucket.share.grad for bucket in self.buckets}
+        for bucket in self.buckets:
+            bucket.share.grad = None
         first_first = self.buckets[::-1]  # the next forward pass uses these weights first
-        if type(self.optimizer) not in ONE_BY_ONE:
-            self.optimizer.step()
-            for bucket in first_first:
-                bucket.gather()
-        else:
-            grads = {bucket: bucket.share.grad for bucket in self.buckets}
-            for bucket in self.buckets:
-                bucket.share.grad = None
-            for bucket in first_first:
+        one_by_one = type(self.optimizer) in ONE_BY_ONE
+        for group in [[bucket] for bucket in first_first] if one_by_one else [first_first]:
+            for bucket in group:
                 bucket.share.grad = grads[bucket]
-                self.optimizer.step()
+            self.optimizer.step()
+            for bucket in group:
                 bucket.gather()
                 bucket.share.grad = None
         for bucket in first_first:
