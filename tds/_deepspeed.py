@@ -149,7 +149,7 @@ def prepare() -> None:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
 
 
-def settle_local_rank() -> None:
+def set_local_rank() -> None:
     """Set LOCAL_RANK to 0 before ranks meet if each rank sees only its own device.
 
     DeepSpeed picks its device by LOCAL_RANK. `srun --gpus-per-task=1` and container schedulers show each rank one

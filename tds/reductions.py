@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import bf16_sums, this_device
 from .distributed_optimizer import DistributedOptimizer
-from .pipe import chunks, tied_weights, ties
+from .pipe import chunk_of_weights, tied_weights, ties
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
 from .sparse import empty_gradient, sparse_weights, sum_sparse
@@ -201,7 +201,7 @@ def reduction_of(engine: Any) -> Reduction:
         return Overlapped(engine, engine.distributed)
     if _may_overlap(engine):
         replicas = engine.grid.get_data_parallel_group()
-        return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunks(engine.module)))
+        return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunk_of_weights(engine.module)))
     if engine.using_bf16_optimizer:
         return Bf16(engine)
     return Zero(engine) if engine.zero_optimization() else Reduction(engine)

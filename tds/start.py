@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch import keep_saved_tensors
-from .boundary import Contract, agree, contract_of
+from .boundary import Contract, check_match, contract_of
 from .distributed_optimizer import DistributedOptimizer
 from .groups import gather_objects
 from .messages import ways
@@ -26,7 +26,7 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
     return schedule
 
 
-def tell_error(error: Exception | None) -> None:
+def raise_if_any_failed(error: Exception | None) -> None:
     """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -80,7 +80,7 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:
         raise ValueError(
-            "torch_autocast with float16 under a pipeline would scale the loss of each stage by itself: "
+            "torch_autocast with float16 under a pipeline would scale the loss of each stage separately: "
             'set "torch_autocast": {"dtype": "bfloat16"}, or "fp16": {"enabled": true} with ZeRO stage 1'
         )
 
@@ -115,11 +115,11 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
         )
 
 
-def shake_hands(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
+def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
     """Exchange the declarations of all stages of this pipeline. Raises on all stages alike if they do not match."""
     shared = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
     shared |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
     contract = contract_of(engine.module, chunks, shared | {"dynamic_shape": engine.dynamic_shape})
     if engine.num_stages > 1:
-        agree(gather_objects(contract, engine.grid.get_pipe_parallel_group()))
+        check_match(gather_objects(contract, engine.grid.get_pipe_parallel_group()))
     return contract
