@@ -77,7 +77,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     _deepspeed.prepare()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
-    _deepspeed.settle_local_rank()
+    _deepspeed.set_local_rank()
     rejoin_store(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
     _ds.init_distributed(dist_backend, *args, **kwargs)
     watch_the_start()

@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -149,7 +149,7 @@ def prepare() -> None:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
 
 
-def settle_local_rank() -> None:
+def set_local_rank() -> None:
     """Set LOCAL_RANK to 0 before ranks meet if each rank sees only its own device.
 
     DeepSpeed picks its device by LOCAL_RANK. `srun --gpus-per-task=1` and container schedulers show each rank one
@@ -232,35 +232,22 @@ def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
     return autocast_if_enabled(engine)  # type: ignore[no-any-return]
 
 
-def bf16_gradient(optimizer: Any, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the fp32 tensor in which the bf16 optimizer accumulates the gradient of `weight`.
+class Bf16Sum(NamedTuple):
+    """Where DeepSpeed's bf16 optimizer accumulates one gradient in fp32; flags[at]: whether there is any."""
 
-    None if the optimizer does not train this weight.
-    """
-    for group, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
-        for each, grad in zip(group, grads, strict=True):
-            if each is weight:
-                return grad  # type: ignore[no-any-return]
-    return None
+    gradient: torch.Tensor
+    flags: list[bool]
+    at: int
 
 
-def share_has_gradient(optimizer: Any, weights: Sequence[torch.Tensor], group: Any) -> None:
-    """All-reduce the bf16 optimizer's has-gradient flags of `weights` over `group`.
-
-    The fp32 gradients of these weights were already summed over `group`. A weight with a gradient on any of its
-    ranks must be counted and clipped on all of them.
-    """
-    places = {
-        weight: (flags, at)
-        for weights_there, flags in zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
-        for at, weight in enumerate(weights_there)
+def bf16_sums(optimizer: Any) -> dict[torch.Tensor, Bf16Sum]:
+    """Return the fp32 sum of each weight that DeepSpeed's bf16 optimizer trains."""
+    groups = optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients
+    return {
+        weight: Bf16Sum(gradient, flags, at)
+        for weights, gradients, flags in zip(*groups, strict=True)
+        for at, (weight, gradient) in enumerate(zip(weights, gradients, strict=True))
     }
-    found = [places[weight] for weight in weights if weight in places]
-    if found:
-        there = torch.tensor([flags[at] for flags, at in found], dtype=torch.int32, device=this_device())
-        torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MAX, group=group)
-        for (flags, at), somewhere in zip(found, there.tolist(), strict=True):
-            flags[at] = bool(somewhere)
 
 
 def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:

@@ -13,6 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+
+def timed_event(device: torch.device) -> torch.Event:
+    """Return an event with a time, recorded now on an accelerator."""
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 

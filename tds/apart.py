@@ -29,7 +29,7 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
         return None
     _deepspeed.prepare()
 
-    def take_apart(layer: nn.Module) -> None:
+    def partition(layer: nn.Module) -> None:
         for parameter in layer.parameters():
             if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(dtype)
@@ -43,4 +43,4 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
             )
         layer.to(_deepspeed.this_device())  # moves its buffers
 
-    return take_apart
+    return partition

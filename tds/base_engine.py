@@ -8,7 +8,7 @@ import torch
 
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, is_tested
 from .distributed_optimizer import DistributedOptimizer
-from .pipe import chunks, tied_weights
+from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
 from .replaced import KnownModel
 from .saving import warn_of_replicas
@@ -45,11 +45,11 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
                 refuse_sparse(self.module, client_optimizer)
             super()._configure_optimizer(client_optimizer, model_parameters)
             return
-        _refuse_what_it_cannot(self, client_optimizer)
+        _refuse_unsupported(self, client_optimizer)
         self.basic_optimizer = client_optimizer.optimizer
         self.optimizer = client_optimizer
         client_optimizer.attach(
-            self.module, self.seq_data_parallel_group, chunks(self.module), apart=tied_weights(self.module)
+            self.module, self.seq_data_parallel_group, chunk_of_weights(self.module), apart=tied_weights(self.module)
         )
         self.enable_backward_allreduce = False
 
@@ -78,7 +78,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         return super().save_checkpoint(*args, **kwargs)
 
 
-def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None:
+def _refuse_unsupported(engine: Any, optimizer: DistributedOptimizer) -> None:
     """Raise ValueError for settings that a DistributedOptimizer does not support."""
     problem = None
     if engine.fp16_enabled():
@@ -93,8 +93,8 @@ def _refuse_what_it_cannot(engine: Any, optimizer: DistributedOptimizer) -> None
         problem = "no loss scale for torch_autocast in float16: use bfloat16"
     elif not (is_tested(optimizer.optimizer) or engine.zero_allow_untested_optimizer()):
         problem = (
-            f"to step each number by itself, which {type(optimizer.optimizer).__name__} is not known to do: set "
-            f'"zero_allow_untested_optimizer": true if it does'
+            f"an element-wise update, which {type(optimizer.optimizer).__name__} is not known to have: set "
+            f'"zero_allow_untested_optimizer": true if it has'
         )
     if problem:
         raise ValueError(f"tds.DistributedOptimizer has {problem}, or give the optimizer itself")

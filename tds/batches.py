@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import trace
-from .boundary import BoundaryError, refuse_what_cannot_travel
+from .boundary import BoundaryError, check_sendable
 from .nested import as_tuple, each_tensor
 
 
@@ -130,7 +130,7 @@ class Batches:
             )
         inputs = as_tuple(batch[0])
         if self._takes[0]:
-            refuse_what_cannot_travel(inputs, where)
+            check_sendable(inputs, where)
             self._inputs[micro] = tuple(t.detach().clone() for t in inputs)
         if self._takes[1]:
             self._labels[micro] = each_tensor(batch[1] if len(batch) > 1 else None, lambda t: t.detach().clone())

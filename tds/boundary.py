@@ -99,7 +99,7 @@ def _legacy(model: Any) -> Tensors:
     )
 
 
-def agree(contracts: Sequence[Contract]) -> None:
+def check_match(contracts: Sequence[Contract]) -> None:
     """Raise BoundaryError, on every stage alike, unless the stages' declarations match. contracts: by stage."""
     stages = len(contracts)
     for stage, contract in enumerate(contracts):
@@ -127,7 +127,7 @@ def agree(contracts: Sequence[Contract]) -> None:
                 raise BoundaryError(f"stage {there} expects {expected} of stage {here}, which puts out {got}")
 
 
-def refuse_what_cannot_travel(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
+def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
     """Raise BoundaryError for a non-tensor, or a tensor that is not dense or not on `device` (if given)."""
     if not tensors:
         raise BoundaryError(f"{who}: no tensor at all, so there is nothing to pass on")
@@ -146,7 +146,7 @@ def refuse_what_cannot_travel(tensors: Sequence[Any], who: str, device: torch.de
 
 def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.device | None = None) -> None:
     """Raise BoundaryError if a tensor of `who` cannot be sent or differs from its declaration."""
-    refuse_what_cannot_travel(tensors, who, device)
+    check_sendable(tensors, who, device)
     if declared is None:
         return
     if len(tensors) != len(declared):

@@ -18,7 +18,7 @@ class Bucket(Protocol):
     """Gradients that are reduced together, in an order that is equal on all replicas."""
 
     parameters: list[nn.Parameter]
-    left: bool  # whether this step's gradients are being reduced or already are
+    launched: bool  # whether this step's gradients are being reduced or already are
 
     def add(self, parameter: nn.Parameter) -> None:
         """Take over the gradient in `parameter.grad`."""
@@ -43,7 +43,7 @@ def pack(
     """Group parameters into buckets, roughly in the order in which their gradients arrive: last layer first.
 
     bucket_bytes: minimum bytes of gradients; None: depends on the number of replicas.
-    chunk_of: see `Departures`.
+    chunk_of: see `BucketLauncher`.
     apart: weights that get their own bucket.
     """
     packed: list[list[nn.Parameter]] = []
@@ -61,7 +61,7 @@ def pack(
     return packed
 
 
-class Departures:
+class BucketLauncher:
     """Scheduler of bucket reductions: `arm()` before a step's last backward pass, `finish()` after it.
 
     A bucket is reduced once each of its gradients has arrived as often as in the previous step's last pass and
@@ -72,11 +72,11 @@ class Departures:
     def __init__(self, buckets: Sequence[Bucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
         self._buckets, self._chunk_of = buckets, dict(chunk_of or {})
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._usual: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the previous step
-        self._seen: Counter[nn.Parameter] = Counter()  # gradients in this step's last pass
+        self._expected: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the previous step
+        self._counts: Counter[nn.Parameter] = Counter()  # gradients in this step's last pass
         # Weights with user hooks in the previous step. Autograd gives their gradient once, in total, not once per
         # matmul.
-        self._watched: set[nn.Parameter] = set()
+        self._hooked: set[nn.Parameter] = set()
         self._armed: set[int] = set()  # chunks in their last backward pass
         self._next = 0  # next bucket to reduce
         self._hooks: list[Any] = [
@@ -92,8 +92,8 @@ class Departures:
     def reset(self) -> None:
         """Start a new step, also after an error in the previous one."""
         for bucket in self._buckets:
-            bucket.left = False
-        self._seen = Counter()
+            bucket.launched = False
+        self._counts = Counter()
         self._armed.clear()
         self._next = 0
 
@@ -107,8 +107,8 @@ class Departures:
             self._send_next()
         for bucket in self._buckets:
             bucket.wait()
-        self._usual = self._seen
-        self._watched = {p for p in self._bucket_of if has_hooks(p)}
+        self._expected = self._counts
+        self._hooked = {p for p in self._bucket_of if has_hooks(p)}
         self.reset()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
@@ -119,15 +119,15 @@ class Departures:
     def take(self, parameter: nn.Parameter, add: Callable[[nn.Parameter], None]) -> None:
         """Add a gradient to its bucket with `add`. Raises RuntimeError if the bucket is already being reduced."""
         bucket = self._bucket_of[parameter]
-        if bucket.left:
+        if bucket.launched:
             raise RuntimeError(
-                f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its sum had left for the other replicas: "
+                f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over the replicas: "
                 f"the weight is used more often than in the step before. Do not overlap the reduction with the backward pass: "
                 f"{ways['overlap']}"
             )
         add(parameter)
         if self._chunk_of.get(parameter, 0) in self._armed:
-            self._seen[parameter] += 1
+            self._counts[parameter] += 1
             while self._next < len(self._buckets) and self._is_complete(self._buckets[self._next]):
                 self._send_next()
 
@@ -140,11 +140,11 @@ class Departures:
         if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed:
             return False
         return all(
-            0 < self._usual[p] <= self._seen[p] and has_hooks(p) == (p in self._watched) for p in bucket.parameters
+            0 < self._expected[p] <= self._counts[p] and has_hooks(p) == (p in self._hooked) for p in bucket.parameters
         )
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        bucket.left = True
+        bucket.launched = True
         bucket.reduce()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ._torch import gather_shares, scatter_sum, users
 
 ALIGNMENT = 64  # elements; lets a share begin where every device copies fast
-LONGEST_STRETCH = 2**20  # elements whose norm is taken in fp32; the squares of several such norms are summed in fp64
+NORM_SLICE = 2**20  # elements whose norm is taken in fp32; the squares of several such norms are summed in fp64
 
 
 class Bucket:
@@ -36,16 +36,16 @@ class Bucket:
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(share * self.replicas, dtype=exact, device=first.device)
         self._grad_of: dict[nn.Parameter, Tensor] = {}
-        self._place_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`
-        self._at: dict[nn.Parameter, int] = {}
+        self._view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`
+        self._offset_of: dict[nn.Parameter, int] = {}
         at = 0
         for parameter in self.parameters:
             end = at + parameter.numel()
             place = self.weights[at:end].view_as(parameter)
             place.copy_(parameter.detach())
             parameter.data = place
-            self._place_of[parameter] = place
-            self._grad_of[parameter], self._at[parameter] = self.grads[at:end].view_as(parameter), at
+            self._view_of[parameter] = place
+            self._grad_of[parameter], self._offset_of[parameter] = self.grads[at:end].view_as(parameter), at
             at = end
         mine = self.weights[self.begin : self.end]
         self.copies = exact is not first.dtype
@@ -53,28 +53,28 @@ class Bucket:
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
         self._arrived: set[nn.Parameter] = set()  # gradients accumulated in this step
-        self.left = False  # whether this step's gradients are being reduced or already are
+        self.launched = False  # whether this step's gradients are being reduced or already are
         self.work: dist.Work | None = None
 
-    def stretch(self, parameter: nn.Parameter) -> tuple[int, int]:
+    def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return (begin, end) of `parameter` within this replica's share; empty if other replicas own it."""
-        at = self._at[parameter]
+        at = self._offset_of[parameter]
         begin, end = max(at, self.begin), min(at + parameter.numel(), self.end)
         return begin - self.begin, max(end, begin) - self.begin
 
-    def settle(self) -> None:
+    def count_views(self) -> None:
         """Record how many tensors view the flat memory, when all are made; any view added later is the user's."""
         self._views = users(self.weights)
 
-    def place_of(self, parameter: nn.Parameter) -> Tensor:
+    def view_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the view of the flat memory, in the shape of `parameter`, that belongs to it."""
-        return self._place_of[parameter]
+        return self._view_of[parameter]
 
     def replaced(self) -> list[nn.Parameter]:
         """Return the weights that no longer view their place in the flat memory."""
-        return [p for p, place in self._place_of.items() if not _is_same_view(p, place)]
+        return [p for p, place in self._view_of.items() if not _is_same_view(p, place)]
 
-    def take_in(self, replaced: Sequence[nn.Parameter]) -> bool:
+    def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
         """Copy these weights into the flat memory and make them views of it again.
 
         Returns False, and does nothing, if another tensor views the flat memory: a user may have kept the
@@ -83,8 +83,8 @@ class Bucket:
         if users(self.weights) != self._views - len(replaced):
             return False
         for parameter in replaced:
-            self._place_of[parameter].copy_(parameter.detach())
-            parameter.data = self._place_of[parameter]
+            self._view_of[parameter].copy_(parameter.detach())
+            parameter.data = self._view_of[parameter]
         return True
 
     def add(self, parameter: nn.Parameter) -> None:
@@ -101,14 +101,14 @@ class Bucket:
         parameter.grad = None
 
     @property
-    def adds_products(self) -> bool:
+    def accumulates_matmuls(self) -> bool:
         """True if this device accumulates a matmul into the sums in one pass.
 
         All devices can within one dtype; from half precision to fp32 only CUDA can.
         """
         return not self.copies or widens(self.weights.device, self.weights.dtype)
 
-    def add_product(self, left: Tensor, right: Tensor, parameter: nn.Parameter) -> None:
+    def add_matmul(self, left: Tensor, right: Tensor, parameter: nn.Parameter) -> None:
         """Accumulate `left` `[o, n]` @ `right` `[n, i]` into the gradient of `parameter` `[o, i]`.
 
         No half-precision copy of the product is made.
@@ -135,17 +135,17 @@ class Bucket:
         if self.replicas > 1:
             self.work = gather_shares(self.weights, self.weights[self.begin : self.end], self.group)
 
-    def take_weights(self) -> None:
+    def pull_weights(self) -> None:
         """Copy the model's weights into this replica's share."""
         if self.copies:
             self.share.data.copy_(self.weights[self.begin : self.end])
 
-    def take_changes(self) -> None:
+    def pull_changes(self) -> None:
         """Copy half-precision weights that a user changed since the last step into this replica's fp32 share."""
         if not self.copies:
             return
-        for at in range(0, self.share.numel(), LONGEST_STRETCH):
-            exact, seen = (t[at : at + LONGEST_STRETCH] for t in (self.share.data, self.weights[self.begin : self.end]))
+        for at in range(0, self.share.numel(), NORM_SLICE):
+            exact, seen = (t[at : at + NORM_SLICE] for t in (self.share.data, self.weights[self.begin : self.end]))
             exact.copy_(torch.where(exact.to(seen.dtype) == seen, exact, seen))
 
     def wait(self) -> None:
@@ -156,23 +156,23 @@ class Bucket:
 
     def shares_of_grads(self) -> list[Tensor]:
         """Return this replica's part `[n]` of each parameter's summed gradient, without empty parts."""
-        stretches = [self.stretch(parameter) for parameter in self.parameters]
-        return [self.share_grad[begin:end] for begin, end in stretches if begin < end]
+        slices = [self.slice_of(parameter) for parameter in self.parameters]
+        return [self.share_grad[begin:end] for begin, end in slices if begin < end]
 
-    def forget_grads(self) -> None:
+    def drop_grads(self) -> None:
         """Drop all gradients at the start of a step."""
         self._arrived.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
-    def stretches(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
+    def norm_slices(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
         """Return pieces `[n]` of this replica's gradients, each with a flag: it counts in a model-wide sum.
 
         counts: this flag of each parameter.
         """
         joined: list[list[Any]] = []
         for parameter in self.parameters:
-            begin, end = self.stretch(parameter)
+            begin, end = self.slice_of(parameter)
             if begin == end:
                 continue
             if joined and joined[-1][1] == begin and joined[-1][2] is counts[parameter]:
@@ -180,9 +180,9 @@ class Bucket:
             else:
                 joined.append([begin, end, counts[parameter]])
         return [
-            (self.share_grad[at : min(at + LONGEST_STRETCH, end)], counted)
+            (self.share_grad[at : min(at + NORM_SLICE, end)], counted)
             for begin, end, counted in joined
-            for at in range(begin, end, LONGEST_STRETCH)
+            for at in range(begin, end, NORM_SLICE)
         ]
 
 

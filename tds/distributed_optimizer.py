@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
-from .bucket_launch import Departures, pack
+from .bucket_launch import BucketLauncher, pack
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .messages import ways
@@ -54,7 +54,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._frozen: list[nn.Parameter] = []
         self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed writes the shapes of these into its checkpoints
         self.fp16_groups = self.bf16_groups
-        self._departures: Departures | None = None
+        self._launcher: BucketLauncher | None = None
         self._summed = self._linked = False
         self._counted: list[tuple[Tensor, bool]] | None = None
         self.norm: Tensor | None = None
@@ -76,7 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         apart: weights that other stages also hold. Each gets its own bucket, so that all stages shard and reduce
         it in the same way.
         """
-        self._refuse_what_it_cannot_step(module)
+        self._refuse_unsteppable(module)
         known = {p for p in module.parameters() if p.requires_grad}
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.dp_process_group, chunk_of, apart = group, chunk_of or {}, set(apart)
@@ -95,10 +95,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             settings["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in group_of]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._name_of = {p: name for name, p in module.named_parameters()}
-        self._departures = Departures(self.buckets, chunk_of)
+        self._launcher = BucketLauncher(self.buckets, chunk_of)
         for bucket in self.buckets:
-            bucket.settle()
-            for p in bucket.parameters if bucket.adds_products else ():
+            bucket.count_views()
+            for p in bucket.parameters if bucket.accumulates_matmuls else ():
                 if hasattr(p, "spec"):  # the record that megatron.mpu keeps of its layers' weights
                     p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
@@ -109,11 +109,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if has_hooks(parameter):
             return False
-        assert self._departures
-        self._departures.take(parameter, partial(self._bucket_of[parameter].add_product, left, right))
+        assert self._launcher
+        self._launcher.take(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
         return True
 
-    def _refuse_what_it_cannot_step(self, module: nn.Module) -> None:
+    def _refuse_unsteppable(self, module: nn.Module) -> None:
         """Raise ValueError for weights that would silently not be trained."""
         within = set(module.parameters())
         given = [p for settings in self.param_groups for p in settings["params"]]
@@ -140,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"DistributedOptimizer cannot follow: initialize again, or train without it ({ways['no ZeRO']})"
                 )
 
-    def _take_in_replaced(self) -> None:
+    def _adopt_replaced(self) -> None:
         """Copy in weights whose storage a user replaced since the last step.
 
         Raises ReplacedWeightError if that cannot be correct.
@@ -149,31 +149,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             replaced = bucket.replaced()
             for p in replaced:
-                kinds = [(t.dtype, t.device, t.shape) for t in (p, bucket.place_of(p))]
+                kinds = [(t.dtype, t.device, t.shape) for t in (p, bucket.view_of(p))]
                 shares = p.untyped_storage().data_ptr() in ours
                 if kinds[0] != kinds[1] or shares:
                     became = "shares memory with another weight" if shares else "has another dtype, device or shape"
                     raise ReplacedWeightError(
                         f"the weight {self._name_of[p]} {became} since tds.initialize(): {ADVICE}"
                     )
-            if replaced and not bucket.take_in(replaced):
+            if replaced and not bucket.adopt(replaced):
                 raise ReplacedWeightError(
                     f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), while something "
                     f"else still looks at the old one or at a weight next to it, as to put it back later: {ADVICE}"
                 )
-            bucket.take_changes()
+            bucket.pull_changes()
 
     # -------------------------------------------------------------- gradients
 
     def arm(self, chunk: int = 0) -> None:
-        """Mark the next backward pass as a chunk's last one of this step, see `Departures`."""
-        assert self._departures, "tds.initialize() comes first"
-        self._departures.arm(chunk)
+        """Mark the next backward pass as a chunk's last one of this step, see `BucketLauncher`."""
+        assert self._launcher, "tds.initialize() comes first"
+        self._launcher.arm(chunk)
 
     def finish(self) -> None:
-        """Finish the reductions, see `Departures`; each replica then has the sums of its shares."""
-        assert self._departures, "tds.initialize() comes first"
-        self._departures.finish()
+        """Finish the reductions, see `BucketLauncher`; each replica then has the sums of its shares."""
+        assert self._launcher, "tds.initialize() comes first"
+        self._launcher.finish()
         self._summed = True
 
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
@@ -192,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._counted is None:
             counts = {p: counts_here(p, model_rank) for p in self._bucket_of}
-            self._counted = [piece for bucket in self.buckets for piece in bucket.stretches(counts)]
+            self._counted = [piece for bucket in self.buckets for piece in bucket.norm_slices(counts)]
         return squared_norm_of(self._counted, device)
 
     # ------------------------------------------------------------------ step
@@ -209,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         the engine was made.
         """
         self._refuse_changes()
-        self._take_in_replaced()
+        self._adopt_replaced()
         for p in self._bucket_of:
             if p.grad is not None:
                 raise RuntimeError(
@@ -223,18 +223,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.share.grad = bucket.share_grad
         self._scale_and_guard(self.norm)
         self._global_grad_norm, self.norm = self.norm, None
+        grads = {bucket: bucket.share.grad for bucket in self.buckets}
+        for bucket in self.buckets:
+            bucket.share.grad = None
         first_first = self.buckets[::-1]  # the next forward pass uses these weights first
-        if type(self.optimizer) not in ONE_BY_ONE:
-            self.optimizer.step()
-            for bucket in first_first:
-                bucket.gather()
-        else:
-            grads = {bucket: bucket.share.grad for bucket in self.buckets}
-            for bucket in self.buckets:
-                bucket.share.grad = None
-            for bucket in first_first:
+        one_by_one = type(self.optimizer) in ONE_BY_ONE
+        for group in [[bucket] for bucket in first_first] if one_by_one else [first_first]:
+            for bucket in group:
                 bucket.share.grad = grads[bucket]
-                self.optimizer.step()
+            self.optimizer.step()
+            for bucket in group:
                 bucket.gather()
                 bucket.share.grad = None
         for bucket in first_first:
@@ -258,10 +256,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients at the start of a step."""
         self._summed = False
-        if self._departures:
-            self._departures.reset()
+        if self._launcher:
+            self._launcher.reset()
         for bucket in self.buckets:
-            bucket.forget_grads()
+            bucket.drop_grads()
 
     # --------------------------------------------------- as DeepSpeed asks it
 
@@ -278,7 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def refresh_fp32_params(self) -> None:
         """Copy the model's weights, after loading, into the fp32 weights."""
         for bucket in self.buckets:
-            bucket.take_weights()
+            bucket.pull_weights()
 
     _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed calls it after loading weights only
 

@@ -25,7 +25,7 @@ from .losses import Losses
 from .measure import check_factor
 from .memory import alias, non_leaf_view, pop_grad
 from .messages import say
-from .mistakes import refuse_detached, refuse_outputs_as_loss, refuse_what_is_no_iterator
+from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
 from .progress import MOST_TIMED, Progress
@@ -33,7 +33,7 @@ from .reductions import reduction_of
 from .saving import PipelineState
 from .schedule import Instruction
 from .split_backward import backward_input
-from .start import checked_schedule, refuse_idle_stages, shake_hands
+from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
 
 
@@ -65,7 +65,7 @@ class PipelineEngine(PipelineHooks):
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
         self._planned: tuple[Any, list[Instruction]] | None = None
         self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
-        self._contract = shake_hands(self, settings, self._chunks)
+        self._contract = exchange_declarations(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
         self.watchdog = Watchdog(timeout, self._describe, device=self.device) if dist.get_world_size() > 1 else None
         self._saved_state = PipelineState(self.module, self.grid)
@@ -228,7 +228,7 @@ class PipelineEngine(PipelineHooks):
         if self._neighbours.has_next(chunk):
             self._keep(instruction, as_tuple(outputs))
         else:
-            self._learn(instruction, outputs, self._step.batches.labels(instruction.micro))
+            self._add_loss(instruction, outputs, self._step.batches.labels(instruction.micro))
 
     def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
         """Check the outputs for the next stage and keep them until they are sent."""
@@ -242,20 +242,20 @@ class PipelineEngine(PipelineHooks):
         ]
         of.edges = [get_gradient_edge(t) for t in outputs if t.requires_grad] if learns else []
 
-    def _learn(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
+    def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """Compute the loss, on the last stage."""
         self.outputs = None if self.module.training else outputs
         if not self._step.compute_loss:
             self.fwd_outputs.append(in_full(outputs))
             return
         if self.module.loss_fn is None:
-            refuse_outputs_as_loss(outputs, self.stage_id)
+            require_scalar_loss(outputs, self.stage_id)
         loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
         additional = getattr(self.module, "get_additional_losses", lambda: None)()
         total = self._losses.add(loss, additional or {})
         self.fwd_outputs.append(total.detach())
         if self.module.training:
-            refuse_detached(total, outputs, self.stage_id)
+            require_gradient(total, outputs, self.stage_id)
             learned = total * self._step.scale
             self._step.of(instruction.at).loss = self.scale(learned) if self.fp16_enabled() else learned
 
@@ -299,7 +299,7 @@ class PipelineEngine(PipelineHooks):
         try:
             received = previous.take_next(instruction.at)
         except DataEnded as end:
-            self._tell_the_end(end)
+            self._forward_end(end)
             raise
         for each in received:
             each.tensor.requires_grad_(each.grad and torch.is_grad_enabled())
@@ -353,7 +353,7 @@ class PipelineEngine(PipelineHooks):
         """Prepare the micro-batches of a step and find the scale of the loss."""
         self.fwd_outputs, self.outputs = [], None
         self.known_model.follow_layers()
-        refuse_what_is_no_iterator(self.data_iterator, self.stage_id)
+        require_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
         ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
         batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
@@ -365,7 +365,7 @@ class PipelineEngine(PipelineHooks):
             self._at("reading its first micro-batch")
             end = batches.end_of_any(group if replicas > 1 else None)
             if end and first:
-                self._tell_the_end(end)
+                self._forward_end(end)
                 raise end
             if end:
                 return  # stage 0 will announce it
@@ -376,7 +376,7 @@ class PipelineEngine(PipelineHooks):
             factor = self.loss_factor / self.num_targets
             self._step.scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
 
-    def _tell_the_end(self, end: DataEnded) -> None:
+    def _forward_end(self, end: DataEnded) -> None:
         """Announce to the next stages that the data ended before the step began."""
         if not self._is_last:
             self._neighbours.to_next.send_end()
@@ -394,5 +394,5 @@ class PipelineEngine(PipelineHooks):
             source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
             speaks = self._is_last and self.grid.get_slice_parallel_rank() == 0
             model = (speaks, squared_norm, self.grid.get_model_parallel_group()) if squared_norm is not None else None
-            self._squared_norm = self._losses.tell(source, self.grid.get_pipe_parallel_group(), model)
+            self._squared_norm = self._losses.broadcast(source, self.grid.get_pipe_parallel_group(), model)
         return self._losses.total

@@ -20,7 +20,7 @@ Lines = Sequence[Sequence[int]]
 AXES = ("pipe", "data", "model")
 
 
-class _Made:
+class _Cache:
     """The groups that this process has made in its current world."""
 
     world: Any = None
@@ -37,7 +37,7 @@ def splits() -> bool:
     return device is not None and can_split(world, device)
 
 
-def of_lines(lines: Lines) -> Any:
+def new_groups(lines: Lines) -> Any:
     """Create these disjoint groups and return the one with this rank, or None. Collective over the world."""
     if splits():
         return dist.split_group(split_ranks=[list(line) for line in lines])
@@ -46,14 +46,14 @@ def of_lines(lines: Lines) -> Any:
 
 
 def shared(lines: Lines) -> Any:
-    """Return `of_lines(lines)`, but create each set of groups only once."""
+    """Return `new_groups(lines)`, but create each set of groups only once."""
     key = tuple(sorted(tuple(sorted(line)) for line in lines))
-    return _made_once(key, lambda: of_lines(key))
+    return _cached(key, lambda: new_groups(key))
 
 
 def of_members(ranks: Sequence[int]) -> Any:
     """Return the group of these ranks, created at its first use; only its members take part."""
-    return _made_once(("members", *ranks), lambda: _of_members(ranks))
+    return _cached(("members", *ranks), lambda: _of_members(ranks))
 
 
 def _of_members(ranks: Sequence[int]) -> Any:
@@ -68,12 +68,19 @@ def _of_members(ranks: Sequence[int]) -> Any:
             world.bound_device_id = bound
 
 
-def _made_once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    if _Made.world is not dist.group.WORLD:
-        _Made.world, _Made.groups = dist.group.WORLD, {}
-    if key not in _Made.groups:
-        _Made.groups[key] = make()
-    return _Made.groups[key]
+def _cached(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    if _Cache.world is not dist.group.WORLD:
+        _Cache.world, _Cache.groups = dist.group.WORLD, {}
+    if key not in _Cache.groups:
+        _Cache.groups[key] = make()
+    return _Cache.groups[key]
+
+
+def gather_objects(mine: Any, group: Any = None) -> list[Any]:
+    """Return `mine` of every rank of the group, in order. Collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:

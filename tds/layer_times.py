@@ -57,27 +57,27 @@ def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
     return time.perf_counter() - begin, each_tensor(outputs, Tensor.detach)
 
 
-def cut_by_time(seconds: Sequence[float], stretches: int) -> list[int]:
+def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
     """Return the cuts into non-empty groups of layers whose slowest group is fastest, and of these the most even."""
-    slowest = _cut(seconds, stretches, lambda most, took: max(most, took))[0]
+    slowest = _cut(seconds, groups, lambda most, took: max(most, took))[0]
     limit = slowest * (1 + 1e-9)
-    return _cut(seconds, stretches, lambda total, took: total + (took * took if took <= limit else float("inf")))[1]
+    return _cut(seconds, groups, lambda total, took: total + (took * took if took <= limit else float("inf")))[1]
 
 
-def _cut(seconds: Sequence[float], stretches: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
+def _cut(seconds: Sequence[float], groups: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
     """Return the least cost and its cuts.
 
     join: computes a cost from the cost of some groups and the seconds of one more group.
     """
     count, total = len(seconds), [0.0, *accumulate(seconds)]
     best = {0: (0.0, [0])}  # start of the next group -> (cost so far, cuts)
-    for left in reversed(range(stretches)):
+    for left in reversed(range(groups)):
         best = {
             end: min(
                 (join(cost, total[end] - total[start]), [*cuts, end])
                 for start, (cost, cuts) in best.items()
                 if start < end
             )
-            for end in range(stretches - left, count - left + 1)
+            for end in range(groups - left, count - left + 1)
         }
     return best[count]

@@ -36,7 +36,7 @@ COPIED = (
     "gradient_allreduce_op",
 )
 COPIED_OF_ZERO = "reduce_scatter", "contiguous_gradients", "overlap_comm", "round_robin_gradients"
-_right: set[str] = set()
+_verified: set[str] = set()
 
 
 class _Number(nn.Module):
@@ -143,7 +143,7 @@ def check_factor(
     replicas = 1 if own_reduction else dist.get_world_size(engine.seq_data_parallel_group)
     settings = _settings(engine, micros, own_reduction)
     kind = json.dumps([settings, replicas, own_reduction, pipeline], default=str, sort_keys=True)
-    if kind in _right:
+    if kind in _verified:
         return
     wanted = GRADIENT * (replicas if pipeline and not engine.gradient_average else 1)
     found = _learned(engine, settings, GRADIENT * factor_of(micros) / (micros * replicas), own_reduction, pipeline)
@@ -153,7 +153,7 @@ def check_factor(
             f"ds_config (measured on one weight with {micros} accumulation steps and {replicas} replicas): install a release that "
             f"tds supports, or leave settings that scale gradients out of the ds_config"
         )
-    _right.add(kind)
+    _verified.add(kind)
 
 
 def check_scale_of_fp16(engine: Any) -> None:

@@ -32,7 +32,7 @@ def alias(tensor: Tensor) -> Tensor:
     )
 
 
-class _Handed(torch.autograd.Function):
+class _NonLeafView(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:  # type: ignore[override]
         return alias(tensor)
@@ -47,7 +47,7 @@ def non_leaf_view(tensor: Tensor) -> Tensor:
 
     It works like `tensor.clone()` without the copy, so an in-place layer overwrites the values of `tensor`.
     """
-    return _Handed.apply(tensor) if tensor.requires_grad else alias(tensor)  # type: ignore[no-any-return,no-untyped-call]
+    return _NonLeafView.apply(tensor) if tensor.requires_grad else alias(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def pop_grad(tensor: Tensor) -> Tensor:

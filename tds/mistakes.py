@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .nested import as_tuple
 
 
-def refuse_what_is_no_iterator(data: Any, stage: int) -> None:
+def require_iterator(data: Any, stage: int) -> None:
     """Raise TypeError for data that are not an iterator, such as a list or a DataLoader."""
     if data is None or hasattr(type(data), "__next__"):
         return
@@ -21,7 +21,7 @@ def refuse_what_is_no_iterator(data: Any, stage: int) -> None:
     )
 
 
-def refuse_outputs_as_loss(outputs: Any, stage: int) -> None:
+def require_scalar_loss(outputs: Any, stage: int) -> None:
     """Raise TypeError if there is no loss_fn and the last layer does not return a scalar loss."""
     values = outputs.values() if isinstance(outputs, Mapping) else (outputs,)
     if all(isinstance(each, Tensor) and each.numel() == 1 for each in values):
@@ -33,7 +33,7 @@ def refuse_outputs_as_loss(outputs: Any, stage: int) -> None:
     )
 
 
-def refuse_detached(loss: Tensor, outputs: Any, stage: int) -> None:
+def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
     """Raise RuntimeError if the loss, a scalar, has no gradient function in a training step."""
     if loss.requires_grad:
         return
@@ -59,14 +59,14 @@ def warn_of_untied(module: Any) -> None:
             if index not in places[id(thing)]:
                 places[id(thing)].append(index)
             names.setdefault(id(thing), f"{index}{name and '.'}{name}")
-    told: set[tuple[int, ...]] = set()
+    warned: set[tuple[int, ...]] = set()
     for key, indices in places.items():
         stages = sorted({module.stage_owner(index) for index in indices})
-        if len(stages) > 1 and tuple(indices) not in told:
-            told.add(tuple(indices))
+        if len(stages) > 1 and tuple(indices) not in warned:
+            warned.add(tuple(indices))
             warnings.warn(
                 f"{names[key]} is one object in the layers {', '.join(map(str, indices))}, which lie on the stages "
-                f"{', '.join(map(str, stages))}: each stage trains a copy of its own; TiedLayerSpec ties them",
+                f"{', '.join(map(str, stages))}: each stage trains a separate copy; use TiedLayerSpec to tie them",
                 stacklevel=3,
             )
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .channel import Link, Receiver, Sender
-from .groups import of_lines
+from .groups import new_groups
 from .memory import Pool
 from .queues import boundary_parity, in_queues, posted_ahead
 from .schedule import Instruction, RecvActivation, RecvGrad
@@ -93,7 +93,7 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     parities = 1 + max(boundary_parity(b, stages) for b in range(count))
     pipelines = grid._topo.get_axis_comm_lists("pipe")
     # Two groups for each parity: down the pipeline, and up.
-    groups = [[of_lines(pipelines) for _ in range(2)] for _ in range(parities if in_queues(device) else 1)]
+    groups = [[new_groups(pipelines) for _ in range(2)] for _ in range(parities if in_queues(device) else 1)]
     pool, ahead = Pool(device), posted_ahead(device)
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
     previous = (stage - 1) % stages

@@ -22,7 +22,7 @@ def for_this_device() -> Iterator[list[str]]:
     def configure(engine: Any, parameters: Any) -> Any:
         name, settings = str(engine.optimizer_name()), dict(engine.optimizer_params() or {})
         if name.lower() in ADAMS and not settings.get("torch_adam"):
-            engine._config.optimizer_params = _of_torch(name, settings)
+            engine._config.optimizer_params = _torch_settings(name, settings)
             engine._config.zero_force_ds_cpu_optimizer = False
             notes.append(f"optimizer {name}: torch's fused Adam, as DeepSpeed's would be compiled for this CPU")
         elif name.lower() in NOT_ON_CPUS:
@@ -39,7 +39,7 @@ def for_this_device() -> Iterator[list[str]]:
         DeepSpeedEngine._configure_basic_optimizer = before
 
 
-def _of_torch(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings for torch's Adam that compute the same; its default weight decay is 0.01, DeepSpeed's is 0."""
     if not settings.get("bias_correction", True):
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')

@@ -25,7 +25,7 @@ from ._deepspeed import (
 from .groups import for_deepspeed
 from .layer_times import cut_by_time, layer_times
 from .nested import as_tuple, unwrap
-from .start import tell_error
+from .start import raise_if_any_failed
 
 
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
@@ -46,7 +46,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     def __init__(self, layers: Any, *args: Any, chunks: int = 1, example: Any = None, **kwargs: Any) -> None:
         self.chunks, self._example = chunks, example
         if chunks > 1 and kwargs.get("seed_layers"):
-            raise ValueError("seed_layers numbers the layers of one stretch: leave it out, or use chunks=1")
+            raise ValueError("seed_layers supports one chunk per stage: leave it out, or use chunks=1")
         with quietly(), for_deepspeed(lambda: self._topo):
             super().__init__(layers, *args, **kwargs)
         del self._example
@@ -55,7 +55,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         """Run the layers of one chunk of this stage."""
         if self.chunks == 1:
             return super().forward(inputs)
-        first, end = self.stretches[chunk]
+        first, end = self.chunk_slices[chunk]
         funcs = self.forward_funcs[first:end]
         interval = self.activation_checkpoint_interval
         length = interval or len(funcs) or 1  # a chunk may be empty
@@ -91,42 +91,42 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         ends = [0]
         for start, stop in self.bounds:
             ends.append(ends[-1] + stop - start)
-        self.stretches = list(pairwise(ends))  # positions of each chunk in the layers built here
+        self.chunk_slices = list(pairwise(ends))  # positions of each chunk in the layers built here
         self.parts = self.cuts
         self._set_bounds(*self.bounds[0])
 
     def _cuts(self, method: str | Sequence[int]) -> list[int]:
         """Return the first layer of each group, and the number of layers."""
-        count, stretches = len(self._layer_specs), self.num_stages * self.chunks
-        if count < stretches:
-            raise ValueError(f"{count} layers cannot be cut into {stretches} stretches: take fewer stages or chunks")
+        count, groups = len(self._layer_specs), self.num_stages * self.chunks
+        if count < groups:
+            raise ValueError(f"{count} layers cannot be cut into {groups} groups: use fewer stages or chunks")
         if method == "balanced":
             if self._example is None:
                 raise ValueError(
                     "partition_method 'balanced' measures the layers: give `example`, the first one's input"
                 )
-            return cut_by_time(layer_times(self._layer_specs, self._example, this_device()), stretches)
+            return cut_by_time(layer_times(self._layer_specs, self._example, this_device()), groups)
         text = method if isinstance(method, str) else ",".join(map(str, method))
         if not text.replace(",", "").replace(" ", "").isdigit():
-            return self._named_cuts(text, stretches)
+            return self._named_cuts(text, groups)
         cuts = [int(part) for part in text.split(",")]
-        if len(cuts) != stretches + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
+        if len(cuts) != groups + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
             raise ValueError(
-                f"the cuts {cuts} do not divide {count} layers among {stretches} stages: give "
-                f"{stretches + 1} rising numbers, the first 0 and the last {count}"
+                f"the cuts {cuts} do not divide {count} layers into {groups} groups: give "
+                f"{groups + 1} rising numbers from 0 to {count}"
             )
         return cuts
 
-    def _named_cuts(self, method: str, stretches: int) -> list[int]:
+    def _named_cuts(self, method: str, groups: int) -> list[int]:
         """Return the cuts of one of DeepSpeed's partition methods."""
         count = len(self._layer_specs)
         if method.lower() == "uniform":
-            return partition_uniform(count, stretches)  # type: ignore[no-any-return]
+            return partition_uniform(count, groups)  # type: ignore[no-any-return]
         if method.lower() == "parameters":
-            return partition_balanced(self._count_layer_params(), stretches)  # type: ignore[no-any-return]
+            return partition_balanced(self._count_layer_params(), groups)  # type: ignore[no-any-return]
         if method.lower().startswith("type:"):
             chosen = set(self._find_layer_type(method.split(":", 1)[1]))
-            return partition_balanced([int(i in chosen) for i in range(count)], stretches)  # type: ignore[no-any-return]
+            return partition_balanced([int(i in chosen) for i in range(count)], groups)  # type: ignore[no-any-return]
         raise ValueError(
             f"there is no partition_method {method!r}; there are uniform, parameters, type:REGEX, balanced and lists of cuts"
         )
@@ -138,9 +138,9 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
                 self._set_bounds(*bounds)
                 super()._build()
         except Exception as error:
-            tell_error(error)
+            raise_if_any_failed(error)
             raise
-        tell_error(None)
+        raise_if_any_failed(None)
         self._set_bounds(*self.bounds[0])
 
 
@@ -161,13 +161,13 @@ def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:
         yield key, comm["group"], {name: model._recursive_getattr(module, name) for name in comm["weight_attr"]}
 
 
-def chunks(module: Any) -> dict[Any, int]:
+def chunk_of_weights(module: Any) -> dict[Any, int]:
     """Return the chunk of a pipeline stage that uses each parameter.
 
     If several chunks use it, this is the first, whose backward pass comes last.
     """
     found: dict[Any, int] = {}
-    for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "stretches", ())))):
+    for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "chunk_slices", ())))):
         for layer in module.forward_funcs[begin:end]:
             for parameter in getattr(layer, "parameters", list)():
                 found[parameter] = chunk

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import trace
+from ._torch import timed_event
 
 MOST_TIMED = 1000  # steps whose times DeepSpeed's timer keeps; each takes two device events
 COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
@@ -47,9 +48,7 @@ class Progress:
         """
         if self._on_cpu:
             return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
+        return timed_event(self.device)
 
     def end(self, what: str, begun: "float | torch.Event | None", at: tuple[int, int] = (-1, 0)) -> None:
         """Record the end of an instruction. begun: what `begin` returned. at: micro-batch and chunk, if any."""

@@ -128,17 +128,17 @@ class Graph:
                 if not left[each]:
                     ready.append(each)
         if done < len(left):
-            raise ScheduleError(self._circle(left))
+            raise ScheduleError(self._cycle(left))
         return max(time, default=0.0)
 
-    def _circle(self, left: Sequence[int]) -> str:
+    def _cycle(self, left: Sequence[int]) -> str:
         this, way = next(i for i, waits in enumerate(left) if waits), list[int]()
         while this not in way:
             way.append(this)
             this = next(each for each in self.after[this] if left[each])
         names = list(dict.fromkeys(self.names[each] for each in way[way.index(this) :]))
         shown = names if len(names) <= 8 else [*names[:7], "..."]
-        return "messages would wait for each other for ever: " + ", which waits for ".join(shown)
+        return "messages would deadlock: " + ", which waits for ".join(shown)
 
 
 class StageGraph:

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .bucket_launch import Departures, pack
+from .bucket_launch import BucketLauncher, pack
 from .sparse import sparse_weights, sum_sparse
 
 
-class _Sum:
+class _GradBucket:
     """A bucket whose sum replaces `.grad`; a weight without a gradient on any replica keeps none."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        self.parameters, self.group, self.left = list(parameters), group, False
+        self.parameters, self.group, self.launched = list(parameters), group, False
         self._present: Tensor | None = None  # a one for each parameter
         self._work: dist.Work | None = None
         # Weights without a gradient here, each with the number of replicas that have one.
@@ -60,7 +60,7 @@ class GradReducer:
     """Gradient reduction: `arm()` before a step's last backward pass, `finish()` after it; `.grad` is then the sum.
 
     module: its weights may be frozen, replaced or converted between steps. group: the replicas. chunk_of: see
-    `Departures`. bucket_bytes: see `pack`.
+    `BucketLauncher`. bucket_bytes: see `pack`.
     """
 
     def __init__(
@@ -74,28 +74,28 @@ class GradReducer:
         self._bucket_bytes, self._chunk_of = bucket_bytes, chunk_of or {}
         self._seen: list[Any] = []
         self._sparse: list[nn.Parameter] = []  # not in buckets; reduced last
-        self._departures: Departures | None = None
+        self._launcher: BucketLauncher | None = None
         self._look()
 
-    def _look(self) -> Departures:
+    def _look(self) -> BucketLauncher:
         """Pack the trainable weights, again if any was frozen, unfrozen, replaced or converted since the last step."""
         self._sparse = sparse_weights(self._module)
         learns = [p for p in self._module.parameters() if p.requires_grad and p not in set(self._sparse)]
         seen = [(id(p), p.dtype, p.device, p.shape) for p in learns]
-        if self._departures is None or seen != self._seen:
-            if self._departures:
-                self._departures.close()
+        if self._launcher is None or seen != self._seen:
+            if self._launcher:
+                self._launcher.close()
             self._seen = seen
             packed = pack(learns, self._group, self._bucket_bytes, self._chunk_of)
             packed.sort(key=lambda bucket: -self._chunk_of.get(bucket[0], 0))  # the last chunk's gradients come first
-            self._departures = Departures([_Sum(bucket, self._group) for bucket in packed], self._chunk_of)
-        return self._departures
+            self._launcher = BucketLauncher([_GradBucket(bucket, self._group) for bucket in packed], self._chunk_of)
+        return self._launcher
 
     def arm(self, chunk: int = 0) -> None:
-        """Mark the next backward pass as a chunk's last one of this step, see `Departures`."""
+        """Mark the next backward pass as a chunk's last one of this step, see `BucketLauncher`."""
         self._look().arm(chunk)
 
     def finish(self) -> None:
-        """Finish the reductions, see `Departures`."""
+        """Finish the reductions, see `BucketLauncher`."""
         self._look().finish()
         sum_sparse(self._sparse, self._group)

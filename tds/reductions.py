@@ -5,16 +5,16 @@ AdamW decays a weight whose gradient is zero, but leaves a weight without a grad
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._deepspeed import bf16_gradient, share_has_gradient, this_device
+from ._deepspeed import bf16_sums, this_device
 from .distributed_optimizer import DistributedOptimizer
-from .pipe import chunks, tied_weights, ties
+from .pipe import chunk_of_weights, tied_weights, ties
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
 from .sparse import empty_gradient, sparse_weights, sum_sparse
@@ -22,38 +22,48 @@ from .sparse import empty_gradient, sparse_weights, sum_sparse
 GradientOf = Callable[[nn.Parameter], Tensor | None]
 
 
-def _somewhere(grads: Sequence[Tensor | None], group: Any) -> list[bool]:
-    """Return for each gradient whether any rank of the group has it. Collective."""
-    there = torch.tensor([g is not None for g in grads], dtype=torch.int32, device=this_device())
+def _anywhere(flags: Sequence[bool], group: Any) -> list[bool]:
+    """Return for each flag whether it is set on any rank of the group. Collective, unless there are no flags."""
+    if not flags:
+        return []
+    there = torch.tensor(flags, dtype=torch.int32, device=this_device())
     dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
     return [bool(each) for each in there.tolist()]
+
+
+def _with_gradient(weights: Sequence[nn.Parameter], group: Any) -> list[nn.Parameter]:
+    """Return the weights that have a gradient on any rank of the group. Collective, unless there are no weights."""
+    return list(compress(weights, _anywhere([weight.grad is not None for weight in weights], group)))
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
 
 
 @contextmanager
 def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
     """Run a reduction, then remove the zeros that it filled in for gradients that no replica has."""
-    weights = [p for p in module.parameters() if p.requires_grad]
-    there = _somewhere([p.grad for p in weights], replicas) if weights else []
+    weights = _trainable(module)
+    learned = set(_with_gradient(weights, replicas))
     for weight in sparse_weights(module):
         if weight.grad is None:  # DeepSpeed's dense zeros would not match the sparse gradients of other replicas
             weight.grad = empty_gradient(weight)
     yield
-    for weight, somewhere in zip(weights, there, strict=True):
-        if not somewhere:
+    for weight in weights:
+        if weight not in learned:
             weight.grad = None
 
 
-def fill_for_replicas(module: nn.Module, replicas: Any) -> None:
-    """Give zeros to each weight that has no gradient here but has one on another replica. Collective over the replicas.
+def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn.Parameter]:
+    """Give zeros to each weight that has no gradient here but has one on another replica, and return those with one.
 
-    ZeRO packs gradients one after another and leaves out missing ones, so that buckets of replicas would not match.
+    Collective. ZeRO packs gradients one after another and leaves out missing ones, so that buckets of replicas
+    would not match.
     """
-    weights = [p for p in module.parameters() if p.requires_grad]
-    if not weights:
-        return
-    for weight, somewhere in zip(weights, _somewhere([p.grad for p in weights], replicas), strict=True):
-        if somewhere and weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
+    learned = _with_gradient(weights, replicas)
+    for weight in learned:
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    return learned
 
 
 def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
@@ -66,10 +76,9 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
     sparse = set() if gradient else set(sparse_weights(module))
     for key, group, weights in ties(module):
         grads = [gradient(w) if gradient else w.grad for w in weights.values()]
-        if not weights:
-            continue
-        for (name, weight), grad, somewhere in zip(weights.items(), grads, _somewhere(grads, group), strict=True):
-            if not somewhere:
+        learned = _anywhere([grad is not None for grad in grads], group)
+        for (name, weight), grad, learns in zip(weights.items(), grads, learned, strict=True):
+            if not learns:
                 continue
             if not weight.requires_grad:
                 raise RuntimeError(
@@ -86,17 +95,6 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
             if grad is None:
                 grad = weight.grad = torch.zeros_like(weight)
             dist.all_reduce(grad, group=group)
-
-
-def sum_tied_grads(module: Any, replicas: Any) -> None:
-    """Sum the gradients of tied weights over replicas, one message each. Collective over them."""
-    weights = list(tied_weights(module))
-    for weight, somewhere in zip(
-        weights, _somewhere([w.grad for w in weights], replicas) if weights else [], strict=True
-    ):
-        if somewhere:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(weight.grad, group=replicas)
 
 
 class Reduction:
@@ -166,11 +164,14 @@ class Bf16(Reduction):
             optimizer.update_hp_grads(clear_lp_grads=False)
 
     def finish(self) -> None:
-        optimizer = self._engine.optimizer
         self._engine._exec_reduce_grads()
-        reduce_tied_grads(self._module, self._engine.stage_id, partial(bf16_gradient, optimizer))
+        sums = bf16_sums(self._engine.optimizer)
+        reduce_tied_grads(self._module, self._engine.stage_id, lambda w: sums[w].gradient if w in sums else None)
         for _, group, weights in ties(self._module):
-            share_has_gradient(optimizer, list(weights.values()), group)
+            tied = [sums[weight] for weight in weights.values() if weight in sums]
+            # A weight with a gradient on one stage must be counted and clipped on all of its stages.
+            for each, learned in zip(tied, _anywhere([s.flags[s.at] for s in tied], group), strict=True):
+                each.flags[each.at] = learned
 
 
 class Zero(Reduction):
@@ -180,15 +181,17 @@ class Zero(Reduction):
     """
 
     def finish(self) -> None:
+        tied = tied_weights(self._module)
         several = dist.get_world_size(self._replicas) > 2  # for two replicas the order makes no difference
         if several:
-            sum_tied_grads(self._module, self._replicas)
+            for weight in fill_for_replicas(tied, self._replicas):
+                dist.all_reduce(weight.grad, group=self._replicas)
         reduce_tied_grads(self._module, self._engine.stage_id)
         if several and dist.get_rank(self._replicas):
-            for weight in tied_weights(self._module):
+            for weight in tied:
                 if weight.grad is not None:
                     weight.grad.zero_()
-        fill_for_replicas(self._module, self._replicas)
+        fill_for_replicas(_trainable(self._module), self._replicas)
         self._engine._exec_reduce_grads()
 
 
@@ -198,7 +201,7 @@ def reduction_of(engine: Any) -> Reduction:
         return Overlapped(engine, engine.distributed)
     if _may_overlap(engine):
         replicas = engine.grid.get_data_parallel_group()
-        return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunks(engine.module)))
+        return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunk_of_weights(engine.module)))
     if engine.using_bf16_optimizer:
         return Bf16(engine)
     return Zero(engine) if engine.zero_optimization() else Reduction(engine)

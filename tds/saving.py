@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._torch import raw_bytes
+from .groups import gather_objects
 
 FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
 NOTE = "tds_layout.json"
@@ -135,9 +136,8 @@ def warn_of_replicas(module: nn.Module, group: Any) -> None:
     state = module.state_dict(keep_vars=True).items()
     buffers = {name: value for name, value in state if isinstance(value, Tensor) and id(value) not in weights}
     mine = {name: hashlib.sha256(raw_bytes(value)).hexdigest() for name, value in buffers.items()}
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    differing = sorted({name for each in told for name in each if each[name] != told[0].get(name)})
+    replicas = gather_objects(mine, group)
+    differing = sorted({name for each in replicas for name in each if each[name] != replicas[0].get(name)})
     if differing and dist.get_rank(group) == 0:
         warnings.warn(
             f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: reduce them over "

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ._torch import keep_saved_tensors
-from .boundary import Contract, agree, contract_of
+from .boundary import Contract, check_match, contract_of
 from .distributed_optimizer import DistributedOptimizer
+from .groups import gather_objects
 from .messages import ways
 from .queues import Rules, one_hardware_queue, posted_ahead
 from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
@@ -25,15 +26,14 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
     return schedule
 
 
-def tell_error(error: Exception | None) -> None:
+def raise_if_any_failed(error: Exception | None) -> None:
     """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if error is None else str(error) or type(error).__name__)
-    failed = next((rank for rank, text in enumerate(told) if text is not None), None)
+    errors = gather_objects(None if error is None else str(error) or type(error).__name__)
+    failed = next((rank for rank, text in enumerate(errors) if text is not None), None)
     if failed is not None and error is None:
-        raise ValueError(f"rank {failed} could not build its layers: {told[failed]}")
+        raise ValueError(f"rank {failed} could not build its layers: {errors[failed]}")
 
 
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
@@ -80,7 +80,7 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:
         raise ValueError(
-            "torch_autocast with float16 under a pipeline would scale the loss of each stage by itself: "
+            "torch_autocast with float16 under a pipeline would scale the loss of each stage separately: "
             'set "torch_autocast": {"dtype": "bfloat16"}, or "fp16": {"enabled": true} with ZeRO stage 1'
         )
 
@@ -99,16 +99,15 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     if isinstance(optimizer, DistributedOptimizer):
         return  # it shards whatever weights there are
     groups = len(getattr(optimizer, "param_groups", ()))
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (any(p.requires_grad for p in model.parameters()), groups))
-    counts = [count for _, count in told]
+    stages = gather_objects((any(p.requires_grad for p in model.parameters()), groups))
+    counts = [count for _, count in stages]
     if len(set(counts)) > 1 and not bf16:
         fewest = counts.index(min(counts))
         raise ValueError(
             f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter groups, and "
             f"ZeRO here wants them all on each stage: cut the layers otherwise (partition_method), or train in bf16 or without ZeRO"
         )
-    idle = [rank for rank, (learns, _) in enumerate(told) if not learns]
+    idle = [rank for rank, (learns, _) in enumerate(stages) if not learns]
     if idle:
         raise ValueError(
             f"the stage of rank {idle[0]} has no weight that learns, which DeepSpeed's ZeRO and half precision cannot do with: "
@@ -116,14 +115,11 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
         )
 
 
-def shake_hands(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
+def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
     """Exchange the declarations of all stages of this pipeline. Raises on all stages alike if they do not match."""
-    told: dict[str, Any] = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
-    told |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
-    told["dynamic_shape"] = engine.dynamic_shape
-    contract = contract_of(engine.module, chunks, told)
+    shared = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
+    shared |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
+    contract = contract_of(engine.module, chunks, shared | {"dynamic_shape": engine.dynamic_shape})
     if engine.num_stages > 1:
-        everyone: list[Any] = [None] * engine.num_stages
-        dist.all_gather_object(everyone, contract, group=engine.grid.get_pipe_parallel_group())
-        agree(everyone)
+        check_match(gather_objects(contract, engine.grid.get_pipe_parallel_group()))
     return contract

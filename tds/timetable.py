@@ -127,7 +127,7 @@ def times(
                 rest.popleft()
         if left == sum(map(len, todo)):
             waiting = ", ".join(f"stage {s} at {type(r[0]).__name__}({r[0].micro})" for s, r in enumerate(todo) if r)
-            raise ScheduleError(f"the stages wait for each other for ever: {waiting}")
+            raise ScheduleError(f"the stages deadlock: {waiting}")
     return spans
 
 

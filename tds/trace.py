@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ._torch import timed_event
 from .messages import say
 
 LAST = 50  # iterations that are kept by default
@@ -79,8 +80,7 @@ class Tracer:
     def _meet_device(self) -> tuple[Any, int]:
         """Return a device event and its host time in ns."""
         torch.accelerator.synchronize(self._device)
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
+        event = timed_event(self._device)
         torch.accelerator.synchronize(self._device)
         return event, time.perf_counter_ns()
 
@@ -105,9 +105,7 @@ class Tracer:
             return None
         if self._on_cpu:
             return Mark(time.perf_counter_ns(), time.thread_time_ns())
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return Mark(event, 0)
+        return Mark(timed_event(self._device), 0)
 
     def end(self, mark: Mark | None, name: str, kind: str, micro: int = -1, chunk: int = 0) -> None:
         """End a span. mark: the result of `begin`."""
@@ -118,9 +116,7 @@ class Tracer:
         if self._on_cpu:
             now, work = time.perf_counter_ns(), time.thread_time_ns() - mark.thread
         else:
-            event = torch.Event(self._device, enable_timing=True)
-            event.record()
-            now, work = event, -1
+            now, work = timed_event(self._device), -1
         self._now.append(Piece(mark.at, now, work, name, kind, micro, chunk, size))
 
     def pieces(self, wait: bool = True) -> list[tuple[int, list[Piece]]]:

@@ -77,7 +77,7 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run one chunk on the batch or the previous stage's output; return the next stage's input or the logits."""
-        mine = slice(*self.stretches[chunk])
+        mine = slice(*self.chunk_slices[chunk])
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
         # The engine passes a bare tensor if a boundary has only one; our layers expect tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)

@@ -45,9 +45,9 @@ def _sums(dtype: torch.dtype) -> int:
     ours = tds.DistributedOptimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1))
     ours.attach(model, mpu.get_data_parallel_group())
     added = []
-    honest = ours.buckets[0].__class__.add_product
+    honest = ours.buckets[0].__class__.add_matmul
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets.Bucket, "add_product", lambda *args: (added.append(args[3]), honest(*args)))
+        patch.setattr(buckets.Bucket, "add_matmul", lambda *args: (added.append(args[3]), honest(*args)))
         names = {name: p for name, p in plain.named_parameters() if p.requires_grad}
         sums: dict[str, Tensor] = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in names.items()}
         for step in range(2):
@@ -77,7 +77,7 @@ def _sums(dtype: torch.dtype) -> int:
 
 def _sums_as_on_cuda() -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets.Bucket, "adds_products", True)
+        patch.setattr(buckets.Bucket, "accumulates_matmuls", True)
         patch.setattr(torch, "addmm", _widened)
         return _sums(torch.bfloat16)
 
@@ -107,7 +107,7 @@ def _passes(direct: bool) -> list[int]:
     layer = mpu.ColumnParallelLinear(6, 7, bias=False, gather_output=False)
     ours = tds.DistributedOptimizer(torch.optim.AdamW(layer.parameters()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets.Bucket, "adds_products", direct)
+        patch.setattr(buckets.Bucket, "accumulates_matmuls", direct)
         ours.attach(layer, mpu.get_data_parallel_group())
     counts = []
     for _ in range(2):
@@ -129,14 +129,14 @@ def _taken(again: bool, looked_up: bool) -> int:
     ours.attach(table, mpu.get_data_parallel_group())
     taken = 0
     with pytest.MonkeyPatch.context() as patch:
-        honest = buckets.Bucket.add_product
+        honest = buckets.Bucket.add_matmul
 
         def add(*args: Any) -> None:
             nonlocal taken
             taken += 1
             honest(*args)
 
-        patch.setattr(buckets.Bucket, "add_product", add)
+        patch.setattr(buckets.Bucket, "add_matmul", add)
         for _ in range(2):
             x = table(torch.tensor([1, 2])) if looked_up else torch.randn(2, 6, requires_grad=True)
             out = mpu.checkpoint(table.logits, x) if again else table.logits(x)

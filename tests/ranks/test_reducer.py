@@ -105,7 +105,7 @@ def _used_once_more() -> str:
 
 def test_a_gradient_that_comes_after_its_sum_has_left_is_an_error() -> None:
     for told in on_ranks(2, _used_once_more):
-        assert told.startswith("a gradient of a weight of shape (2,) arrived after its sum had left")
+        assert told.startswith("a gradient of a weight of shape (2,) arrived after its bucket was reduced")
         assert "overlap_grad_reduce" in told and "--" not in told
 
 

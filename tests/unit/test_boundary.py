@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tds import Boundary, BoundaryError
-from tds.boundary import Contract, agree, check, contract_of
+from tds.boundary import Contract, check, check_match, contract_of
 
 HIDDEN = torch.zeros(2, requires_grad=True) * 1
 MASK = torch.zeros(2, dtype=torch.bool)
@@ -74,7 +74,7 @@ def _stage(puts_out: list[Boundary] | None, takes_in: list[Boundary] | None, **s
 )  # fmt: skip
 def test_stages_that_do_not_fit_together_are_told_so(stages: list[Contract], message: str) -> None:
     with pytest.raises(BoundaryError, match=message):
-        agree(stages)
+        check_match(stages)
 
 
 def test_chunks_have_borders_of_their_own() -> None:
@@ -82,6 +82,6 @@ def test_chunks_have_borders_of_their_own() -> None:
     one, two = [Boundary("hidden")], [Boundary("decoded"), Boundary("encoded")]
     first = contract_of(SimpleNamespace(boundaries=[one, two], receives=[None, one]), 2, {})
     second = contract_of(SimpleNamespace(boundaries=[one, None], receives=[one, two]), 2, {})
-    agree([first, second])
+    check_match([first, second])
     with pytest.raises(BoundaryError, match=r"stage 1 expects 2 tensors \(decoded, encoded\) of stage 0"):
-        agree([contract_of(SimpleNamespace(boundaries=[one, one]), 2, {}), second])
+        check_match([contract_of(SimpleNamespace(boundaries=[one, one]), 2, {}), second])

@@ -50,7 +50,7 @@ def _times(factor: float) -> Callable[[Any], Any]:
 def _measured(zero: int, precision: str, fault: str) -> list[str]:
     """Inject a fault into DeepSpeed; return the verdicts, right or wrong, without and with a pipeline."""
     patch = pytest.MonkeyPatch()
-    measure._right.clear()
+    measure._verified.clear()
     if fault == "accumulation":  # DeepSpeed 0.17.0 to 0.18.2 really has this fault
         patch.setattr(DeepSpeedEngine, "backward", _times(2))
     elif fault == "replicas":
@@ -74,7 +74,7 @@ def _measured(zero: int, precision: str, fault: str) -> list[str]:
                 found.append("wrong")
     finally:
         patch.undo()
-        measure._right.clear()
+        measure._verified.clear()
     return found
 
 

@@ -54,12 +54,12 @@ def test_each_rank_may_be_shown_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
     for shown, wanted in ((8, "3"), (4, "3"), (1, "0")):
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.setattr(_deepspeed.torch.accelerator, "device_count", lambda shown=shown: shown)
-        _deepspeed.settle_local_rank()
+        _deepspeed.set_local_rank()
         assert _deepspeed.os.environ["LOCAL_RANK"] == wanted
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(_deepspeed.torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="has LOCAL_RANK 3, but this machine shows it 2 accelerators: start 2 ranks"):
-        _deepspeed.settle_local_rank()
+        _deepspeed.set_local_rank()
 
 
 def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:

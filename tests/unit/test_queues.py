@@ -88,7 +88,7 @@ HANGS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "stages", "rules"), HANGS, ids=range(len(HANGS)))
 def test_what_hangs_is_found(name: str, stages: int, rules: dict[str, Any]) -> None:
-    with pytest.raises(ScheduleError, match="messages would wait for each other for ever: .*, which waits for "):
+    with pytest.raises(ScheduleError, match="messages would deadlock: .*, which waits for "):
         finish(plan_of(name, stages, 8), Rules(**rules))
 
 

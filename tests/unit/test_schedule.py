@@ -146,7 +146,7 @@ def test_forward_only(stages: int) -> None:
         ([[Forward(0), Forward(1), Backward(0)]], "stage 0: 1 Backward of chunk 0 where 2 are due"),
         ([[Forward(0), SendGrad(0), Backward(0)]], "stage 0: 1 SendGrad of chunk 0 where 0 are due"),
         ([[RecvGrad(0), Forward(0), SendActivation(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0), SendGrad(0)]],
-         r"wait for each other for ever: stage 0 at RecvGrad\(0\), stage 1 at RecvActivation\(0\)"),
+         r"the stages deadlock: stage 0 at RecvGrad\(0\), stage 1 at RecvActivation\(0\)"),
         ([[Forward(0), SendActivation(0), Forward(1), SendActivation(1)],
           [RecvActivation(1), Forward(1), RecvActivation(0), Forward(0)]],
          r"RecvActivation\(1\) of chunk 0 stands too early or too late"),
