@@ -28,10 +28,8 @@ class Documents(NamedTuple):
     causal: bool = False
 
     def mask(self) -> Tensor:
-        """Return the bool mask [b, 1, q, k], see `document_mask`."""
-        found = document_mask(*self)
-        assert found is not None
-        return found
+        """Return the bool mask [b, 1, q, k], see `document_mask`. Layers that receive the same ids share it."""
+        return cached_on(self.queries, ("mask", self.causal), self.keys, lambda: _mask(*self))
 
     def refuse_others(self, query: Tensor, key: Tensor) -> None:
         """Raise ValueError unless every token of query [b, n, q, d] and key [b, n, k, d] has a document id.
@@ -64,7 +62,11 @@ def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = F
     """
     if not queries.numel():
         return None
-    _check(queries)
+    if queries.dim() != 2 or queries.dtype == torch.bool:
+        raise ValueError(
+            f"our models take the document number of each token, int [b, s], not a mask, {queries.dtype} "
+            f"{list(queries.shape)}: megatron.utils.get_ltor_documents_and_position_ids gives what GPT-2 takes"
+        )
     return Documents(queries, keys, causal)
 
 
@@ -86,21 +88,10 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
     None means that every query sees all keys.
     keys: None if they are the queries' tokens. causal: a query also attends to nothing after itself.
     A query without any visible key, which padding may cause, sees all keys; its result is not used.
-    Layers that receive the same ids share one mask.
     Raises ValueError if the ids are in fact a mask.
     """
-    if not queries.numel():
-        return None
-    _check(queries)
-    return cached_on(queries, ("mask", causal), keys, lambda: _mask(queries, keys, causal))
-
-
-def _check(queries: Tensor) -> None:
-    if queries.dim() != 2 or queries.dtype == torch.bool:
-        raise ValueError(
-            f"our models take the document number of each token, int [b, s], not a mask, {queries.dtype} "
-            f"{list(queries.shape)}: megatron.utils.get_ltor_documents_and_position_ids gives what GPT-2 takes"
-        )
+    documents = document_scope(queries, keys, causal)
+    return None if documents is None else documents.mask()
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

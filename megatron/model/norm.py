@@ -55,10 +55,7 @@ def build_head_norm(config: ModelConfig) -> nn.Module:
 
     Its gradients are summed over the model-parallel ranks, which hold different heads.
     """
-    kind = nn.RMSNorm if "rms-norm" in config.unfused else norm_class(config.kernels, True) or RMSNorm
-    norm: Any = kind(config.head_size, eps=config.layernorm_epsilon)
-    mpu.declare(norm.weight, mpu.ones, sequence=mpu.get_mesh().model)
-    return norm  # type: ignore[no-any-return]
+    return _build(config, config.head_size, rms=True, sequence=mpu.get_mesh().model)
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
@@ -66,13 +63,13 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
     Every rank holds a copy of its weights.
     """
-    rms = config.normalization == "rmsnorm"
-    if rms and "rms-norm" in config.unfused:
-        kind: Any = nn.RMSNorm
-    else:
-        kind = norm_class(config.kernels, rms) or (RMSNorm if rms else nn.LayerNorm)
-    norm: Any = kind(config.hidden_size, eps=config.layernorm_epsilon)
-    mpu.declare(norm.weight, mpu.ones, sequence=mpu.sequence_axis())
+    return _build(config, config.hidden_size, config.normalization == "rmsnorm", mpu.sequence_axis())
+
+
+def _build(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
+    kind: Any = norm_class(config.kernels, rms) or (RMSNorm if rms else nn.LayerNorm)
+    norm: Any = (nn.RMSNorm if rms and "rms-norm" in config.unfused else kind)(size, eps=config.layernorm_epsilon)
+    mpu.declare(norm.weight, mpu.ones, sequence=sequence)
     if not rms:
-        mpu.declare(norm.bias, sequence=mpu.sequence_axis())
+        mpu.declare(norm.bias, sequence=sequence)
     return norm  # type: ignore[no-any-return]

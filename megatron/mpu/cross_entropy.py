@@ -89,6 +89,16 @@ class Found(NamedTuple):
     real: int
 
 
+def _on_this_rank(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
+    """Return each target's row on this rank, or 0; whether this rank holds it; and the number of real rows here."""
+    rows = logits.shape[-1]
+    first = axis.rank * rows
+    real = max(0, min(rows, vocab_size - first))
+    local = target - first
+    mine = (local >= 0) & (local < real)
+    return local.masked_fill(~mine, 0), mine, real
+
+
 def find(
     logits: Tensor, target: Tensor, vocab_size: int, axis: Axis, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Found]:
@@ -97,13 +107,8 @@ def find(
     logits: [n, v/t]. target: [n]. The z-loss is c (log Z)^2 with c = z_loss. Both losses are fp32 (fp64 for
     fp64 logits).
     """
-    rows = logits.shape[-1]
-    first = axis.rank * rows
-    real = max(0, min(rows, vocab_size - first))  # rows of this rank that are not padding
+    local, mine, real = _on_this_rank(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    local = target - first
-    mine = (local >= 0) & (local < real)
-    local = local.masked_fill(~mine, 0)
     x = logits[:, :real]
     if axis.size == 1:
         share = torch.ones_like(target, dtype=dtype)
@@ -231,15 +236,13 @@ def vocab_parallel_right(
     Arguments as in `vocab_parallel_cross_entropy`.
     """
     axis = axis or current().model
-    rows = logits.shape[-1]
-    first = axis.rank * rows
-    real = max(0, min(rows, (vocab_size or rows * axis.size) - first))
+    local, mine, real = _on_this_rank(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)
     # The largest logit and the target's logit among those that this rank holds.
     best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
     if real:
-        x, local = logits[..., :real], target - first
-        found = x.gather(-1, local.clamp(0, real - 1).unsqueeze(-1)).squeeze(-1)
-        best[0], best[1] = x.amax(-1), torch.where((local >= 0) & (local < real), found, -torch.inf)
+        x = logits[..., :real]
+        found = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        best[0], best[1] = x.amax(-1), torch.where(mine, found, -torch.inf)
     largest, own = _total(best, axis, dist.ReduceOp.MAX)
     right: Tensor = own == largest
     return right

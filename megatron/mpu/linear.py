@@ -52,10 +52,12 @@ def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[
     Autograd adds gradients under autocast, compilers and oneDNN. It also does for a weight that an embedding looks
     up, too: it sums both gradients before it accumulates them.
     """
-    if torch.compiler.is_compiling() or options.onednn or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling() or options.onednn:
         return None
     spec = spec_of(weight)
-    return None if spec.used_as_embedding else spec.accumulate_wgrad
+    if spec.accumulate_wgrad is None or spec.used_as_embedding or torch.is_autocast_enabled(x.device.type):
+        return None
+    return spec.accumulate_wgrad
 
 
 def by_onednn(x: Tensor, options: Options) -> bool:
