@@ -87,18 +87,18 @@ class TransformerLayer(nn.Module):
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
-        turn: Rotation | None = None,
+        angles: Rotation | None = None,
     ) -> Tensor:
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
-        mask, bias, turn: of self-attention, see `SelfAttention`.
+        mask, bias, angles: of self-attention, see `SelfAttention`.
         """
         own, other = (caches.own, caches.cross) if caches else (None, None)
         with offloaded() if self.offload and self.training else nullcontext():
             hidden = self._add(
                 self.input_layernorm,
                 self.attention_dropout,
-                lambda x, recipe: self.attention(x, mask, bias, own, recipe, turn),
+                lambda x, recipe: self.attention(x, mask, bias, own, recipe, angles),
                 hidden,
             )
             if encoded is not None:
@@ -150,5 +150,5 @@ class Block(TransformerLayer):
         elif self.window is not None:
             mask = window_mask(document_ids, s, seen, self.window, documents)
         restart = self.role.positions and not caches
-        turn = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
-        return self.layer(hidden, mask, caches=caches, turn=turn), document_ids
+        angles = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
+        return self.layer(hidden, mask, caches=caches, angles=angles), document_ids

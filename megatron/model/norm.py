@@ -41,9 +41,9 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, factor = ctx.saved_tensors
         normal = x * factor  # fp32
         of_x = of_weight = None
-        if mpu.is_asked_for(ctx, 1):
+        if mpu.needs_grad(ctx, 1):
             of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
-        if mpu.is_asked_for(ctx, 0):
+        if mpu.needs_grad(ctx, 0):
             wide = grad * weight.to(factor.dtype)
             along = torch.linalg.vecdot(wide, normal).unsqueeze(-1) / x.shape[-1]
             of_x = wide.addcmul_(normal, along, value=-1).mul_(factor).to(x.dtype)

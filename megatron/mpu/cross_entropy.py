@@ -31,7 +31,7 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
 
-def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> tuple[Tensor, Tensor]:
+def _losses_on_one_rank(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Compute the losses and log Z, [n] each, when this rank holds all logits [n, v]."""
     loss, log_z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
     for chunk in _chunks(x):
@@ -43,7 +43,7 @@ def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float
     return loss, log_z
 
 
-def _together(
+def _losses_over_ranks(
     x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's share of each token's probability mass, the losses and log Z, [n] each, over all ranks.
@@ -74,7 +74,7 @@ def _together(
     return own_sum / sum_exp, loss, log_z + shift
 
 
-class Found(NamedTuple):
+class LossState(NamedTuple):
     """Values that `gradient` needs in addition to the logits, for n tokens.
 
     share: [n] this rank's share of each token's probability mass; with z-loss multiplied by 1 + 2 c log Z.
@@ -99,9 +99,9 @@ def _on_this_rank(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -
     return local.masked_fill(~mine, 0), mine, real
 
 
-def find(
+def compute_losses(
     logits: Tensor, target: Tensor, vocab_size: int, axis: Axis, label_smoothing: float = 0.0, z_loss: float = 0.0
-) -> tuple[Tensor, Tensor, Found]:
+) -> tuple[Tensor, Tensor, LossState]:
     """Compute the losses and z-losses, [n] each, and the values that `gradient` needs.
 
     logits: [n, v/t]. target: [n]. The z-loss is c (log Z)^2 with c = z_loss. Both losses are fp32 (fp64 for
@@ -112,17 +112,19 @@ def find(
     x = logits[:, :real]
     if axis.size == 1:
         share = torch.ones_like(target, dtype=dtype)
-        loss, log_z = _alone(x, local, dtype, label_smoothing)
+        loss, log_z = _losses_on_one_rank(x, local, dtype, label_smoothing)
     else:
-        share, loss, log_z = _together(x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis)
+        share, loss, log_z = _losses_over_ranks(
+            x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis
+        )
     if z_loss:
         share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
-    return loss, z_loss * log_z**2, Found(share, local, mine, real)
+    return loss, z_loss * log_z**2, LossState(share, local, mine, real)
 
 
 def gradient(
     logits: Tensor,
-    found: Found,
+    found: LossState,
     grad: Tensor,
     smoothed: float = 0.0,
     label_smoothing: float = 0.0,
@@ -164,7 +166,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         axis: Axis,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        loss, z, found = find(logits, target, vocab_size, axis, label_smoothing, z_loss)
+        loss, z, found = compute_losses(logits, target, vocab_size, axis, label_smoothing, z_loss)
         ctx.save_for_backward(logits, *found[:3])
         ctx.label_smoothing, ctx.smoothed, ctx.real = label_smoothing, label_smoothing / vocab_size, found.real
         ctx.overwrite, ctx.overwritten = overwrite, False
@@ -179,7 +181,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "mpu.vocab_parallel_cross_entropy, which leaves logits as they are"
             )
         logits, share, local, mine = ctx.saved_tensors
-        found, ctx.overwritten = Found(share, local, mine, ctx.real), ctx.overwrite
+        found, ctx.overwritten = LossState(share, local, mine, ctx.real), ctx.overwrite
         return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing, ctx.overwrite), *[None] * 6
 
 

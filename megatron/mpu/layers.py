@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._torch import assert_later
 from . import mappings
 from .linear import linear
-from .linear_cross_entropy import DeferredLogits, deferred
+from .linear_cross_entropy import DeferredLogits, defer_logits
 from .mappings import (
     gather_from_model_parallel_region,
     scatter_to_model_parallel_region,
@@ -119,7 +119,7 @@ class VocabParallelEmbedding(_Sharded):
 
     def deferred_logits(self, hidden: Tensor, chunk: int) -> DeferredLogits:
         """Defer the logits of hidden [s, b, h] (or [s/t, b, h]) to a loss that computes `chunk` tokens at a time."""
-        return deferred(hidden, self.weight, self.axis, self.options, chunk)
+        return defer_logits(hidden, self.weight, self.axis, self.options, chunk)
 
 
 def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
