@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron import mpu
 
-from .masks import Documents, cached_on
+from .masks import Documents, cached_on, causal_window
 
 
 class Views(NamedTuple):
@@ -62,14 +62,10 @@ class Views(NamedTuple):
 
     def _mask(self, at: int) -> Tensor:
         (begin, end), (first, _) = self.slices[at], self.keys(at)
-        place = torch.arange(first, end, device=self.ids.device)
-        queries = place[begin - first :, None]
-        seen = place <= queries
-        if self.window is not None:
-            seen = seen & (queries - place < self.window)
-        if self.apart:
-            seen = seen & (self.ids[:, begin:end, None] == self.ids[:, None, first:end])
-        return seen[None, None] if seen.dim() == 2 else seen[:, None]
+        near = causal_window(end - begin, end - first, self.window or end, self.ids.device)
+        if not self.apart:
+            return near
+        return near & (self.ids[:, begin:end, None] == self.ids[:, None, first:end]).unsqueeze(1)
 
 
 def views_of(ids: Tensor, length: int, window: int | None, documents: Documents | None, axis: mpu.Axis) -> Views:

@@ -145,7 +145,7 @@ def window_mask(
     keys = seen + queries
     if keys <= window:
         return mask
-    near = _window(queries, keys, window, document_ids.device)
+    near = causal_window(queries, keys, window, document_ids.device)
     if mask is None:
         return near
     key = "window", queries, seen, window, mask.causal
@@ -153,8 +153,8 @@ def window_mask(
 
 
 @lru_cache(maxsize=2)
-def _window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return the window mask [1, 1, q, k], cached for all micro-batches because it is quadratic in the length."""
+def causal_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Return a causal mask [1, 1, q, k] that shows the last `window` tokens; cached, as it is quadratic in the length."""
     return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 
