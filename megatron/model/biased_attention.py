@@ -39,7 +39,10 @@ def biased_attention(
 
 
 def _pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_row: bool) -> Sequence[Piece]:
-    """Return the pieces to compute one after another. Without documents these are whole rows, all at once or one by one."""
+    """Return the pieces to compute one after another.
+
+    Without documents these are whole rows, all at once or one by one.
+    """
     if pieces is not None:
         return pieces.found
     rows = [slice(i, i + 1) for i in range(len(query))] if by_row else [slice(None)]

@@ -97,7 +97,10 @@ class LanguageModel(LayerStack):
         self._axis = mpu.get_mesh().model
 
     def compute(self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
-        """Run the layers; return logits [b, s, v/t] or [b, s, v], or the loss of labels [b, s], see `TokenLoss.of_labels`."""
+        """Run the layers and return logits, [b, s, v/t] or [b, s, v].
+
+        With labels [b, s], return what `TokenLoss.of_labels` does.
+        """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
             return self.loss_fn.of_labels(logits, labels, loss_mask)

@@ -40,8 +40,9 @@ class Documents(NamedTuple):
         for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
             if tuple(ids.shape) != (tokens.shape[0], tokens.shape[2]):
                 raise ValueError(
-                    f"document ids {list(ids.shape)} do not fit {name} of {tokens.shape[0]} samples of {tokens.shape[2]} tokens: "
-                    "give an id for each token, or an empty tensor for one document without padding"
+                    f"document ids {list(ids.shape)} do not fit {name} of {tokens.shape[0]} samples of "
+                    f"{tokens.shape[2]} tokens: give an id for each token, or an empty tensor for one document "
+                    "without padding"
                 )
 
 
@@ -154,7 +155,7 @@ def window_mask(
 
 @lru_cache(maxsize=2)
 def causal_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return a causal mask [1, 1, q, k] that shows the last `window` tokens; cached, as it is quadratic in the length."""
+    """Return a causal mask [1, 1, q, k] of the last `window` tokens, cached because its size is quadratic."""
     return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 

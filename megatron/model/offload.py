@@ -182,8 +182,8 @@ def offloaded() -> Iterator[None]:
     for (_, before), (tensor, _) in copied.items():
         if version(tensor) != before:
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} was changed in place after autograd had kept it, and --offload-activations may "
-                f"have copied either: compute it out of place, or leave the flag out"
+                f"a tensor of shape {tuple(tensor.shape)} was changed in place after autograd had kept it, and "
+                f"--offload-activations may have copied either: compute it out of place, or leave the flag out"
             )
     copied.clear()  # the graph keeps a reference to `away`
     if layer is not None:

@@ -193,7 +193,7 @@ def get_io_parallel_group() -> dist.ProcessGroup:
     ranks = sorted({*grid.filter_match(pipe=0, model=0), *grid.filter_match(pipe=grid.pipe - 1, model=0)})
     if dist.get_rank() not in ranks:
         raise RuntimeError(f"rank {dist.get_rank()} reads no data, so it has no io group; ranks {ranks} do")
-    return _of_these(tuple(ranks))
+    return _mesh.group_of_members(tuple(ranks))
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
@@ -202,12 +202,7 @@ def _group(axis: Axis) -> dist.ProcessGroup:
         return axis.group
     if dist.get_world_size() == 1:
         return dist.group.WORLD  # type: ignore[return-value]
-    return _of_these((dist.get_rank(),))
-
-
-def _of_these(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of `ranks`, created at the first call; only its members need to call."""
-    return _mesh.group_of_members(ranks)
+    return _mesh.group_of_members((dist.get_rank(),))
 
 
 _HOMES = {

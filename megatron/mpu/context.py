@@ -29,8 +29,8 @@ def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
         return [(0, length)]
     if length % (2 * axis.size):
         raise ValueError(
-            f"a sequence of {length} tokens cannot be shared out over --context-parallel-size {axis.size} ranks; make --seq-length "
-            f"a multiple of {2 * axis.size}"
+            f"a sequence of {length} tokens cannot be shared out over --context-parallel-size {axis.size} ranks; "
+            f"make --seq-length a multiple of {2 * axis.size}"
         )
     each = length // (2 * axis.size)
     return [(number * each, (number + 1) * each) for number in (axis.rank, 2 * axis.size - 1 - axis.rank)]

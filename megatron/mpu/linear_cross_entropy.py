@@ -161,6 +161,7 @@ def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
 def _given(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise RuntimeError(
-            "the gradients of an output layer in chunks are there for one backward pass: use --logits-chunk-size 0 for a second one"
+            "the gradients of an output layer in chunks are there for one backward pass: "
+            "use --logits-chunk-size 0 for a second one"
         )
     return gradient

@@ -68,7 +68,7 @@ class _Mapped(torch.autograd.Function):
 
 
 def over_ranks(x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction) -> Tensor:
-    """Return `forward(x, axis)` with the gradient `backward(gradient, axis)`: [...] -> [...], shapes as the two define."""
+    """Return `forward(x, axis)` with the gradient `backward(gradient, axis)`: [...] -> [...], as the two define."""
     return _Mapped.apply(x, axis, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 

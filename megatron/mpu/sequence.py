@@ -30,8 +30,8 @@ def shard_length(length: int, axis: Axis) -> int:
     """Return the length s / t of a shard. Raises ValueError, naming the flags, if t does not divide s."""
     if length % axis.size:
         raise ValueError(
-            f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; make "
-            f"--seq-length a multiple of {axis.size}, or pad each micro-batch with mpu.pad_sequence()"
+            f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; "
+            f"make --seq-length a multiple of {axis.size}, or pad each micro-batch with mpu.pad_sequence()"
         )
     return length // axis.size
 
