@@ -109,7 +109,7 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: C
     """Return `make()` of the present values of `owner` and `other` [...], computed once and cached on `owner`."""
     if torch.compiler.is_compiling():  # a compiler fuses it into one kernel
         return make()
-    found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_follows", {})
+    found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
     kept = None if other is owner else other  # avoids a reference cycle; keeping it alive keeps its id unique
     key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
     if key not in found:
