@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config.fields import ConfigError
-from .ranks import device as device_module
-
 
 def _apex(module: str, name: str) -> Any:
     """Return a class of apex; None if apex is missing, lacks its kernels, or another package has that name."""
@@ -22,17 +19,21 @@ def _apex(module: str, name: str) -> Any:
         return None
 
 
+def _on_gpu() -> bool:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == "cuda"
+
+
 def _chosen(kernels: str, module: str, name: str) -> Any:
-    """Return the apex class to use, or None for torch's. Raises ConfigError if apex is required but unavailable."""
+    """Return the apex class to use, or None for torch's. Raises ValueError if apex is required but unavailable."""
     if kernels == "torch":
         return None
-    on_gpu = device_module.current().type == "cuda"
+    on_gpu = _on_gpu()
     found = _apex(module, name) if on_gpu else None
     if kernels == "apex" and found is None:
-        why = (
-            f"apex.{module}.{name} cannot be imported (build apex from source)" if on_gpu else "there is no CUDA device"
-        )
-        raise ConfigError(f"--kernels apex: {why}; use --kernels auto or torch")
+        missing = f"apex.{module}.{name} cannot be imported (build apex from source)"
+        why = missing if on_gpu else "there is no CUDA device"
+        raise ValueError(f"--kernels apex: {why}; use --kernels auto or torch")
     return found
 
 

@@ -165,24 +165,24 @@ class SelfAttention(Attention):
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,
-        turn: Rotation | None = None,
+        angles: Rotation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Apply self-attention: [s, b, h] -> ([s, b, h], its bias, which the caller must add).
 
-        mask, bias: see `attend`. recipe: of `hidden`. turn: rotation of queries and keys.
+        mask, bias: see `attend`. recipe: of `hidden`. angles: rotation of queries and keys.
         """
         qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, (n/t + 2 g) * d]
         with save_recipe_for((again, qkv)):
-            query, key, value = self._cut(qkv, turn)
+            query, key, value = self._cut(qkv, angles)
         if again is not None and self.in_groups:  # autograd saves the parts, all in the memory of `query`
-            again, qkv = Recipe(lambda given: self._cut(given, turn)[0], again), query
+            again, qkv = Recipe(lambda given: self._cut(given, angles)[0], again), query
         if cache is not None:
             key, value = cache.extend(key, value)
         with save_recipe_for((again, qkv)):
             context = self.attend(query, key, value, mask, bias)
         return self.dense(context)  # type: ignore[no-any-return]
 
-    def _cut(self, qkv: Tensor, turn: Rotation | None) -> tuple[Tensor, ...]:
+    def _cut(self, qkv: Tensor, angles: Rotation | None) -> tuple[Tensor, ...]:
         """Split [s, b, (n/t + 2 g) * d] into queries [b, n/t, s, d] and keys and values [b, g, s, d]."""
         if self.sharers.size > 1:
             qkv = own_queries(qkv, self.head_size, self.sharers)
@@ -192,7 +192,7 @@ class SelfAttention(Attention):
             qkv = torch.cat([*normed, heads[..., -1:, :]], 3).flatten(2)
         parts = self.heads // self.groups, 1, 1
         return split_heads(
-            qkv, self.groups, self.head_size, parts, turn, one_buffer=self.in_groups, plain=self.plain_cut
+            qkv, self.groups, self.head_size, parts, angles, one_buffer=self.in_groups, plain=self.plain_cut
         )
 
 

@@ -133,10 +133,9 @@ def torchs(c: Call) -> Tensor:
     grouped = key.shape[1] < query.shape[1]
     if grouped and query.device.type == "cuda" and (added is not None or query.dtype == torch.float32):
         (key, value), grouped = repeat_heads(query, key, value), False  # CUDA has no kernel for these groups
+    options: dict[str, Any] = {"attn_mask": added, "dropout_p": c.p, "is_causal": hides, "scale": c.scale}
     with kernels_for(query, added):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=added, dropout_p=c.p, is_causal=hides, scale=c.scale, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=grouped)
 
 
 def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:

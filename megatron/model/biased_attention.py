@@ -39,7 +39,10 @@ def biased_attention(
 
 
 def _pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_row: bool) -> Sequence[Piece]:
-    """Return the pieces to compute one after another. Without documents these are whole rows, all at once or one by one."""
+    """Return the pieces to compute one after another.
+
+    Without documents these are whole rows, all at once or one by one.
+    """
     if pieces is not None:
         return pieces.found
     rows = [slice(i, i + 1) for i in range(len(query))] if by_row else [slice(None)]
@@ -70,7 +73,7 @@ class _BiasedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # A pipeline may split the backward pass in two. In the second part the gradient of the bias is already
         # there.
-        if ctx.rest is not None and not mpu.is_asked_for(ctx, 0):
+        if ctx.rest is not None and not mpu.needs_grad(ctx, 0):
             return None, None, None, ctx.rest, None, None
         query, key, value, bias, mask = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -90,7 +93,7 @@ class _BiasedAttention(torch.autograd.Function):
             found = (of_scores @ k).mul_(ctx.scale), (of_scores.mT @ q).mul_(ctx.scale), p.mT @ g
             for place, gradient in zip(places, found, strict=True):
                 place.copy_(gradient)
-        if mpu.is_asked_for(ctx, 3):
+        if mpu.needs_grad(ctx, 3):
             return of_query, of_key, of_value, of_bias.to(bias.dtype), None, None
         ctx.rest = of_bias.to(bias.dtype)
         return of_query, of_key, of_value, None, None, None

@@ -4,6 +4,7 @@ Shapes: s sequence, b batch, h hidden.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -50,6 +51,10 @@ class Caches:
         self.own, self.cross = KeyValueCache(), KeyValueCache()
 
 
+# (normalised hidden states [s, b, h], their recipe) -> (output, its bias, which is still to be added)
+Sublayer = Callable[[Tensor, Recipe | None], tuple[Tensor, Tensor | None]]
+
+
 class TransformerLayer(nn.Module):
     """Pre-norm transformer layer (Radford et al. 2019), optionally with cross-attention.
 
@@ -82,42 +87,36 @@ class TransformerLayer(nn.Module):
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
-        turn: Rotation | None = None,
+        angles: Rotation | None = None,
     ) -> Tensor:
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
-        mask, bias, turn: of self-attention, see `SelfAttention`.
+        mask, bias, angles: of self-attention, see `SelfAttention`.
         """
+        own, other = (caches.own, caches.cross) if caches else (None, None)
         with offloaded() if self.offload and self.training else nullcontext():
-            return self._layer(hidden, mask, bias, encoded, caches, turn)
+            hidden = self._add(
+                self.input_layernorm,
+                self.attention_dropout,
+                lambda x, recipe: self.attention(x, mask, bias, own, recipe, angles),
+                hidden,
+            )
+            if encoded is not None:
+                hidden = self._add(
+                    self.cross_layernorm,
+                    self.cross_dropout,
+                    lambda x, recipe: self.cross_attention(x, *encoded, other, recipe),
+                    hidden,
+                )
+            return self._add(self.post_attention_layernorm, self.mlp_dropout, lambda x, recipe: self.mlp(x), hidden)
 
-    def _layer(
-        self,
-        hidden: Tensor,
-        mask: Mask,
-        bias: Tensor | None,
-        encoded: Encoded | None,
-        caches: Caches | None,
-        turn: Rotation | None,
-    ) -> Tensor:
-        normed, recipe = self._normed(self.input_layernorm, hidden)
+    def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
+        """Add what `sublayer` computes from the normalised hidden states [s, b, h], after dropout."""
+        normed = norm(hidden)
+        recipe = Recipe(norm, hidden) if self.norm_again else None
         with save_recipe_for((recipe, normed)):
-            added, added_bias = self.attention(normed, mask, bias, caches and caches.own, recipe, turn)
-        hidden = hidden + self.attention_dropout(added if added_bias is None else added + added_bias)
-        if encoded is not None:
-            normed, recipe = self._normed(self.cross_layernorm, hidden)
-            with save_recipe_for((recipe, normed)):
-                added, added_bias = self.cross_attention(normed, *encoded, caches and caches.cross, recipe)
-            hidden = hidden + self.cross_dropout(added if added_bias is None else added + added_bias)
-        normed, recipe = self._normed(self.post_attention_layernorm, hidden)
-        with save_recipe_for((recipe, normed)):
-            added, added_bias = self.mlp(normed)
-        out: Tensor = hidden + self.mlp_dropout(added if added_bias is None else added + added_bias)
-        return out
-
-    def _normed(self, norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Recipe | None]:
-        """Return the input of a sub-layer, and the recipe to recompute it if it is not to be saved."""
-        return norm(hidden), Recipe(norm, hidden) if self.norm_again else None
+            added, bias = sublayer(normed, recipe)
+        return hidden + dropout(added if bias is None else added + bias)  # type: ignore[no-any-return]
 
 
 class Block(TransformerLayer):
@@ -151,5 +150,5 @@ class Block(TransformerLayer):
         elif self.window is not None:
             mask = window_mask(document_ids, s, seen, self.window, documents)
         restart = self.role.positions and not caches
-        turn = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
-        return self.layer(hidden, mask, caches=caches, turn=turn), document_ids
+        angles = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
+        return self.layer(hidden, mask, caches=caches, angles=angles), document_ids

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron import mpu
 
-from .masks import Documents, cached_on
+from .masks import Documents, cached_on, causal_window
 
 
 class Views(NamedTuple):
@@ -24,19 +24,19 @@ class Views(NamedTuple):
     used.
     apart: whether attention is restricted to documents.
     window: number of last tokens that a query sees, None for all.
-    stretches: begin and end of each slice.
+    slices: begin and end of each slice.
     """
 
     ids: Tensor
     apart: bool
     window: int | None
-    stretches: tuple[tuple[int, int], ...]
+    slices: tuple[tuple[int, int], ...]
     axis: mpu.Axis
 
     @property
     def each(self) -> int:
         """Number of tokens of a slice."""
-        begin, end = self.stretches[0]
+        begin, end = self.slices[0]
         return end - begin
 
     @property
@@ -46,7 +46,7 @@ class Views(NamedTuple):
 
     def keys(self, at: int) -> tuple[int, int]:
         """Return begin and end of the keys that some query of slice number `at` may see."""
-        begin, end = self.stretches[at]
+        begin, end = self.slices[at]
         return 0 if self.window is None else max(begin - self.window + 1, 0), end
 
     def mask(self, at: int) -> Tensor | None:
@@ -57,19 +57,15 @@ class Views(NamedTuple):
         """
         if not self.masked:
             return None
-        key = "view", self.stretches[at], self.window, self.apart
+        key = "view", self.slices[at], self.window, self.apart
         return cached_on(self.ids, key, None, lambda: self._mask(at))
 
     def _mask(self, at: int) -> Tensor:
-        (begin, end), (first, _) = self.stretches[at], self.keys(at)
-        place = torch.arange(first, end, device=self.ids.device)
-        queries = place[begin - first :, None]
-        seen = place <= queries
-        if self.window is not None:
-            seen = seen & (queries - place < self.window)
-        if self.apart:
-            seen = seen & (self.ids[:, begin:end, None] == self.ids[:, None, first:end])
-        return seen[None, None] if seen.dim() == 2 else seen[:, None]
+        (begin, end), (first, _) = self.slices[at], self.keys(at)
+        near = causal_window(end - begin, end - first, self.window or end, self.ids.device)
+        if not self.apart:
+            return near
+        return near & (self.ids[:, begin:end, None] == self.ids[:, None, first:end]).unsqueeze(1)
 
 
 def views_of(ids: Tensor, length: int, window: int | None, documents: Documents | None, axis: mpu.Axis) -> Views:
@@ -78,7 +74,7 @@ def views_of(ids: Tensor, length: int, window: int | None, documents: Documents 
     documents: built from the ids [b, s], None if attention is not restricted to documents.
     """
     near = window if window is not None and window < length else None
-    return Views(ids, documents is not None, near, tuple(mpu.stretches(length, axis)), axis)
+    return Views(ids, documents is not None, near, tuple(mpu.context_slices(length, axis)), axis)
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[Tensor, Tensor]:
@@ -88,12 +84,12 @@ def gather_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[
 
 def whole_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> tuple[Tensor, Tensor]:
     """All-gather as `gather_keys_and_values` does, [b, g, s/c, d] -> [b, g, s, d], but not differentiable."""
-    return _apart(mpu.whole_context(_together(key, value), axis)) if axis else (key, value)
+    return _apart(mpu.all_gather_context(_together(key, value), axis)) if axis else (key, value)
 
 
 def reduce_scatter_grads(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> tuple[Tensor, Tensor]:
     """Sum gradients of all keys and values over the ranks, [b, g, s, d] -> [b, g, s/c, d] of this rank's tokens."""
-    return _apart(mpu.sum_to_own_context(_together(key, value), axis)) if axis else (key, value)
+    return _apart(mpu.reduce_scatter_context(_together(key, value), axis)) if axis else (key, value)
 
 
 def _together(key: Tensor, value: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ def flash_attention(
 ) -> Tensor:
     """Compute attention piece by piece: query [b, n, q, d], key, value [b, g, k, d] -> [b, n, q, d].
 
-    axis: the context-parallel ranks, if there are several. key and value are this rank's, [b, g, k/c, d]; forward and backward pass
-    are both collectives.
+    axis: the context-parallel ranks, if there are several. key and value are then this rank's, [b, g, k/c, d], and
+    forward and backward pass are both collectives.
     """
     return _FlashAttention.apply(query, key, value, pieces, scale, axis)  # type: ignore[no-untyped-call,no-any-return]
 

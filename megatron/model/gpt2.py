@@ -94,17 +94,16 @@ class LanguageModel(LayerStack):
         super().__init__(list_layers(config, vocab_size), config.train.seed, config.recomputed_layers, own)
         self.vocab_size, self.parallel_output = vocab_size, parallel_output
         self.loss_fn: TokenLoss = TokenLoss.by(config, vocab_size, is_text)
-        self._axis = mpu.get_mesh().model
 
     def compute(self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
-        """Run the layers; return logits [b, s, v/t] or [b, s, v], or the loss of labels [b, s], see `TokenLoss.of_labels`."""
+        """Run the layers and return logits, [b, s, v/t] or [b, s, v].
+
+        With labels [b, s], return what `TokenLoss.of_labels` does.
+        """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
             return self.loss_fn.of_labels(logits, labels, loss_mask)
-        logits = mpu.whole_logits(logits).transpose(0, 1)
-        if self.parallel_output:
-            return logits
-        return mpu.gather_from_model_parallel_region(logits, self._axis)[..., : self.vocab_size]
+        return self.output(logits, self.vocab_size, self.parallel_output)
 
 
 class GPT2Model(LanguageModel):

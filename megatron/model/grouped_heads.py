@@ -57,7 +57,7 @@ def split_heads(
     groups: int,
     size: int,
     parts: tuple[int, ...],
-    turn: Rotation | None = None,
+    angles: Rotation | None = None,
     *,
     one_buffer: bool = False,
     plain: bool = False,
@@ -65,29 +65,29 @@ def split_heads(
     """Split [s, b, g sum(parts) d] into one tensor [b, g part, s, d] for each part.
 
     groups, size: g and d. parts: heads of each part in a group: (p, 1, 1) for queries, keys and values.
-    turn: rotation of the first two parts.
+    angles: rotation of the first two parts.
     one_buffer: copy the parts into one buffer, so that one recipe can recompute all three (`recompute.py`).
     Otherwise they are views, and each part has one head in a group.
     plain: use torch's operations, whose results need not share a buffer.
     """
     if plain or torch.compiler.is_compiling():  # a compiler does it in one pass
         found = tuple(part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts))
-        found = (*(rotate(part, turn) for part in found[:2]), *found[2:])
+        found = (*(rotate(part, angles) for part in found[:2]), *found[2:])
     elif fused.requires_grad and torch.is_grad_enabled():
-        found = _Split.apply(fused, groups, size, parts, turn, one_buffer)  # type: ignore[no-untyped-call]
+        found = _Split.apply(fused, groups, size, parts, angles, one_buffer)  # type: ignore[no-untyped-call]
     else:
-        found = _split(by_head(fused, groups, size), parts, turn, one_buffer)
+        found = _split(by_head(fused, groups, size), parts, angles, one_buffer)
     return tuple(part.permute(1, 2, 0, 3) for part in found)
 
 
-def _split(by_group: Tensor, parts: tuple[int, ...], turn: Rotation | None, one_buffer: bool) -> tuple[Tensor, ...]:
+def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, one_buffer: bool) -> tuple[Tensor, ...]:
     """Split [s, b, g, sum(parts), d] into one tensor [s, b, g part, d] for each part."""
     cut = list(_cut(by_group, parts))
     if one_buffer:
         memory = torch.split(by_group.new_empty(by_group.numel()), [part.numel() for part in cut])
         places = [place.view(part.shape) for place, part in zip(memory, cut, strict=True)]
-        for place, part, angles in zip(places, cut, _turns(parts, turn), strict=True):
-            rotate_into(place, part, angles)
+        for place, part, turn in zip(places, cut, _angles_of(parts, angles), strict=True):
+            rotate_into(place, part, turn)
         cut = places
     return tuple(part.flatten(2, 3) for part in cut)
 
@@ -98,8 +98,8 @@ def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
         yield by_group.narrow(3, end - part, part)
 
 
-def _turns(parts: tuple[int, ...], turn: Rotation | None) -> tuple[Rotation | None, ...]:
-    return (turn, turn, None)[: len(parts)]
+def _angles_of(parts: tuple[int, ...], angles: Rotation | None) -> tuple[Rotation | None, ...]:
+    return (angles, angles, None)[: len(parts)]
 
 
 class _Split(torch.autograd.Function):
@@ -115,14 +115,14 @@ class _Split(torch.autograd.Function):
         groups: int,
         size: int,
         parts: tuple[int, ...],
-        turn: Rotation | None,
+        angles: Rotation | None,
         one_buffer: bool,
     ) -> tuple[Tensor, ...]:
-        ctx.parts, ctx.turn = parts, turn
+        ctx.parts, ctx.angles = parts, angles
         ctx.set_materialize_grads(False)
         by_group = by_head(fused, groups, size)
         ctx.shape = by_group.shape
-        return _split(by_group, parts, turn, one_buffer)
+        return _split(by_group, parts, angles, one_buffer)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -130,9 +130,9 @@ class _Split(torch.autograd.Function):
         if known is None:
             return None, None, None, None, None, None
         whole = known.new_empty(ctx.shape)
-        for grad, place, turn in zip(grads, _cut(whole, ctx.parts), _turns(ctx.parts, ctx.turn), strict=True):
+        for grad, place, angles in zip(grads, _cut(whole, ctx.parts), _angles_of(ctx.parts, ctx.angles), strict=True):
             if grad is None:
                 place.zero_()
             else:
-                rotate_into(place, grad.view(place.shape), turn, back=True)
+                rotate_into(place, grad.view(place.shape), angles, back=True)
         return whole.flatten(2), None, None, None, None, None

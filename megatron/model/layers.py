@@ -126,7 +126,7 @@ class LayerStack(AuxLossMixin, nn.Module):
         self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
     ) -> None:
         super().__init__()
-        self._chunk, self._rng = checkpoint_num_layers, mpu.get_rng()
+        self._chunk, self._rng, self._axis = checkpoint_num_layers, mpu.get_rng(), mpu.get_mesh().model
         self.steps: list[tuple[Layer, Callable[..., Any]]] = []
         self._built: list[tuple[str, nn.Module]] = []
         for i, (layer, name) in enumerate(zip(layers, global_names(layers), strict=True)):
@@ -150,6 +150,11 @@ class LayerStack(AuxLossMixin, nn.Module):
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (global name, module) of every layer built here, tied ones once."""
         yield from self._built
+
+    def output(self, logits: Tensor | mpu.DeferredLogits, vocab_size: int, parallel: bool) -> Tensor:
+        """Transpose logits [s, b, v/t] to [b, s, v/t] (parallel), or gather them without padding to [b, s, v]."""
+        logits = mpu.whole_logits(logits).transpose(0, 1)
+        return logits if parallel else mpu.gather_from_model_parallel_region(logits, self._axis)[..., :vocab_size]
 
     def run(self, inputs: Any) -> Any:
         """Run all layers in order."""

@@ -28,10 +28,8 @@ class Documents(NamedTuple):
     causal: bool = False
 
     def mask(self) -> Tensor:
-        """Return the bool mask [b, 1, q, k], see `document_mask`."""
-        found = document_mask(*self)
-        assert found is not None
-        return found
+        """Return the bool mask [b, 1, q, k], see `document_mask`. Layers that receive the same ids share it."""
+        return cached_on(self.queries, ("mask", self.causal), self.keys, lambda: _mask(*self))
 
     def refuse_others(self, query: Tensor, key: Tensor) -> None:
         """Raise ValueError unless every token of query [b, n, q, d] and key [b, n, k, d] has a document id.
@@ -42,8 +40,9 @@ class Documents(NamedTuple):
         for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
             if tuple(ids.shape) != (tokens.shape[0], tokens.shape[2]):
                 raise ValueError(
-                    f"document ids {list(ids.shape)} do not fit {name} of {tokens.shape[0]} samples of {tokens.shape[2]} tokens: "
-                    "give an id for each token, or an empty tensor for one document without padding"
+                    f"document ids {list(ids.shape)} do not fit {name} of {tokens.shape[0]} samples of "
+                    f"{tokens.shape[2]} tokens: give an id for each token, or an empty tensor for one document "
+                    "without padding"
                 )
 
 
@@ -64,7 +63,11 @@ def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = F
     """
     if not queries.numel():
         return None
-    _check(queries)
+    if queries.dim() != 2 or queries.dtype == torch.bool:
+        raise ValueError(
+            f"our models take the document number of each token, int [b, s], not a mask, {queries.dtype} "
+            f"{list(queries.shape)}: megatron.utils.get_ltor_documents_and_position_ids gives what GPT-2 takes"
+        )
     return Documents(queries, keys, causal)
 
 
@@ -86,21 +89,10 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
     None means that every query sees all keys.
     keys: None if they are the queries' tokens. causal: a query also attends to nothing after itself.
     A query without any visible key, which padding may cause, sees all keys; its result is not used.
-    Layers that receive the same ids share one mask.
     Raises ValueError if the ids are in fact a mask.
     """
-    if not queries.numel():
-        return None
-    _check(queries)
-    return cached_on(queries, ("mask", causal), keys, lambda: _mask(queries, keys, causal))
-
-
-def _check(queries: Tensor) -> None:
-    if queries.dim() != 2 or queries.dtype == torch.bool:
-        raise ValueError(
-            f"our models take the document number of each token, int [b, s], not a mask, {queries.dtype} "
-            f"{list(queries.shape)}: megatron.utils.get_ltor_documents_and_position_ids gives what GPT-2 takes"
-        )
+    documents = document_scope(queries, keys, causal)
+    return None if documents is None else documents.mask()
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,7 +109,7 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: C
     """Return `make()` of the present values of `owner` and `other` [...], computed once and cached on `owner`."""
     if torch.compiler.is_compiling():  # a compiler fuses it into one kernel
         return make()
-    found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_follows", {})
+    found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
     kept = None if other is owner else other  # avoids a reference cycle; keeping it alive keeps its id unique
     key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
     if key not in found:
@@ -154,7 +146,7 @@ def window_mask(
     keys = seen + queries
     if keys <= window:
         return mask
-    near = _window(queries, keys, window, document_ids.device)
+    near = causal_window(queries, keys, window, document_ids.device)
     if mask is None:
         return near
     key = "window", queries, seen, window, mask.causal
@@ -162,8 +154,8 @@ def window_mask(
 
 
 @lru_cache(maxsize=2)
-def _window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return the window mask [1, 1, q, k], cached for all micro-batches because it is quadratic in the length."""
+def causal_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Return a causal mask [1, 1, q, k] of the last `window` tokens, cached because its size is quadratic."""
     return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 

@@ -41,9 +41,9 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, factor = ctx.saved_tensors
         normal = x * factor  # fp32
         of_x = of_weight = None
-        if mpu.is_asked_for(ctx, 1):
+        if mpu.needs_grad(ctx, 1):
             of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
-        if mpu.is_asked_for(ctx, 0):
+        if mpu.needs_grad(ctx, 0):
             wide = grad * weight.to(factor.dtype)
             along = torch.linalg.vecdot(wide, normal).unsqueeze(-1) / x.shape[-1]
             of_x = wide.addcmul_(normal, along, value=-1).mul_(factor).to(x.dtype)
@@ -55,10 +55,7 @@ def build_head_norm(config: ModelConfig) -> nn.Module:
 
     Its gradients are summed over the model-parallel ranks, which hold different heads.
     """
-    kind = nn.RMSNorm if "rms-norm" in config.reference_ops else norm_class(config.kernels, True) or RMSNorm
-    norm: Any = kind(config.head_size, eps=config.layernorm_epsilon)
-    mpu.declare(norm.weight, mpu.ones, sequence=mpu.get_mesh().model)
-    return norm  # type: ignore[no-any-return]
+    return _build(config, config.head_size, rms=True, sequence=mpu.get_mesh().model)
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
@@ -66,13 +63,13 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
     Every rank holds a copy of its weights.
     """
-    rms = config.normalization == "rmsnorm"
-    if rms and "rms-norm" in config.reference_ops:
-        kind: Any = nn.RMSNorm
-    else:
-        kind = norm_class(config.kernels, rms) or (RMSNorm if rms else nn.LayerNorm)
-    norm: Any = kind(config.hidden_size, eps=config.layernorm_epsilon)
-    mpu.declare(norm.weight, mpu.ones, sequence=mpu.sequence_axis())
+    return _build(config, config.hidden_size, config.normalization == "rmsnorm", mpu.sequence_axis())
+
+
+def _build(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
+    kind: Any = norm_class(config.kernels, rms) or (RMSNorm if rms else nn.LayerNorm)
+    norm: Any = (nn.RMSNorm if rms and "rms-norm" in config.reference_ops else kind)(size, eps=config.layernorm_epsilon)
+    mpu.declare(norm.weight, mpu.ones, sequence=sequence)
     if not rms:
-        mpu.declare(norm.bias, sequence=mpu.sequence_axis())
+        mpu.declare(norm.bias, sequence=sequence)
     return norm  # type: ignore[no-any-return]

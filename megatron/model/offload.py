@@ -20,35 +20,35 @@ from .._torch import base_of, version
 SMALLEST = 1 << 20  # bytes; smaller tensors are not worth a copy
 
 
-class Copied(NamedTuple):
+class PendingCopy(NamedTuple):
     """Result of a copy in progress. wait: makes later computation wait for the copy."""
 
     result: Tensor
     wait: Callable[[], None]
 
 
-class Lane:
+class CopyStream:
     """Copy stream of a device, separate from its compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.Stream(device)
 
-    def down(self, source: Tensor) -> Copied:
+    def down(self, source: Tensor) -> PendingCopy:
         """Copy [bytes] from the device to pinned memory, after the computation of `source`."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
         source.record_stream(self.stream)  # keeps the allocator from reusing the memory before the copy has read it
-        return self._under_way(host)
+        return self._started(host)
 
-    def up(self, source: Copied) -> Copied:
+    def up(self, source: PendingCopy) -> PendingCopy:
         """Copy [bytes] from the host to the device, once `source` has arrived there."""
         with self.stream:
             source.wait()
             there = source.result.to(self.device, non_blocking=True)
-        return self._under_way(there)
+        return self._started(there)
 
-    def _under_way(self, result: Tensor) -> Copied:
+    def _started(self, result: Tensor) -> PendingCopy:
         done = self.stream.record_event()
 
         def wait() -> None:
@@ -57,43 +57,43 @@ class Lane:
             if result.device == self.device:
                 result.record_stream(now)
 
-        return Copied(result, wait)
+        return PendingCopy(result, wait)
 
 
-class Lanes:
+class CopyStreams:
     """Both copy streams of a device. last: the layer that offloaded most recently."""
 
     def __init__(self, device: torch.device) -> None:
-        self.down, self.up = Lane(device), Lane(device)
-        self.last: weakref.ref[KeptByLayer] | None = None
+        self.down, self.up = CopyStream(device), CopyStream(device)
+        self.last: weakref.ref[LayerActivations] | None = None
 
 
 @cache
-def lanes(device: torch.device) -> Lanes:
+def copy_streams(device: torch.device) -> CopyStreams:
     """Return the copy streams of `device`, one pair per process."""
-    return Lanes(device)
+    return CopyStreams(device)
 
 
-class Memory:
+class OffloadedStorage:
     """Accelerator storage copied to the host.
 
     It is copied back once for all tensors in it, and freed after each of them has been requested.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, through: Lanes) -> None:
+    def __init__(self, storage: torch.UntypedStorage, streams: CopyStreams) -> None:
         everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # [bytes]
-        self.up, self.host = through.up, through.down.down(everything)
+        self.up, self.host = streams.up, streams.down.down(everything)
         # Numbers of the tensors saved from this storage and not requested yet.
         self.tensors: set[int] = set()
-        self._there: Copied | None = None
+        self._there: PendingCopy | None = None
 
-    def fetch(self) -> Copied:
+    def fetch(self) -> PendingCopy:
         """Start the copy back unless it was started already."""
         if self._there is None:
             self._there = self.up.up(self.host)
         return self._there
 
-    def asked_for(self, tensor: int) -> torch.UntypedStorage:
+    def request(self, tensor: int) -> torch.UntypedStorage:
         """Return the storage on the device, for computation from here on."""
         there = self.fetch()
         there.wait()
@@ -103,37 +103,37 @@ class Memory:
         return there.result.untyped_storage()
 
 
-class KeptByLayer:
+class LayerActivations:
     """Activations that one layer saves for one micro-batch."""
 
-    def __init__(self, through: Lanes) -> None:
-        self.through, self.before = through, through.last
-        self.memories: list[weakref.ref[Memory]] = []
-        self.begun = False
+    def __init__(self, streams: CopyStreams) -> None:
+        self.streams, self.before = streams, streams.last
+        self.storages: list[weakref.ref[OffloadedStorage]] = []
+        self.in_backward = False
 
     def begin_backward(self) -> None:
         """Fetch this layer's storage, needed now, then that of the layer before it, needed next."""
-        if self.begun:
+        if self.in_backward:
             return
-        self.begun = True
+        self.in_backward = True
         self.fetch()
         before = self.before() if self.before else None
-        if before is not None and not before.begun:
+        if before is not None and not before.in_backward:
             before.fetch()
 
     def fetch(self) -> None:
         """Start copying back the storage that is still needed, the newest first."""
-        for each in reversed(self.memories):
+        for each in reversed(self.storages):
             memory = each()
             if memory is not None:
                 memory.fetch()
 
 
-class Kept(NamedTuple):
+class OffloadedTensor(NamedTuple):
     """Reference to an offloaded tensor."""
 
-    layer: KeptByLayer
-    memory: Memory
+    layer: LayerActivations
+    memory: OffloadedStorage
     number: int
     dtype: torch.dtype
     device: torch.device
@@ -144,7 +144,7 @@ class Kept(NamedTuple):
     def back(self) -> Tensor:
         """Return the tensor [...] on its device, as it was."""
         self.layer.begin_backward()
-        storage = self.memory.asked_for(self.number)
+        storage = self.memory.request(self.number)
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.shape, self.stride)
 
 
@@ -155,38 +155,39 @@ def offloaded() -> Iterator[None]:
     Weights, small tensors and tensors on the host stay. Raises RuntimeError at the end if an offloaded tensor
     was changed in place.
     """
-    layer: KeptByLayer | None = None
+    layer: LayerActivations | None = None
     # Holds each tensor, so that no address is reused.
-    copied: dict[tuple[int, int], tuple[Tensor, Memory]] = {}
+    copied: dict[tuple[int, int], tuple[Tensor, OffloadedStorage]] = {}
 
-    def away(tensor: Tensor) -> Tensor | Kept:
+    def away(tensor: Tensor) -> Tensor | OffloadedTensor:
         nonlocal layer
         if _stays(tensor):
             return tensor
         if layer is None:
-            layer = KeptByLayer(lanes(tensor.device))
+            layer = LayerActivations(copy_streams(tensor.device))
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), version(tensor)
         if key not in copied:
-            copied[key] = tensor.detach(), Memory(storage, layer.through)
-            layer.memories.append(weakref.ref(copied[key][1]))
+            copied[key] = tensor.detach(), OffloadedStorage(storage, layer.streams)
+            layer.storages.append(weakref.ref(copied[key][1]))
         memory = copied[key][1]
         number = len(memory.tensors)
         memory.tensors.add(number)
         offset = int(tensor.storage_offset())
-        return Kept(layer, memory, number, tensor.dtype, tensor.device, offset, tensor.shape, tensor.stride())
+        place = offset, tensor.shape, tensor.stride()
+        return OffloadedTensor(layer, memory, number, tensor.dtype, tensor.device, *place)
 
-    with saved_tensors_hooks(away, lambda kept: kept.back() if isinstance(kept, Kept) else kept):
+    with saved_tensors_hooks(away, lambda kept: kept.back() if isinstance(kept, OffloadedTensor) else kept):
         yield
     for (_, before), (tensor, _) in copied.items():
         if version(tensor) != before:
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} was changed in place after autograd had kept it, and --offload-activations may "
-                f"have copied either: compute it out of place, or leave the flag out"
+                f"a tensor of shape {tuple(tensor.shape)} was changed in place after autograd had kept it, and "
+                f"--offload-activations may have copied either: compute it out of place, or leave the flag out"
             )
     copied.clear()  # the graph keeps a reference to `away`
     if layer is not None:
-        layer.through.last = weakref.ref(layer)
+        layer.streams.last = weakref.ref(layer)
 
 
 def _stays(tensor: Tensor) -> bool:

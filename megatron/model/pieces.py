@@ -99,14 +99,14 @@ def _of_documents(documents: Documents) -> Pieces | None:
 def _pieces_of_views(views: Views, rows: int) -> Pieces | None:
     if views.window is not None:
         return None
-    key = "pieces", views.stretches, views.apart, rows
+    key = "pieces", views.slices, views.apart, rows
     return cached_on(views.ids, key, None, lambda: _of_views(views, rows))
 
 
 def _of_views(views: Views, rows: int) -> Pieces | None:
     found: list[Piece] = []
     if not views.apart:
-        everything = [(0, views.stretches[-1][1])]
+        everything = [(0, views.slices[-1][1])]
         return Pieces(tuple(_of_slices(views, slice(0, rows), everything)), once=False)
     for row in range(rows):
         documents = runs(views.ids[row])
@@ -122,7 +122,7 @@ def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> li
     Queries are numbered within this rank, keys within the sequence; `shift` is the difference.
     """
     found: list[Piece] = []
-    for at, (begin, end) in enumerate(views.stretches):
+    for at, (begin, end) in enumerate(views.slices):
         shift = at * views.each - begin
         here = [(max(first, begin), min(last, end), first) for first, last in documents if first < end and last > begin]
         if here[0][2] < begin:

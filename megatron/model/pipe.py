@@ -102,14 +102,11 @@ def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> 
 
 
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
-    if layer.tied is None and layer.call is None:
-        spec = LayerSpec(layer.cls, *layer.args)
-    elif layer.tied is None:  # DeepSpeed supports custom calls only for tied layers; this tie has no other member
-        key = layer.name.replace(".", "_")
-        spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=[])
-    else:
-        weight = tied_weights[layer.tied]
-        spec = TiedLayerSpec(layer.tied, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
+    spec = LayerSpec(layer.cls, *layer.args)
+    if layer.tied or layer.call:  # DeepSpeed calls only tied layers in another way; this tie may have one member
+        key = layer.tied or layer.name.replace(".", "_")
+        weight: Any = tied_weights[layer.tied] if layer.tied else []
+        spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
     spec.build = lambda log=False: layer.build(seed)
     return spec
 

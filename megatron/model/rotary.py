@@ -106,22 +106,22 @@ def rotation(
     return Rotation(*cached_on(document_ids, ("rotation", length, seen, restart, share, angles), None, make))
 
 
-def rotate(x: Tensor, turn: Rotation | None) -> Tensor:
+def rotate(x: Tensor, angles: Rotation | None) -> Tensor:
     """Rotate x [s, b, n, d] -> [s, b, n, d] by plain torch operations."""
-    if turn is None:
+    if angles is None:
         return x
-    cos, sin = turn.cos.to(x.dtype), turn.sin.to(x.dtype)
+    cos, sin = angles.cos.to(x.dtype), angles.sin.to(x.dtype)
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def rotate_into(place: Tensor, x: Tensor, turn: Rotation | None, back: bool = False) -> None:
+def rotate_into(place: Tensor, x: Tensor, angles: Rotation | None, back: bool = False) -> None:
     """Rotate x [s, b, ..., d] into `place`, of the same shape. back: by the opposite angles, as for gradients."""
-    if turn is None:
+    if angles is None:
         place.copy_(x)
         return
-    cos, sin = (each.to(x.dtype).view(*each.shape[:2], *[1] * (x.dim() - 3), -1) for each in turn)
+    cos, sin = (each.to(x.dtype).view(*each.shape[:2], *[1] * (x.dim() - 3), -1) for each in angles)
     half, sign = cos.shape[-1], -1 if back else 1
     a, b = x[..., :half], x[..., half : 2 * half]
     torch.mul(a, cos, out=place[..., :half])

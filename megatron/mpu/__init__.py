@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from .._torch import onednn_is_there
 from . import mesh as _mesh
-from .context import gather_context, own_tokens, stretches, sum_to_own_context, whole_context
+from .context import all_gather_context, context_slices, gather_context, own_tokens, reduce_scatter_context
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses, vocab_parallel_right
 from .data import broadcast_data
 from .dropout import Stream
 from .grads import clip_grad_norm, counts_here, grad_norm, is_split
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
-from .linear import is_asked_for
+from .linear import needs_grad
 from .linear_cross_entropy import DeferredLogits, whole_logits
 from .mappings import (
     copy_to_model_parallel_region,
@@ -193,7 +193,7 @@ def get_io_parallel_group() -> dist.ProcessGroup:
     ranks = sorted({*grid.filter_match(pipe=0, model=0), *grid.filter_match(pipe=grid.pipe - 1, model=0)})
     if dist.get_rank() not in ranks:
         raise RuntimeError(f"rank {dist.get_rank()} reads no data, so it has no io group; ranks {ranks} do")
-    return _of_these(tuple(ranks))
+    return _mesh.group_of_members(tuple(ranks))
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
@@ -202,15 +202,17 @@ def _group(axis: Axis) -> dist.ProcessGroup:
         return axis.group
     if dist.get_world_size() == 1:
         return dist.group.WORLD  # type: ignore[return-value]
-    return _of_these((dist.get_rank(),))
+    return _mesh.group_of_members((dist.get_rank(),))
 
 
-def _of_these(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of `ranks`, created at the first call; only its members need to call."""
-    return _mesh.group_of_members(ranks)
-
-
-_HOMES = {"filled_later": "defer_init", "undrawn": "skip_init"}  # old name -> new name
+_HOMES = {
+    "filled_later": "defer_init",
+    "is_asked_for": "needs_grad",
+    "stretches": "context_slices",
+    "sum_to_own_context": "reduce_scatter_context",
+    "undrawn": "skip_init",
+    "whole_context": "all_gather_context",
+}  # old name -> new name
 
 if not TYPE_CHECKING:
 
@@ -234,16 +236,18 @@ __all__ = [
     "ParallelContext",
     "ParamSpec",
     "RngStreams",
-    "Stream",
     "RowParallelLinear",
+    "Stream",
     "Topology",
     "VocabParallelEmbedding",
     "after_each_layer",
+    "all_gather_context",
     "broadcast_data",
     "built_with",
     "checkpoint",
     "clip_grad_norm",
     "context_axis",
+    "context_slices",
     "copy_to_model_parallel_region",
     "counts_here",
     "declare",
@@ -273,12 +277,12 @@ __all__ = [
     "get_topology",
     "grad_norm",
     "initialize_model_parallel",
-    "is_asked_for",
     "is_split",
     "is_unitialized",
     "local_shard",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
+    "needs_grad",
     "neighbours",
     "normal",
     "onednn_is_there",
@@ -288,6 +292,7 @@ __all__ = [
     "padded_vocab_size",
     "parallel_context",
     "reduce_from_model_parallel_region",
+    "reduce_scatter_context",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region",
@@ -298,12 +303,9 @@ __all__ = [
     "skip_init",
     "spec_of",
     "split_tensor_along_last_dim",
-    "stretches",
-    "sum_to_own_context",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_losses",
     "vocab_parallel_right",
-    "whole_context",
     "whole_length",
     "whole_logits",
     "zeros",

@@ -19,7 +19,7 @@ from .mesh import Axis
 from .sequence import start_all_gather, start_reduce_scatter
 
 
-def stretches(length: int, axis: Axis) -> list[tuple[int, int]]:
+def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
     """Return (begin, end) of each slice that this rank holds of a sequence of `length` tokens, in order.
 
     A rank alone holds the whole sequence. Raises ValueError, naming the flags, if the length cannot be cut
@@ -29,8 +29,8 @@ def stretches(length: int, axis: Axis) -> list[tuple[int, int]]:
         return [(0, length)]
     if length % (2 * axis.size):
         raise ValueError(
-            f"a sequence of {length} tokens cannot be shared out over --context-parallel-size {axis.size} ranks; make --seq-length "
-            f"a multiple of {2 * axis.size}"
+            f"a sequence of {length} tokens cannot be shared out over --context-parallel-size {axis.size} ranks; "
+            f"make --seq-length a multiple of {2 * axis.size}"
         )
     each = length // (2 * axis.size)
     return [(number * each, (number + 1) * each) for number in (axis.rank, 2 * axis.size - 1 - axis.rank)]
@@ -43,22 +43,22 @@ def own_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """
     if axis.size == 1:
         return x
-    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in stretches(x.shape[dim], axis)], dim)
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in context_slices(x.shape[dim], axis)], dim)
 
 
-def whole_context(x: Tensor, axis: Axis) -> Tensor:
+def all_gather_context(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s/c, ...] of each rank into [s, ...] in token order; not differentiable."""
     gathered = start_all_gather(x, axis).wait()
     first, second = gathered.view(axis.size, 2, -1, *x.shape[1:]).unbind(1)
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
 
-def sum_to_own_context(x: Tensor, axis: Axis) -> Tensor:
-    """Reduce-scatter partial sums [s, ...] into this rank's tokens [s/c, ...]: the gradient of `whole_context`."""
+def reduce_scatter_context(x: Tensor, axis: Axis) -> Tensor:
+    """Reduce-scatter partial sums [s, ...] into this rank's tokens [s/c, ...]: the gradient of `all_gather_context`."""
     first, second = x.view(2, axis.size, -1, *x.shape[1:])
     return start_reduce_scatter(torch.stack([first, second.flip(0)], 1).flatten(0, 2), axis).wait()
 
 
 def gather_context(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s/c, ...] into [s, ...] on every rank; the backward pass sums the ranks' gradients."""
-    return over_ranks(x, axis, whole_context, sum_to_own_context)
+    return over_ranks(x, axis, all_gather_context, reduce_scatter_context)

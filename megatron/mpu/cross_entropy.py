@@ -31,7 +31,7 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
 
-def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> tuple[Tensor, Tensor]:
+def _losses_on_one_rank(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Compute the losses and log Z, [n] each, when this rank holds all logits [n, v]."""
     loss, log_z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
     for chunk in _chunks(x):
@@ -43,7 +43,7 @@ def _alone(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float
     return loss, log_z
 
 
-def _together(
+def _losses_over_ranks(
     x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's share of each token's probability mass, the losses and log Z, [n] each, over all ranks.
@@ -74,7 +74,7 @@ def _together(
     return own_sum / sum_exp, loss, log_z + shift
 
 
-class Found(NamedTuple):
+class LossState(NamedTuple):
     """Values that `gradient` needs in addition to the logits, for n tokens.
 
     share: [n] this rank's share of each token's probability mass; with z-loss multiplied by 1 + 2 c log Z.
@@ -89,35 +89,42 @@ class Found(NamedTuple):
     real: int
 
 
-def find(
+def _on_this_rank(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
+    """Return each target's row on this rank, or 0; whether this rank holds it; and the number of real rows here."""
+    rows = logits.shape[-1]
+    first = axis.rank * rows
+    real = max(0, min(rows, vocab_size - first))
+    local = target - first
+    mine = (local >= 0) & (local < real)
+    return local.masked_fill(~mine, 0), mine, real
+
+
+def compute_losses(
     logits: Tensor, target: Tensor, vocab_size: int, axis: Axis, label_smoothing: float = 0.0, z_loss: float = 0.0
-) -> tuple[Tensor, Tensor, Found]:
+) -> tuple[Tensor, Tensor, LossState]:
     """Compute the losses and z-losses, [n] each, and the values that `gradient` needs.
 
     logits: [n, v/t]. target: [n]. The z-loss is c (log Z)^2 with c = z_loss. Both losses are fp32 (fp64 for
     fp64 logits).
     """
-    rows = logits.shape[-1]
-    first = axis.rank * rows
-    real = max(0, min(rows, vocab_size - first))  # rows of this rank that are not padding
+    local, mine, real = _on_this_rank(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    local = target - first
-    mine = (local >= 0) & (local < real)
-    local = local.masked_fill(~mine, 0)
     x = logits[:, :real]
     if axis.size == 1:
         share = torch.ones_like(target, dtype=dtype)
-        loss, log_z = _alone(x, local, dtype, label_smoothing)
+        loss, log_z = _losses_on_one_rank(x, local, dtype, label_smoothing)
     else:
-        share, loss, log_z = _together(x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis)
+        share, loss, log_z = _losses_over_ranks(
+            x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis
+        )
     if z_loss:
         share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
-    return loss, z_loss * log_z**2, Found(share, local, mine, real)
+    return loss, z_loss * log_z**2, LossState(share, local, mine, real)
 
 
 def gradient(
     logits: Tensor,
-    found: Found,
+    found: LossState,
     grad: Tensor,
     smoothed: float = 0.0,
     label_smoothing: float = 0.0,
@@ -159,7 +166,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         axis: Axis,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        loss, z, found = find(logits, target, vocab_size, axis, label_smoothing, z_loss)
+        loss, z, found = compute_losses(logits, target, vocab_size, axis, label_smoothing, z_loss)
         ctx.save_for_backward(logits, *found[:3])
         ctx.label_smoothing, ctx.smoothed, ctx.real = label_smoothing, label_smoothing / vocab_size, found.real
         ctx.overwrite, ctx.overwritten = overwrite, False
@@ -170,11 +177,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.overwritten:
             raise RuntimeError(
-                "this loss was differentiated before, and its logits hold their gradient since: compute it again, or by "
-                "mpu.vocab_parallel_cross_entropy, which leaves logits as they are"
+                "this loss was differentiated before, and its logits hold their gradient since: compute it again, or "
+                "by mpu.vocab_parallel_cross_entropy, which leaves logits as they are"
             )
         logits, share, local, mine = ctx.saved_tensors
-        found, ctx.overwritten = Found(share, local, mine, ctx.real), ctx.overwrite
+        found, ctx.overwritten = LossState(share, local, mine, ctx.real), ctx.overwrite
         return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing, ctx.overwrite), *[None] * 6
 
 
@@ -231,15 +238,13 @@ def vocab_parallel_right(
     Arguments as in `vocab_parallel_cross_entropy`.
     """
     axis = axis or current().model
-    rows = logits.shape[-1]
-    first = axis.rank * rows
-    real = max(0, min(rows, (vocab_size or rows * axis.size) - first))
+    local, mine, real = _on_this_rank(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)
     # The largest logit and the target's logit among those that this rank holds.
     best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
     if real:
-        x, local = logits[..., :real], target - first
-        found = x.gather(-1, local.clamp(0, real - 1).unsqueeze(-1)).squeeze(-1)
-        best[0], best[1] = x.amax(-1), torch.where((local >= 0) & (local < real), found, -torch.inf)
+        x = logits[..., :real]
+        found = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        best[0], best[1] = x.amax(-1), torch.where(mine, found, -torch.inf)
     largest, own = _total(best, axis, dist.ReduceOp.MAX)
     right: Tensor = own == largest
     return right

@@ -56,20 +56,17 @@ def _sent_shapes(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, problem: str, device: torch.device, axis: Axis
 ) -> list[torch.Size]:
     """Broadcast and return the shapes of the first rank's data. Raises ValueError on all ranks for invalid data."""
-    header = torch.full((1 + len(keys) * (MAX_DIMS + 1),), -1, dtype=torch.int64)
+    header = torch.full((1 + len(keys), 1 + MAX_DIMS), -1, dtype=torch.int64)  # a row of validity, then the shapes
     if axis.rank == 0 and not problem and data is not None:
         header[0] = 1
-        for at, key in enumerate(keys):
+        for row, key in zip(header[1:], keys, strict=True):
             shape = data[key].shape
-            row = header[1 + at * (MAX_DIMS + 1) :]
-            row[0] = len(shape)
-            row[1 : 1 + len(shape)] = torch.tensor(shape)
+            row[: 1 + len(shape)] = torch.tensor([len(shape), *shape])
     header = header.to(device)
     dist.broadcast(header, axis.first, group=axis.group)
-    numbers = header.tolist()
-    if numbers[0] != 1:
+    (valid, *_), *rows = header.tolist()
+    if valid != 1:
         raise ValueError(_complaint(problem, keys, axis))
-    rows = [numbers[1 + at * (MAX_DIMS + 1) :] for at in range(len(keys))]
     return [torch.Size(row[1 : 1 + row[0]]) for row in rows]
 
 

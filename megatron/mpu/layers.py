@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._torch import assert_later
 from . import mappings
 from .linear import linear
-from .linear_cross_entropy import DeferredLogits, deferred
+from .linear_cross_entropy import DeferredLogits, defer_logits
 from .mappings import (
     gather_from_model_parallel_region,
     scatter_to_model_parallel_region,
@@ -48,7 +48,15 @@ def _refuse_strides(stride: int, keep_master_weight_for_test: bool) -> None:
         raise ValueError("keep_master_weight_for_test: no rank holds the whole weight; leave it out")
 
 
-class VocabParallelEmbedding(nn.Module):
+class _Sharded(nn.Module):
+    """Layer sharded over `axis`, which works there as `options` say."""
+
+    def __init__(self, axis: Axis | None, options: Options | None) -> None:
+        super().__init__()
+        self.axis, self.options = axis or parallel_context().mesh.model, options or parallel_context().options
+
+
+class VocabParallelEmbedding(_Sharded):
     """Embedding with its rows sharded over the model-parallel ranks.
 
     The table has vocab_size real rows, padded to shard evenly. Padding rows are zero, masked out of the
@@ -66,8 +74,7 @@ class VocabParallelEmbedding(nn.Module):
         axis: Axis | None = None,
         options: Options | None = None,
     ) -> None:
-        super().__init__()
-        self.axis, self.options = axis or parallel_context().mesh.model, options or parallel_context().options
+        super().__init__(axis, options)
         self.vocab_size = vocab_size
         self.rows = padded_vocab_size(vocab_size, multiple, self.axis.size) // self.axis.size
         self.first_row = self.axis.rank * self.rows
@@ -112,7 +119,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def deferred_logits(self, hidden: Tensor, chunk: int) -> DeferredLogits:
         """Defer the logits of hidden [s, b, h] (or [s/t, b, h]) to a loss that computes `chunk` tokens at a time."""
-        return deferred(hidden, self.weight, self.axis, self.options, chunk)
+        return defer_logits(hidden, self.weight, self.axis, self.options, chunk)
 
 
 def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
@@ -126,7 +133,7 @@ def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
     return mappings.sum_in_place(x, axis)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(_Sharded):
     """Linear layer y = x W^T + b with W sharded by output feature: each rank computes its own columns of y.
 
     gather_output: return the whole [..., o] on every rank; otherwise each rank keeps its [..., o/t].
@@ -149,9 +156,8 @@ class ColumnParallelLinear(nn.Module):
         axis: Axis | None = None,
         options: Options | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(axis, options)
         _refuse_strides(stride, keep_master_weight_for_test)
-        self.axis, self.options = axis or parallel_context().mesh.model, options or parallel_context().options
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         columns = _divide(output_size, self.axis, "an output size of")
         weight = nn.Parameter(torch.empty(columns, input_size))
@@ -168,7 +174,7 @@ class ColumnParallelLinear(nn.Module):
         return y, self.bias if self.skip_bias_add else None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Sharded):
     """Linear layer y = x W^T + b with W sharded by input feature: the ranks' partial results are summed.
 
     input_is_parallel: x is already sharded, as the output of a ColumnParallelLinear.
@@ -192,9 +198,8 @@ class RowParallelLinear(nn.Module):
         axis: Axis | None = None,
         options: Options | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(axis, options)
         _refuse_strides(stride, keep_master_weight_for_test)
-        self.axis, self.options = axis or parallel_context().mesh.model, options or parallel_context().options
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         rows = _divide(input_size, self.axis, "an input size of")
         weight = nn.Parameter(torch.empty(output_size, rows))

@@ -66,14 +66,14 @@ def by_onednn(x: Tensor, options: Options) -> bool:
     return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both may have any memory layout."""
     if onednn:
         return onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def transposed_product(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
+def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
 
     oneDNN copies a first factor that is not row-major, such as a transpose. x is large if it is, say, the
@@ -82,8 +82,8 @@ def transposed_product(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     """
     (n, o), i = x.shape, y.shape[1]
     if onednn and n * o > n * i + o * i:
-        return product(y.t(), x.t(), None, onednn).t().contiguous()
-    return product(x.t(), y.t(), None, onednn)
+        return matmul(y.t(), x.t(), None, onednn).t().contiguous()
+    return matmul(x.t(), y.t(), None, onednn)
 
 
 # oneDNN matmuls are registered as custom operations, into which a compiler need not trace.
@@ -91,12 +91,12 @@ def transposed_product(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
 
 @torch.library.custom_op("megatron::onednn_product", mutates_args=())
 def _in_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return product(x, weight, bias, onednn=True)
+    return matmul(x, weight, bias, onednn=True)
 
 
 @torch.library.custom_op("megatron::onednn_transposed_product", mutates_args=())
 def _transposed_in_graph(x: Tensor, y: Tensor) -> Tensor:
-    return transposed_product(x, y, onednn=True)
+    return transposed_matmul(x, y, onednn=True)
 
 
 @_in_graph.register_fake
@@ -127,7 +127,7 @@ def _gradients_in_graph(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _in_graph.register_autograd(_gradients_in_graph, setup_context=_keep_factors)
 
 
-def add_product(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
+def add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
     """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
 
     A total of None starts a new one, in at least fp32. torch's matmul adds in a single pass over memory if
@@ -135,7 +135,7 @@ def add_product(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, f
     """
     if total is not None and total.dtype == x.dtype and not onednn:
         return total.addmm_(x, weight.t(), alpha=factor)
-    found = product(x, weight, None, onednn)
+    found = matmul(x, weight, None, onednn)
     if total is not None:
         return total.add_(found, alpha=factor)
     found = found.to(torch.promote_types(x.dtype, torch.float32))
@@ -158,17 +158,17 @@ class _Linear(torch.autograd.Function):
         ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn = axis, sequence, overlap, onednn
         ctx.accumulate = accumulate
         ctx.save_for_backward(x, weight)
-        return product(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
+        return matmul(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = (is_asked_for(ctx, i) for i in range(3))
+        of_x, of_weight, of_bias = (needs_grad(ctx, i) for i in range(3))
         # The all-gather starts first, so that all ranks start the same collectives in the same order.
         whole = start_all_gather(x, ctx.sequence) if of_weight and ctx.sequence.size > 1 else None
         if whole is not None and not ctx.overlap:
             whole.settle()
-        summed = start_sum(product(grad, weight.t(), None, ctx.onednn), ctx.axis, ctx.sequence) if of_x else None
+        summed = start_sum(matmul(grad, weight.t(), None, ctx.onednn), ctx.axis, ctx.sequence) if of_x else None
         if summed is not None and not ctx.overlap:
             summed.settle()
         weight_grad = bias_grad = None
@@ -189,7 +189,7 @@ def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
     autograd_adds = ctx.accumulate is None or torch.is_grad_enabled() or not _is_accumulated(ctx, 1)
     if not autograd_adds and ctx.accumulate(grad.t(), x):
         return None
-    return transposed_product(grad, x, ctx.onednn)
+    return transposed_matmul(grad, x, ctx.onednn)
 
 
 def _is_accumulated(ctx: Any, i: int) -> bool:
@@ -207,7 +207,7 @@ def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
     return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)
 
 
-def is_asked_for(ctx: Any, i: int) -> bool:
+def needs_grad(ctx: Any, i: int) -> bool:
     """Return whether this backward pass needs the gradient of input `i`.
 
     A pipeline may compute gradients of inputs and of weights separately (Qi et al. 2023).

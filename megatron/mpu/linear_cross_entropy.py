@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cross_entropy import find, gradient
-from .linear import add_product, by_onednn, is_asked_for, linear, product, start_sum
+from .cross_entropy import compute_losses, gradient
+from .linear import add_matmul, by_onednn, linear, matmul, needs_grad, start_sum
 from .mesh import Axis, Options
 from .sequence import start_all_gather
 
@@ -66,7 +66,7 @@ class DeferredLogits:
         )
 
 
-def deferred(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
+def defer_logits(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
     """Defer the logits of hidden [s, b, h] or [s/t, b, h] times weight [v/t, h].
 
     Both are cast to autocast's dtype here, because autocast may end before the loss is computed.
@@ -83,18 +83,18 @@ def whole_logits(logits: Tensor | DeferredLogits) -> Tensor:
     return logits.in_full() if isinstance(logits, DeferredLogits) else logits
 
 
-def _all_tokens(put_off: DeferredLogits) -> Tensor:
+def _all_tokens(deferred: DeferredLogits) -> Tensor:
     """Return the hidden states of all tokens, [n, h]."""
-    hidden, sequence = put_off.hidden, put_off.options.sequence_axis(put_off.axis)
+    hidden, sequence = deferred.hidden, deferred.options.sequence_axis(deferred.axis)
     whole = start_all_gather(hidden, sequence).wait() if sequence.size > 1 else hidden
     return whole.reshape(-1, whole.shape[-1])
 
 
-def _chunks(put_off: DeferredLogits, tokens: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    tokens = _all_tokens(put_off) if tokens is None else tokens
-    for at in range(0, len(tokens), put_off.chunk):
-        x = tokens[at : at + put_off.chunk]
-        yield slice(at, at + len(x)), product(x, put_off.weight, None, by_onednn(x, put_off.options))
+def _chunks(deferred: DeferredLogits, tokens: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    tokens = _all_tokens(deferred) if tokens is None else tokens
+    for at in range(0, len(tokens), deferred.chunk):
+        x = tokens[at : at + deferred.chunk]
+        yield slice(at, at + len(x)), matmul(x, deferred.weight, None, by_onednn(x, deferred.options))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,58 +107,61 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         vocab_size: int,
         z_loss: float,
-        put_off: DeferredLogits,
+        deferred: DeferredLogits,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
-        tokens = _all_tokens(put_off)
+        tokens = _all_tokens(deferred)
         hidden_grad = torch.empty_like(tokens) if of_hidden else None
         weight_grad = None
         losses, z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
         unit = FP16_UNIT if hidden.dtype == torch.float16 else 1.0
-        for rows, logits in _chunks(put_off, tokens):
-            losses[rows], z[rows], found = find(logits, target[rows], vocab_size, put_off.axis, z_loss=z_loss)
+        for rows, logits in _chunks(deferred, tokens):
+            losses[rows], z[rows], found = compute_losses(
+                logits, target[rows], vocab_size, deferred.axis, z_loss=z_loss
+            )
             d = gradient(logits, found, weights[rows].to(dtype) * unit, overwrite=True)  # [c, v/t]
             x = tokens[rows]
-            onednn = by_onednn(x, put_off.options)
+            onednn = by_onednn(x, deferred.options)
             if hidden_grad is not None:
-                hidden_grad[rows] = product(d, weight.t(), None, onednn)
+                hidden_grad[rows] = matmul(d, weight.t(), None, onednn)
             if of_weight:
                 # A sum over many tokens would overflow fp16; a mean does not.
                 count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
                 mean = x / count if count != 1.0 else x
-                weight_grad = add_product(weight_grad, d.t(), mean.t(), onednn, count)
+                weight_grad = add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
-        ctx.weight_grad, ctx.put_off, ctx.unit, ctx.dtype = weight_grad, _places(put_off), unit, weight.dtype
+        ctx.weight_grad, ctx.deferred, ctx.unit, ctx.dtype = weight_grad, _places(deferred), unit, weight.dtype
         total, of_z = (losses * weights).sum(), (z * weights).sum()
         ctx.mark_non_differentiable(of_z)
         return total, of_z
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        axis, sequence, overlap = ctx.put_off
+        axis, sequence, overlap = ctx.deferred
         factor = grad / ctx.unit
         summed = weight_grad = None
-        if is_asked_for(ctx, 0):
+        if needs_grad(ctx, 0):
             ctx.hidden_grad, partial = None, _given(ctx.hidden_grad)
             scaled = (partial.to(factor.dtype) * factor).to(partial.dtype)
             summed = start_sum(scaled, axis, sequence)
             if not overlap:
                 summed.settle()
-        if is_asked_for(ctx, 1):
+        if needs_grad(ctx, 1):
             ctx.weight_grad, weight_grad = None, _given(ctx.weight_grad)
             weight_grad = weight_grad.mul_(factor).to(ctx.dtype)
         return summed.wait() if summed is not None else None, weight_grad, None, None, None, None, None
 
 
-def _places(put_off: DeferredLogits) -> tuple[Axis, Axis, bool]:
+def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
     """Return the axis that sums gradients, the sequence-parallel axis, and whether communication may overlap."""
-    return put_off.axis, put_off.options.sequence_axis(put_off.axis), put_off.options.overlap
+    return deferred.axis, deferred.options.sequence_axis(deferred.axis), deferred.options.overlap
 
 
 def _given(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise RuntimeError(
-            "the gradients of an output layer in chunks are there for one backward pass: use --logits-chunk-size 0 for a second one"
+            "the gradients of an output layer in chunks are there for one backward pass: "
+            "use --logits-chunk-size 0 for a second one"
         )
     return gradient

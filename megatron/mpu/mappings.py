@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .mesh import Axis, current
 
-Way = Callable[[Tensor, Any], Tensor]  # takes an Axis, or in a compiled graph the name of its group
+AxisFunction = Callable[[Tensor, Any], Tensor]  # takes an Axis, or in a compiled graph the name of its group
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -55,21 +55,21 @@ def keep(x: Tensor, axis: Any) -> Tensor:
 
 
 class _Mapped(torch.autograd.Function):
-    """Autograd function that computes `there(x, axis)` forward and `back(gradient, axis)` backward."""
+    """Autograd function that computes `forward(x, axis)` forward and `backward(gradient, axis)` backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Any, there: Way, back: Way) -> Tensor:
-        ctx.axis, ctx.back = axis, back
-        return there(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Any, forward: AxisFunction, backward: AxisFunction) -> Tensor:
+        ctx.axis, ctx.backward_function = axis, backward
+        return forward(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.back(grad, ctx.axis), None, None, None
+        return ctx.backward_function(grad, ctx.axis), None, None, None
 
 
-def over_ranks(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
-    """Return `there(x, axis)` with the gradient `back(gradient, axis)`: [...] -> [...], shapes as the two define."""
-    return _Mapped.apply(x, axis, there, back)  # type: ignore[no-untyped-call,no-any-return]
+def over_ranks(x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction) -> Tensor:
+    """Return `forward(x, axis)` with the gradient `backward(gradient, axis)`: [...] -> [...], as the two define."""
+    return _Mapped.apply(x, axis, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _SummedInPlace(torch.autograd.Function):
@@ -89,9 +89,9 @@ def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _apply(x: Tensor, axis: Axis | None, there: Way, back: Way) -> Tensor:
+def _apply(x: Tensor, axis: Axis | None, forward: AxisFunction, backward: AxisFunction) -> Tensor:
     axis = axis or current().model
-    return x if axis.size == 1 else over_ranks(x, axis, there, back)
+    return x if axis.size == 1 else over_ranks(x, axis, forward, backward)
 
 
 def copy_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:

@@ -90,8 +90,8 @@ class RngTracker:
     def add(self, name: str, seed: int) -> None:
         """Raise RuntimeError: streams need no registration."""
         raise RuntimeError(
-            f"get_cuda_rng_tracker().add({name!r}, {seed}): a stream is there when fork({name!r}) first asks for it, and "
-            f"begins where --seed and the iteration put it; leave the call out"
+            f"get_cuda_rng_tracker().add({name!r}, {seed}): a stream is there when fork({name!r}) first asks for it, "
+            f"and begins where --seed and the iteration put it; leave the call out"
         )
 
 

@@ -10,10 +10,10 @@ saved generator state, and a recomputation only resets the counters.
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 # Odd in both halves, so that seeds differ even if a generator uses only 32 bits (Steele et al. 2014).
@@ -27,34 +27,20 @@ def derive_seed(*parts: object) -> int:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator with `seed` inside the block; restore its state afterwards."""
-    outside = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed torch's generator of `device`, by default the CPU, inside the block; restore its state afterwards."""
+    if device is None or device.type == "cpu":
+        outside = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        restore = torch.set_rng_state
+    else:
+        module = torch.get_device_module(device)
+        outside, restore = module.get_rng_state(device), partial(module.set_rng_state, device=device)
+        module.manual_seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(outside)
-
-
-def _get_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
-
-
-def _set_state(state: Tensor, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.get_device_module(device).manual_seed(seed)
+        restore(outside)
 
 
 class RngStreams:
@@ -90,24 +76,18 @@ class RngStreams:
         self._draws[name] = before + 1
         return (self._seeds[key] + before * GOLDEN) % (1 << 63)
 
-    @contextmanager
-    def fork(self, name: str, device: torch.device, split: bool = False) -> Iterator[None]:
+    def fork(self, name: str, device: torch.device, split: bool = False) -> AbstractContextManager[None]:
         """Draw from stream `name` inside the block, leaving torch's generator unchanged. split: see `next_seed`."""
-        outside = _get_state(device)
-        _seed(self.next_seed(name, split), device)
-        try:
-            yield
-        finally:
-            _set_state(outside, device)
+        return seeded(self.next_seed(name, split), device)
 
     @contextmanager
-    def _replay(self, draws: dict[str, int], iteration: int) -> Iterator[None]:
-        later, now = self._draws, self.iteration
-        self._draws, self.iteration = dict(draws), iteration
+    def _replay(self, state: tuple[dict[str, int], int]) -> Iterator[None]:
+        later = self._draws, self.iteration
+        self.set_state(state)
         try:
             yield
         finally:
-            self._draws, self.iteration = later, now
+            self._draws, self.iteration = later
 
     def get_state(self) -> tuple[dict[str, int], int]:
         """Return how often each stream has been drawn from, and the iteration."""
@@ -123,7 +103,7 @@ class RngStreams:
 
         The replay restores the draw counters of this moment.
         """
-        return nullcontext(), self._replay(dict(self._draws), self.iteration)
+        return nullcontext(), self._replay(self.get_state())
 
 
 def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any, torchs_own: bool = False) -> Any:

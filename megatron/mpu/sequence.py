@@ -26,12 +26,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def stretch_length(length: int, axis: Axis) -> int:
+def shard_length(length: int, axis: Axis) -> int:
     """Return the length s / t of a shard. Raises ValueError, naming the flags, if t does not divide s."""
     if length % axis.size:
         raise ValueError(
-            f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; make "
-            f"--seq-length a multiple of {axis.size}, or pad each micro-batch with mpu.pad_sequence()"
+            f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; "
+            f"make --seq-length a multiple of {axis.size}, or pad each micro-batch with mpu.pad_sequence()"
         )
     return length // axis.size
 
@@ -85,7 +85,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
     Raises ValueError if t does not divide s.
     """
-    length = stretch_length(x.shape[0], axis)
+    length = shard_length(x.shape[0], axis)
     x = x.contiguous()
     if x.device.type == "cpu":
         # gloo's reduce-scatter is a full all-reduce; an all-to-all of the shards moves half of the bytes.
@@ -103,7 +103,7 @@ def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
     axis = axis or parallel_context().sequence
     if axis.size == 1:
         return x
-    length = stretch_length(x.shape[dim], axis)
+    length = shard_length(x.shape[dim], axis)
     return x.narrow(dim, axis.rank * length, length)
 
 
@@ -134,6 +134,6 @@ def scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> 
     return _apply(x, axis, _keep_own, _all_gather_now)
 
 
-def _apply(x: Tensor, axis: Axis | None, there: mappings.Way, back: mappings.Way) -> Tensor:
+def _apply(x: Tensor, axis: Axis | None, forward: mappings.AxisFunction, backward: mappings.AxisFunction) -> Tensor:
     axis = axis or parallel_context().sequence
-    return mappings.over_ranks(x, axis, there, back) if axis.size > 1 else x
+    return mappings.over_ranks(x, axis, forward, backward) if axis.size > 1 else x

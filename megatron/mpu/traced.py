@@ -21,11 +21,11 @@ def is_traced(axis: Axis) -> bool:
 
 def traced_gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """Return the input of a column-parallel matmul: x [s, ...]; with sequence parallelism gather [s/t, ...]."""
-    there, back = (gather_in_graph, scatter_sum_in_graph) if sequence else (keep, sum_in_graph)
-    return _Mapped.apply(x, axis.name, there, back)  # type: ignore[no-untyped-call,no-any-return]
+    forward, backward = (gather_in_graph, scatter_sum_in_graph) if sequence else (keep, sum_in_graph)
+    return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def traced_reduce(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """Sum the results of a row-parallel matmul: [s, ...], or with sequence parallelism [s, ...] -> [s/t, ...]."""
-    there, back = (scatter_sum_in_graph, gather_in_graph) if sequence else (sum_in_graph, keep)
-    return _Mapped.apply(x, axis.name, there, back)  # type: ignore[no-untyped-call,no-any-return]
+    forward, backward = (scatter_sum_in_graph, gather_in_graph) if sequence else (sum_in_graph, keep)
+    return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]

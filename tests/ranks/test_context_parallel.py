@@ -156,10 +156,10 @@ def test_gathered_tokens_stand_in_their_order() -> None:
 def test_every_token_is_on_one_rank() -> None:
     for ranks in (1, 2, 4):
         axes = [Axis(None, tuple(range(ranks)), rank) for rank in range(ranks)]
-        stretches = sorted(stretch for axis in axes for stretch in mpu.stretches(16, axis))
+        stretches = sorted(stretch for axis in axes for stretch in mpu.context_slices(16, axis))
         assert [token for begin, end in stretches for token in range(begin, end)] == list(range(16))
     with pytest.raises(ValueError, match="--context-parallel-size 4 ranks; make --seq-length a multiple of 8"):
-        mpu.stretches(20, axes[0])
+        mpu.context_slices(20, axes[0])
 
 
 def _grid() -> Any:

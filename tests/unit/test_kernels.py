@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from megatron import kernels
 from megatron.config import Config
 from megatron.config.command_line import parse
-from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import init_weights
 from megatron.optim import build_optimizer
@@ -84,7 +83,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizers.FusedAdam = FusedAdam  # type: ignore[attr-defined]
     for module in (apex, normalization, optimizers):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(kernels, "device_module", SimpleNamespace(current=lambda: torch.device("cuda")))
+    monkeypatch.setattr(kernels, "_on_gpu", lambda: True)
 
 
 def _model(config: Config) -> tuple[nn.Module, Any]:
@@ -142,11 +141,11 @@ def test_without_apex_or_gpu_torchs_are_taken_and_apex_is_refused(
     for module in ("apex", "apex.normalization", "apex.optimizers"):
         monkeypatch.setitem(sys.modules, module, None)
     assert kernels.norm_class("auto", rms=True) is None
-    with pytest.raises(ConfigError, match="apex.normalization.FusedRMSNorm cannot be imported"):
+    with pytest.raises(ValueError, match="apex.normalization.FusedRMSNorm cannot be imported"):
         kernels.norm_class("apex", rms=True)
-    monkeypatch.setattr(kernels, "device_module", SimpleNamespace(current=lambda: torch.device("cpu")))
+    monkeypatch.setattr(kernels, "_on_gpu", lambda: False)
     assert kernels.norm_class("auto", rms=False) is None
-    with pytest.raises(ConfigError, match="there is no CUDA device; use --kernels auto or torch"):
+    with pytest.raises(ValueError, match="there is no CUDA device; use --kernels auto or torch"):
         kernels.norm_class("apex", rms=False)
 
 

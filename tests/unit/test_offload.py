@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model, offload
-from megatron.model.offload import Copied, Lanes, Memory, offloaded
+from megatron.model.offload import CopyStreams, OffloadedStorage, PendingCopy, offloaded
 
 SIZES = "--hidden-size 16 --num-attention-heads 2 --vocab-size 40 --hidden-dropout 0 --attention-dropout 0"
 MODELS = {
@@ -18,13 +18,13 @@ MODELS = {
 }
 
 
-class LateLane:
+class LateStream:
     """A stand-in for a copy stream of a device: it performs a copy only when the copy is waited for."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def _late(self, source: Tensor, first: Callable[[], None]) -> Copied:
+    def _late(self, source: Tensor, first: Callable[[], None]) -> PendingCopy:
         result = torch.full_like(source, 251)
         self.log.append(f"{self.name} {source.numel()}")
         todo = [0]
@@ -35,12 +35,12 @@ class LateLane:
                 first()
                 result.copy_(source)
 
-        return Copied(result, wait)
+        return PendingCopy(result, wait)
 
-    def down(self, source: Tensor) -> Copied:
+    def down(self, source: Tensor) -> PendingCopy:
         return self._late(source, lambda: None)
 
-    def up(self, source: Copied) -> Copied:
+    def up(self, source: PendingCopy) -> PendingCopy:
         return self._late(source.result, source.wait)
 
 
@@ -48,9 +48,9 @@ class LateLane:
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A log of transfers, "down 96" or "up 96" with their bytes, to which tests add layers' backward passes."""
     told: list[str] = []
-    late = Lanes.__new__(Lanes)
-    late.down, late.up, late.last = LateLane("down", told), LateLane("up", told), None  # type: ignore[assignment]
-    monkeypatch.setattr(offload, "lanes", lambda _: late)
+    late = CopyStreams.__new__(CopyStreams)
+    late.down, late.up, late.last = LateStream("down", told), LateStream("up", told), None  # type: ignore[assignment]
+    monkeypatch.setattr(offload, "copy_streams", lambda _: late)
     monkeypatch.setattr(offload, "_is_elsewhere", lambda _: True)
     monkeypatch.setattr(offload, "SMALLEST", 0)
     yield told
@@ -110,14 +110,14 @@ def test_memory_is_let_go_and_comes_again_for_a_second_pass(log: list[str]) -> N
     (to_weight,) = torch.autograd.grad(y.sum(), [weight])
     assert torch.allclose(to_x, torch.ones(2, 2) @ weight.T) and torch.allclose(to_weight, x.T @ torch.ones(2, 2))
     storage = torch.ones(4).untyped_storage()
-    memory = Memory(storage, offload.lanes(torch.device("cpu")))
+    memory = OffloadedStorage(storage, offload.copy_streams(torch.device("cpu")))
     memory.tensors |= {0, 1}
-    begun = len(log)
-    memory.asked_for(0)
-    memory.asked_for(1)
-    assert len(log) == begun + 1
-    memory.asked_for(1)
-    assert len(log) == begun + 2
+    in_backward = len(log)
+    memory.request(0)
+    memory.request(1)
+    assert len(log) == in_backward + 1
+    memory.request(1)
+    assert len(log) == in_backward + 2
 
 
 def test_what_changes_on_its_way_is_an_error(log: list[str]) -> None:
