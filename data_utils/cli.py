@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
             names = [word.split("=")[0] for word in rest if word.startswith("-") and not is_number(word)] or rest[:1]
             known = re.findall(r"--[a-z0-9][\w-]*", found.usages)
             problems = [f"unknown argument {name}{instead(name, known)}" for name in names]
-            many = f"{len(problems)} things cannot be taken as they are:"
+            many = f"{len(problems)} problems with the settings:"
             self.error(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
         return found
 

@@ -25,7 +25,7 @@ from .reader import CheckpointReader, load_buffers, plain_config
 from .state import TrainState
 
 # Settings that decide what a sample is made of, besides the corpus and the seed.
-OF_SAMPLES = (
+SAMPLE_SETTINGS = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
     "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
 )  # fmt: skip
@@ -129,13 +129,13 @@ def refuse_contradictions(
         there["family"] = here["family"]  # a custom model, whose family is unknown
     differing = _differences(there, here)
     if differing and not (config.checkpoint.finetune and _only_reach(there, here)):
-        more = "; --finetune goes on with these" if _only_reach(there, here) else ""
+        more = "; --finetune continues with these" if _only_reach(there, here) else ""
         settings = Path(reader.path).parent / "settings.json"
         if settings.is_file():
             more += f"; --config {settings} has its settings"
         raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
     if wanted.same_tokenizer:
-        reader.check_tokenizer(fingerprint, "; --override-tokenizer goes on with this one")
+        reader.check_tokenizer(fingerprint, "; --override-tokenizer continues with this one")
     before = reader.config["optim"]["optimizer"]
     if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
         raise CheckpointError(
@@ -147,13 +147,13 @@ def refuse_contradictions(
         differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
             raise CheckpointError(
-                f"{reader.path} was trained on other samples: {differing}; --override-data goes on with these"
+                f"{reader.path} was trained on other samples: {differing}; --override-data continues with these"
             )
 
 
 def settings_of_samples(config: Config) -> dict[str, Any]:
     """Return the settings that decide what one sample of a corpus is made of."""
-    return {name: getattr(config.data, name) for name in OF_SAMPLES} | {"objective": config.objective}
+    return {name: getattr(config.data, name) for name in SAMPLE_SETTINGS} | {"objective": config.objective}
 
 
 def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:

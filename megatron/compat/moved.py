@@ -39,8 +39,10 @@ _PACKAGES = {
 MOVED = {
     "megatron.config.foreign_core": "megatron.config.foreign.core",
     "megatron.config.foreign_flags": "megatron.config.foreign.flags",
+    "megatron.checkpointing.shapes": "megatron_tools.convert.shapes",
     "megatron.planning.memory": "megatron.training.memory.per_rank",
     "megatron.training.functions": "megatron.compat.pretrain",
+    "megatron.tasks.synthetic": "megatron_tools.simulate.synthetic",
     "megatron.tokenizer.train": "data_utils.tokenizer_training",
     "tds.simulator": "megatron_tools.simulate.simulator",
     **{

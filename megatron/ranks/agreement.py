@@ -77,16 +77,16 @@ def same_everywhere(values: Mapping[str, str] | None) -> None:
     if len({each for each in gather_objects(digest) if each}) <= 1:
         return
     everywhere = {rank: each for rank, each in enumerate(gather_objects(values)) if each is not None}
-    said = []
+    differences = []
     for name in dict.fromkeys(name for each in everywhere.values() for name in each):
         here = [each.get(name, "not known") for each in everywhere.values()]
         if len(set(here)) > 1:
             usual, at = _usual_and_others(here)
             ranks = list(everywhere)
             first, other = ranks[here.index(usual)], [ranks[i] for i in at]
-            said.append(f"{name} is {usual} on rank {first} and {here[at[0]]} on {_ranks(other)}")
-    more = f"; {len(said) - 3} more differ" if len(said) > 3 else ""
-    raise RunError(f"{'; '.join(said[:3])}{more}: start all ranks with the same settings and versions")
+            differences.append(f"{name} is {usual} on rank {first} and {here[at[0]]} on {_ranks(other)}")
+    more = f"; {len(differences) - 3} more differ" if len(differences) > 3 else ""
+    raise RunError(f"{'; '.join(differences[:3])}{more}: start all ranks with the same settings and versions")
 
 
 def _usual_and_others(values: Sequence[Any]) -> tuple[Any, list[int]]:
@@ -197,9 +197,9 @@ def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
             usual, others = _usual_and_others(values)
             name = key[0]  # type: ignore[index]
             return (
-                f"the weight {name} is another on {_ranks([ranks[at] for at in others])} than on rank "
-                f"{ranks[values.index(usual)]}, though they hold copies of it: hardware errs, or a layer draws or adds up "
-                f"differently there; nothing was saved or deleted for it. If the weight is split over tensor-parallel ranks, "
+                f"the weight {name} on {_ranks([ranks[at] for at in others])} differs from that on rank "
+                f"{ranks[values.index(usual)]}, though they hold copies of it: the hardware is faulty, or a layer draws or reduces "
+                f"differently there; nothing was saved or deleted. If the weight is split over tensor-parallel ranks, "
                 f"set weight.model_parallel = True where it is made"
             )
-    return "copies of weights differ between ranks, but were the same when looked at again: hardware errs"
+    return "copies of weights differ between ranks, but not when compared again: the hardware is faulty"

@@ -107,7 +107,7 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
             f"--context-parallel-size {contexts}: batches of {type(task).__name__} hold whole samples, which only GPT-2's and Llama's "
-            f"share out over context ranks; leave it out"
+            f"shard over context ranks; leave it out"
         )
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
@@ -143,6 +143,6 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     if not pipeline and wanted > 1:
         raise ValueError(
             f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
-            f"build one of a list of layers, or say --pipe-parallel-size 0"
+            f"build one of a list of layers, or give --pipe-parallel-size 0"
         )
     return pipeline

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from .. import mpu
-from ..checkpointing.relocation import look_of
+from ..checkpointing.relocation import corpus_fingerprint
 from ..config import Config
 from ..data.corpora import made_with, prefixes_of
 from ..data.indexed_dataset import checked_once
@@ -68,7 +68,7 @@ def open_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> Dataset
             datasets, notes = checked_datasets(task, config, tokenizer)
         _say(notes)
     with all_ranks():
-        fingerprints = _looks(config) if reads() or not task.reads_alone else None
+        fingerprints = _corpus_fingerprints(config) if reads() or not task.reads_alone else None
     same_everywhere(fingerprints)
     return datasets
 
@@ -128,6 +128,6 @@ def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
             raise ValueError(f"{path}.bin {otherwise}: give the one that it was made with, or preprocess it again")
 
 
-def _looks(config: Config) -> dict[str, str]:
+def _corpus_fingerprints(config: Config) -> dict[str, str]:
     """Return fingerprints of the corpora, to detect nodes whose own disks hold different files."""
-    return {f"the look of {path}": look_of(path) for path in _corpora(config)}
+    return {f"the fingerprint of {path}": corpus_fingerprint(path) for path in _corpora(config)}

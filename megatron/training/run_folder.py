@@ -61,7 +61,7 @@ def release(locks: Sequence[RunLock]) -> None:
         each.release()
 
 
-def refuse_to_forget(config: Config, run_dir: Path, iteration: int) -> None:
+def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> None:
     """Raise ValueError if an earlier start kept its checkpoints elsewhere, and this one would begin before them."""
     try:
         saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
@@ -74,7 +74,7 @@ def refuse_to_forget(config: Config, run_dir: Path, iteration: int) -> None:
     if iteration < int(newest[5:]):
         raise ValueError(
             f"{run_dir} has its checkpoints in {before} (the newest is {newest}), this run would look for them in {now}: "
-            f"--save {before} goes on from there, another --run-dir begins a new run"
+            f"--save {before} continues from there, another --run-dir starts a new run"
         )
 
 

@@ -46,7 +46,7 @@ def check(config: LogConfig) -> None:
         asked = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
         if asked and importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"--{name} needs the package {package}: pip install {package}; --no-{name} goes on without it"
+                f"--{name} needs the package {package}: pip install {package}; --no-{name} continues without it"
             )
 
 
@@ -71,7 +71,7 @@ def _begun(name: str, begin: Callable[[], Writer]) -> Writer:
     except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
         words = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{name} cannot begin: {words}; without --{name.lower() if name != 'Weights & Biases' else 'wandb'} the run goes on"
+            f"{name} cannot start: {words}; without --{name.lower() if name != 'Weights & Biases' else 'wandb'} the run goes on"
         ) from error
 
 

@@ -17,7 +17,6 @@ from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.relocation import keep_roles, kept_beside
 from megatron.checkpointing.save import write_checkpoint
-from megatron.checkpointing.shapes import check_model
 from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.config.command_line import with_values
@@ -29,6 +28,7 @@ from megatron.tokenizer.base import read_object
 from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS, generation_beside
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
+from megatron_tools.convert.shapes import check_model
 
 from .export_roles import bare_roles, generation_settings, model_ids
 from .export_tokenizer import Chat, chat_of, write_tokenizer
@@ -38,7 +38,7 @@ from .hf_llama import llama_config
 from .hf_names import Match, matches_of
 from .hf_tokenizer import texts_of
 from .megatron_lm import ORDERS, RankFiles
-from .megatron_settings import check_whole, settings_of
+from .megatron_settings import check_complete, settings_of
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -231,7 +231,7 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
         fingerprint = tokenizer.fingerprint
         settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # other rows are padding
     config = with_values(Config(), settings)
-    check_whole(theirs, config)
+    check_complete(theirs, config)
     return config, fingerprint, [_megatron_entry(theirs, name, config) for name in theirs.names()]
 
 

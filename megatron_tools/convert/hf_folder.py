@@ -12,13 +12,13 @@ from torch import Tensor
 from megatron import mpu
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import open_tensors
-from megatron.checkpointing.shapes import whole_shapes
 from megatron.checkpointing.stream import Entry, write_entries
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.fields import ConfigError
 from megatron.model.layers import global_parameters
 from megatron.tokenizer.base import read_object
+from megatron_tools.convert.shapes import whole_shapes
 
 from .hf_config import FAMILIES, read_config, settings_of, unread_keys
 from .hf_names import Match, matches_of

@@ -279,7 +279,7 @@ class Round(NamedTuple):
 def compare(layouts: Sequence[Layout], rounds: int, steps: int, save: str | None) -> dict[Layout, list[Round]]:
     """Start all processes, calibrate, and measure layouts and calibration in turn."""
     multiprocessing.set_start_method("forkserver", force=True)
-    multiprocessing.set_forkserver_preload(["torch", "tds", "megatron.tasks.synthetic", "torch._dynamo"])
+    multiprocessing.set_forkserver_preload(["torch", "tds", "megatron_tools.simulate.synthetic", "torch._dynamo"])
     most = max(layout.ranks for layout in layouts)
     ones = {
         f: [Group(Layout(f, 1, "1f1b", 2, CALIBRATED[f]).flags, 1) for _ in range(most)]

@@ -21,7 +21,7 @@ def work(flags: str, rank: int, ranks: int, port: int, pipe: Connection) -> None
     import torch
 
     from megatron.config.command_line import parse
-    from megatron.tasks.synthetic import start
+    from megatron_tools.simulate.synthetic import start
     from tds import trace
 
     torch.set_num_threads(1)

@@ -17,11 +17,11 @@ from data_utils.documents import texts
 from data_utils.progress import Progress
 from megatron import mpu
 from megatron.checkpointing import find_checkpoint, load_weights
-from megatron.checkpointing.shapes import described
 from megatron.model.gpt2 import GPT2Model
 from megatron.ranks import device
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
+from megatron_tools.convert.shapes import described
 
 from ..convert.hf_config import check_tokenizer
 from ..convert.hf_folder import Folder, is_hf_folder

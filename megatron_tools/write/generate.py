@@ -18,7 +18,6 @@ import torch.distributed as dist
 from data_utils.cli import Parser, run
 from megatron import mpu
 from megatron.checkpointing import find_checkpoint, load_weights
-from megatron.checkpointing.shapes import described
 from megatron.config import Config
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
 from megatron.model.t5 import T5Model, t5_layers
@@ -28,6 +27,7 @@ from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.chat import Message
+from megatron_tools.convert.shapes import described
 
 from ..convert.hf_config import check_tokenizer
 from ..convert.hf_folder import Folder, is_hf_folder

@@ -15,12 +15,12 @@ from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.load import refuse_contradictions
 from megatron.checkpointing.save import write_checkpoint
-from megatron.checkpointing.shapes import described, whole_shapes
 from megatron.checkpointing.stream import Entry
 from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron_tools.convert import convert_checkpoint
 from megatron_tools.convert.hf_folder import Folder
+from megatron_tools.convert.shapes import described, whole_shapes
 from megatron_tools.write import evaluate, generate
 from tests.support import RankFailure, train_gpt2
 

@@ -16,7 +16,7 @@ CORE = {
     *("megatron._torch", "megatron.atomic", "megatron.config", "megatron.config.ds_config", "megatron.mpu"),
     *("megatron.tokenizer", "megatron.data", "megatron.model", "megatron.model.pipe", "megatron.optim"),
     *("megatron.ranks", "megatron.ranks.device", "megatron.checkpointing", "megatron.training", "megatron.tasks"),
-    *("megatron.tasks.synthetic", "megatron.utils"),
+    "megatron.utils",
 }
 # Package -> our packages that it may import. The longest matching name wins.
 MAY_IMPORT = {
@@ -96,14 +96,6 @@ MAY_IMPORT = {
         "megatron.utils",
     },
     "megatron.compat.data": {"megatron.config", "megatron.ranks", "megatron.tasks", "megatron.training"},
-    "megatron.tasks.synthetic": {
-        "megatron.config",
-        "megatron.model",
-        "megatron.model.pipe",
-        "megatron.ranks.device",
-        "megatron.tasks",
-        "megatron.training",
-    },
     "megatron.utils": {"megatron.mpu"},
     "megatron": {
         "megatron.compat",

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import Config
-from ..model.masks import no_documents
-from ..model.pipe import GPT2ModelPipe, T5ModelPipe
-from ..ranks import device as device_module
-from ..training import start_engine
-from .gpt2 import GPT2
-from .t5 import T5
+from megatron.config import Config
+from megatron.model.masks import no_documents
+from megatron.model.pipe import GPT2ModelPipe, T5ModelPipe
+from megatron.ranks import device as device_module
+from megatron.tasks import GPT2, T5
+from megatron.training import start_engine
 
 
 class Synthetic(NamedTuple):

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 
 from megatron import mpu
+from megatron.checkpointing.files import INDEX, WEIGHT, CheckpointError
+from megatron.checkpointing.reader import CheckpointReader, plain_config
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import global_parameters
-
-from .files import INDEX, WEIGHT, CheckpointError
-from .reader import CheckpointReader, plain_config
 
 ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
@@ -44,7 +43,7 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
     for name, shape in shapes.items():
         if name not in found:
             raise CheckpointError(
-                f"{reader.path} holds no weight {name}: it is of a model of your own, and this tool knows GPT-2, Llama and T5, "
+                f"{reader.path} holds no weight {name}: it is of a custom model, and this tool knows GPT-2, Llama and T5, "
                 f"or {INDEX} describes another model"
             )
         if found[name] != shape:
