@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import Config
-from megatron.config.fields import flag
+from megatron.config.fields import first_of, flag
 from megatron.model.layers import global_parameters
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.buffers import remember
@@ -98,8 +98,7 @@ def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
         (sorted(held - everywhere), "are in it, but the model has none of these names"),
     ):
         if names:
-            some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            print_rank_0(f"warning: {reader.path}: the buffers {some} {words}")
+            print_rank_0(f"warning: {reader.path}: the buffers {first_of(names)} {words}")
 
 
 def _unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
@@ -113,7 +112,7 @@ def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Want
     """Raise CheckpointError if a resume would drop weights; print a note if only weights are loaded."""
     if not unread:
         return
-    shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+    shown = first_of(unread, 3)
     if wanted.position:
         raise CheckpointError(f"{reader.path / INDEX} lists weights that this model does not have: {shown}")
     print_rank_0(f"note: {reader.path} holds weights that this model does not have: {shown}")

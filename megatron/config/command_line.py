@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from .. import presets
 from ..json_text import describe_json
 from .decoder import unread
-from .fields import ConfigError, OneOf, flag, types_of
+from .fields import ConfigError, OneOf, flag, listed, types_of
 from .foreign.translate import Translation, add_to, flag_of, settings_for, suggestion, written
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
@@ -233,8 +233,7 @@ def parse(
         line.problems.append(str(error))
     problems += line.problems
     if problems:
-        many = f"{len(problems)} problems with the settings:"
-        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+        raise ConfigError(listed(problems, "problems with the settings"))
     for note in notes + line.notes:
         tell(note)
     return config

@@ -20,7 +20,7 @@ from tds.pipe import tied_weights
 
 from .. import mpu
 from ..config import Config, settings
-from ..config.fields import flag
+from ..config.fields import first_of, flag
 from ..model.layers import global_parameters
 from .errors import RunError, complaint
 from .objects import gather_objects
@@ -96,9 +96,7 @@ def _usual_and_others(values: Sequence[Any]) -> tuple[Any, list[int]]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first_of(ranks)}"
 
 
 # ------------------------------------------------------------------------------------ weights

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,17 @@ from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
 from ..ranks.initialize import initialize_megatron
+from ..tokenizer import Tokenizer
 from .compiling import compile_layers
 from .engine import Engine, NoPipeEngine, PipeEngine
 from .global_vars import publish
 from .metrics import Timers
 from .task import Task, check_task, checked_model
 
-if TYPE_CHECKING:
-    from ..tokenizer import Tokenizer
-
-
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = None) -> Engine:
+def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None) -> Engine:
     """Join the ranks and build the task's engine, for a custom training loop.
 
     tokenizer: needed only if the task's model or batches use it.
@@ -48,7 +45,7 @@ def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = Non
     return build_engine(build_model(task, config, resolved, tokenizer), task, config, resolved, tokenizer, timers)
 
 
-def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Tokenizer | None") -> nn.Module:
+def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Tokenizer | None) -> nn.Module:
     """Build the task's model, with the same initial weights in every layout. Raises RunError alike on every rank.
 
     Under ZeRO 3 each of our layers is partitioned as soon as it is built, so no rank ever holds all of them.
@@ -66,7 +63,7 @@ def build_engine(
     task: Task,
     config: Config,
     resolved: Resolved,
-    tokenizer: "Tokenizer | None",
+    tokenizer: Tokenizer | None,
     timers: Timers,
 ) -> Engine:
     """Return DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""

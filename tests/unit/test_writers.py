@@ -99,7 +99,7 @@ def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"^Weights & Biases cannot start: api_key not configured \(no-tty\); without --wandb"
+        ValueError, match=r"^Weights & Biases cannot start: api_key not configured \(no-tty\); leave --wandb out"
     ):
         writers.writers(config("--wandb"), tmp_path, 0)
 
