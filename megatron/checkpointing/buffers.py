@@ -60,11 +60,15 @@ def _not_savable(model: nn.Module) -> Iterator[str]:
     """Yield a warning for each buffer or module state of this process that our files cannot store."""
     for name, buffer in global_buffers(model):
         if buffer.numel() and not savable(buffer):
-            yield f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot hold: a resumed run starts with its initial value"
+            yield (
+                f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot hold: a resumed run starts "
+                f"with its initial value"
+            )
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield (
-                f"warning: the module {name or type(module).__name__} has get_extra_state(), which checkpoints do not hold: "
+                f"warning: the module {name or type(module).__name__} has get_extra_state(), which checkpoints do "
+                "not hold: "
                 f"keep that state in buffers"
             )
 
@@ -93,6 +97,7 @@ def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
         if len({one.fingerprint for one in each}) > 1:
             axis, advice = axis_and_advice.split(": ")
             yield (
-                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only that of the first (stage {owner}); "
+                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only that of the first "
+                f"(stage {owner}); "
                 f"{advice}, or set persistent=False if it is no state"
             )

@@ -124,7 +124,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
         raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name next to it")
     if found["sums"] and (path / SUMS).is_file() and sha256_of(path / SUMS) != found["sums"]:
         raise CheckpointError(
-            f"{pointer} and {path / SUMS} do not belong together: one of them is damaged; if the other files agree with "
+            f"{pointer} and {path / SUMS} do not belong together: one of them is damaged; if the other files agree "
+            "with "
             f"`sha256sum -c {SUMS}`, write {path.name} into latest"
         )
     return path

@@ -161,7 +161,8 @@ def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
     most = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
     if samples > most:
         raise CheckpointError(
-            f"{reader.path / INDEX}: consumed_samples is {samples}, more than {iteration} iterations can have read ({most})"
+            f"{reader.path / INDEX}: consumed_samples is {samples}, more than {iteration} iterations can have read "
+            f"({most})"
         )
 
 

@@ -11,7 +11,8 @@ from types import CodeType, ModuleType
 # Old package -> new package -> modules that moved there.
 _PACKAGES = {
     "megatron.commands": {
-        "data_utils": "chats clean_corpus cli inspect_data journal missing preprocess_data progress sample_view train_tokenizer",
+        "data_utils": "chats clean_corpus cli inspect_data journal missing preprocess_data progress sample_view "
+        "train_tokenizer",
         "megatron_tools": "launch",
         "megatron_tools.convert": "convert_checkpoint export_roles export_tokenizer",
         "megatron_tools.doctor": "doctor",

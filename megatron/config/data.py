@@ -49,7 +49,8 @@ class DataConfig(Section):
 
     data_path: tuple[str, ...] | None = opt(
         None,
-        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote (or one of its files), or several: 0.7 a 0.3 b",
+        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote (or one of its files), or several: 0.7 a "
+        "0.3 b",
     )
     train_data_path: tuple[str, ...] | None = opt(None, "pairs for training only, instead of --data-path")
     valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation only")
@@ -71,7 +72,8 @@ class DataConfig(Section):
     )
     objective: str | None = opt(
         None,
-        "training objective: lm (each next token), sft (the answers of conversations) or prefix-lm (what follows a prefix that is read both "
+        "training objective: lm (each next token), sft (the answers of conversations) or prefix-lm (what follows a "
+        "prefix that is read both "
         "ways; docs/objectives.md); T5: span-corruption or prefix-lm; "
         "the first of its family if not given",
         one_of(*dict.fromkeys((*OF_DECODERS, *OF_T5))),

@@ -91,9 +91,12 @@ class ModelConfig(DecoderConfig):
     )
     logits_chunk_size: int = opt(
         0,
-        "tokens whose logits exist at a time: the output layer is computed with the loss, chunk by chunk, of micro-batches with more "
-        "tokens; 0: of all at once, as chunks save memory only where a micro-batch has more tokens than --hidden-size + this (an fp32 "
-        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --reference-ops cross-entropy computes all",
+        "tokens whose logits exist at a time: the output layer is computed with the loss, chunk by chunk, of "
+        "micro-batches with more "
+        "tokens; 0: of all at once, as chunks save memory only where a micro-batch has more tokens than "
+        "--hidden-size + this (an fp32 "
+        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --reference-ops "
+        "cross-entropy computes all",
         at_least(0),
         free=True,
     )
@@ -139,8 +142,10 @@ class ModelConfig(DecoderConfig):
         exact = self.relative_attention_num_buckets // 2
         if self.position_embedding == "relative" and self.relative_attention_max_distance <= exact:
             yield (
-                f"--relative-attention-max-distance {self.relative_attention_max_distance}: of --relative-attention-num-buckets "
-                f"{self.relative_attention_num_buckets} the first {exact} are single distances, so it must be more than that"
+                f"--relative-attention-max-distance {self.relative_attention_max_distance}: of "
+                "--relative-attention-num-buckets "
+                f"{self.relative_attention_num_buckets} the first {exact} are single distances, so it must be more "
+                "than that"
             )
 
     @property

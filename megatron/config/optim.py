@@ -24,7 +24,8 @@ class OptimConfig(Section):
     min_lr: float = opt(0.0, "learning rate at the end of the decay", at_least(0))
     lr_decay_style: str = opt(
         "cosine",
-        "decay of the learning rate after the warm-up: cosine, linear, constant, or wsd (constant, then a decay at the end)",
+        "decay of the learning rate after the warm-up: cosine, linear, constant, or wsd (constant, then a decay at "
+        "the end)",
         one_of("cosine", "linear", "constant", "wsd"),
     )
     lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", at_least(1))

@@ -61,7 +61,8 @@ class LogConfig(Section):
     csv: bool = opt(False, "write metrics.csv in the run directory, too")
     trace: bool = opt(
         False,
-        "record a timeline of passes, messages and collectives on every rank, in the folder trace of the run directory (Chrome trace, for "
+        "record a timeline of passes, messages and collectives on every rank, in the folder trace of the run "
+        "directory (Chrome trace, for "
         "Perfetto; tools/draw_schedule.py --run draws it); of the newest 50 iterations, or of --trace-iterations",
     )
     trace_iterations: str | None = opt(
@@ -71,8 +72,10 @@ class LogConfig(Section):
     )
     profile: bool = opt(
         False,
-        "profile a few iterations with torch's profiler: every operator and kernel of all ranks in profile/merged.json.gz of the run "
-        "directory (Chrome trace, for Perfetto), below the timeline of --trace; --trace costs next to nothing and can stay on, this "
+        "profile a few iterations with torch's profiler: every operator and kernel of all ranks in "
+        "profile/merged.json.gz of the run "
+        "directory (Chrome trace, for Perfetto), below the timeline of --trace; --trace costs next to nothing and "
+        "can stay on, this "
         "slows the profiled iterations",
     )
     profile_iterations: str | None = opt(

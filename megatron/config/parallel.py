@@ -13,7 +13,8 @@ class ParallelConfig(Section):
     model_parallel_size: int = opt(1, "ranks that split every layer (tensor parallelism)", at_least(1))
     sequence_parallel: bool | None = opt(
         None,
-        "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent; if not given, on "
+        "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent; if not "
+        "given, on "
         "accelerators, with a GPT-2, Llama or T5 whose sequences can be split evenly",
     )
     async_tensor_model_parallel_allreduce: bool = opt(
@@ -28,7 +29,8 @@ class ParallelConfig(Section):
     pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
     partition_method: str = opt(
         "balanced",
-        "how layers are cut into stages: balanced (by counted work, embedding and logits included), measured (by time, at the "
+        "how layers are cut into stages: balanced (by counted work, embedding and logits included), measured (by "
+        "time, at the "
         "start), type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8",
     )
     pipeline_schedule: str = opt(
@@ -52,7 +54,8 @@ class ParallelConfig(Section):
     )
     overlap_grad_reduce: bool = opt(
         True,
-        "reduce gradients over replicas during the last backward pass of a step, not after it: without ZeRO, and with its "
+        "reduce gradients over replicas during the last backward pass of a step, not after it: without ZeRO, and "
+        "with its "
         "stage 1 in fp32 and bf16, which otherwise is DeepSpeed's",
     )
     checkpoint_activations: bool = opt(False, "keep only layer inputs and recompute activations in the backward pass")
@@ -62,7 +65,8 @@ class ParallelConfig(Section):
     )
     distributed_timeout_minutes: float = opt(
         10.0,
-        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run with a report",
+        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run "
+        "with a report",
         at_least(0.01),
     )
 

@@ -17,7 +17,8 @@ class TrainConfig(Section):
     eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
     z_loss: float = opt(
         0.0,
-        "weight c of c (log Z)^2, added to the loss of each target so that logits do not drift; 1e-4 is usual. Losses are "
+        "weight c of c (log Z)^2, added to the loss of each target so that logits do not drift; 1e-4 is usual. "
+        "Losses are "
         "reported without it, and it is reported separately",
         at_least(0),
     )

@@ -107,7 +107,8 @@ def describe_rendezvous_error(error: Exception) -> str:
         return f"port {os.environ.get('MASTER_PORT')} is in use by another process: give another one (MASTER_PORT)"
     if "waiting for clients" in text or "timed out" in text.lower():
         return (
-            f"the {os.environ.get('WORLD_SIZE')} ranks did not all meet at {where} ({text[:120]}): start the missing ones, with "
+            f"the {os.environ.get('WORLD_SIZE')} ranks did not all meet at {where} ({text[:120]}): start the missing "
+            "ones, with "
             f"the same MASTER_ADDR and MASTER_PORT (--startup-timeout-minutes sets how long to wait)"
         )
     return f"the ranks could not meet at {where}: {text[:200]}"

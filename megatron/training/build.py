@@ -98,12 +98,14 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     for name, parameter in global_parameters(model):
         if not parameter.dim():
             raise ValueError(
-                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as torch.ones(1) has"
+                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as "
+                "torch.ones(1) has"
             )
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
-            f"--context-parallel-size {contexts}: batches of {type(task).__name__} hold whole samples, which only GPT-2's and Llama's "
+            f"--context-parallel-size {contexts}: batches of {type(task).__name__} hold whole samples, which only "
+            "GPT-2's and Llama's "
             f"shard over context ranks; leave it out"
         )
     pipeline = _is_pipeline(model, config)
@@ -116,7 +118,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
             )
         if counts != (task.count_targets is not None):
             raise ValueError(
-                f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or of neither: "
+                f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or "
+                "of neither: "
                 f"with it a loss is the sum over targets, None or without it the mean"
             )
     return pipeline

@@ -118,7 +118,8 @@ def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
         about = made_with(path)
         if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
             raise ValueError(
-                f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
+                f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 "
+                f"{str(about.get('fingerprint'))[:12]}) "
                 f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
             )
         if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):

@@ -42,7 +42,8 @@ def explain(run: Run, fault: Fault) -> str:
     skip = f"--skip-iterations {begin}-{samples.iteration} continues past them, {GENTLER} may avoid them"
     if fault.scale is not None:
         return (
-            f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at {samples}: {why}; "
+            f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at "
+            f"{samples}: {why}; "
             f"take --precision bf16 or fp32, or {GENTLER}"
         )
     return f"{fault.streak} steps in a row were not applied, the last one at {samples}: {why}; {skip}"

@@ -44,10 +44,12 @@ class FirstStep(Hook):
                 learns[name] = learns.get(name, False) or value
         if silent := [name for name, value in learns.items() if not value]:
             print_rank_0(
-                f"warning: no gradient reaches {first_of(silent)}: the loss does not depend on them, and they do not learn"
+                f"warning: no gradient reaches {first_of(silent)}: the loss does not depend on them, and they do not "
+                "learn"
             )
         elif not step.skipped and float(step.grad_norm) == 0.0:
             print_rank_0(
-                "warning: the gradient of every parameter is 0, so nothing learns: look whether initial weights or inputs "
+                "warning: the gradient of every parameter is 0, so nothing learns: look whether initial weights or "
+                "inputs "
                 "are all zeros, or a layer cuts the gradient off"
             )

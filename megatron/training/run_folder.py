@@ -73,7 +73,8 @@ def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> N
         return
     if iteration < int(newest[5:]):
         raise ValueError(
-            f"{run_dir} has its checkpoints in {before} (the newest is {newest}), this run would look for them in {now}: "
+            f"{run_dir} has its checkpoints in {before} (the newest is {newest}), this run would look for them in "
+            f"{now}: "
             f"--save {before} continues from there, another --run-dir starts a new run"
         )
 
@@ -84,7 +85,8 @@ def _refuse_links(run_dir: Path) -> None:
         path = run_dir / name
         if path.is_symlink():
             raise ValueError(
-                f"{path} is a link to {os.readlink(path)}, which this run would write to: remove the link, or give another --run-dir"
+                f"{path} is a link to {os.readlink(path)}, which this run would write to: remove the link, or give "
+                "another --run-dir"
             )
 
 

@@ -131,7 +131,8 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     grid = mpu.get_topology()
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
     print_rank_0(
-        f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), "
+        f"{resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(grid.world_size())}"
     )
     if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:
@@ -141,7 +142,8 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     automatic = (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
     if config.log.log_details and mpu.get_options().onednn and automatic:
         print_rank_0(
-            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that off"
+            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that "
+            "off"
         )
     for note in resolved.notes:
         print_rank_0(f"note: {note}")

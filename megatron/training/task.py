@@ -119,7 +119,8 @@ def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[
         )
     if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
         raise ValueError(
-            f"there are {what(made[0])} where three data sets are wanted, of training, validation and test: None for one that "
+            f"there are {what(made[0])} where three data sets are wanted, of training, validation and test: None for "
+            "one that "
             f"is empty"
         )
     if made[0][0] is None and config.train.train_iters:
