@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron.atomic import write_text
-from megatron.config.fields import describe
+from megatron.config.fields import describe, listed
 from megatron.config.foreign.translate import suggestion
 from megatron.streams import NAMES, Named, guarded
 
@@ -38,8 +38,7 @@ class Parser(argparse.ArgumentParser):
             names = [word.split("=")[0] for word in rest if word.startswith("-") and not is_number(word)] or rest[:1]
             known = re.findall(r"--[a-z0-9][\w-]*", found.usages)
             problems = [f"unknown argument {name}{suggest(name, known)}" for name in names]
-            many = f"{len(problems)} unknown arguments:"
-            self.error(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+            self.error(listed(problems, "unknown arguments"))
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]

@@ -10,6 +10,7 @@ from megatron.checkpointing.files import INDEX, WEIGHT, CheckpointError
 from megatron.checkpointing.reader import CheckpointReader, plain_config
 from megatron.config import Config
 from megatron.config.command_line import with_values
+from megatron.config.fields import first_of
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import global_parameters
 
@@ -43,7 +44,7 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
     for name, shape in shapes.items():
         if name not in found:
             raise CheckpointError(
-                f"{reader.path} holds no weight {name}: it is of a model of your own, and this tool knows GPT-2, Llama and T5, "
+                f"{reader.path} holds no weight {name}: it is of a custom model, and this tool knows GPT-2, Llama and T5, "
                 f"or {INDEX} describes another model"
             )
         if found[name] != shape:
@@ -51,9 +52,8 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
                 f"{where}: the weight {name} has shape {list(found[name])}, by its settings it has {list(shape)}"
             )
     if extra := sorted(found.keys() - shapes.keys()):
-        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
         raise CheckpointError(
-            f"{where} lists weights that are no part of the model that its settings describe: {', '.join(extra[:3])}{more}"
+            f"{where} lists weights that are no part of the model that its settings describe: {first_of(extra, 3)}"
         )
     if m.position_embedding == "learned" and config.positions != reader.positions:
         raise CheckpointError(f"{where}: positions is {reader.positions}, by its settings it is {config.positions}")

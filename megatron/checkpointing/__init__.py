@@ -21,6 +21,7 @@ from .save import Saver, save_checkpoint
 from .state import TrainState
 
 __all__ = [
-    "CheckpointError", "CheckpointReader", "RetryingSaver", "Saver", "TrainState", "Wanted", "each_weight", "find_checkpoint",
-    "find_start", "latest_checkpoint", "load_checkpoint", "load_weights", "plain_config", "prune", "save_checkpoint", "start_or_resume",
+    "CheckpointError", "CheckpointReader", "RetryingSaver", "Saver", "TrainState", "Wanted", "each_weight",
+    "find_checkpoint", "find_start", "latest_checkpoint", "load_checkpoint", "load_weights", "plain_config", "prune",
+    "save_checkpoint", "start_or_resume",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.model.layers import global_buffers
-from megatron.ranks.buffers import Held
+from megatron.ranks.buffers import BufferCopy
 
 from .files import BUFFER
 from .stream import CODES, Slot, StreamWriter, stored
@@ -17,13 +17,13 @@ from .stream import CODES, Slot, StreamWriter, stored
 class Buffers:
     """The buffers that this rank writes: CPU copies by key, their full shapes, and warnings for rank 0 to print."""
 
-    def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, Held]]) -> None:
+    def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, BufferCopy]]) -> None:
         """Copy the buffers that this rank owns.
 
-        surveys: the result of `megatron.ranks.buffers.survey` on each rank.
+        surveys: the result of `megatron.ranks.buffers.fingerprint_buffers` on each rank.
         """
         mesh, here = mpu.get_mesh(), dict(global_buffers(model))
-        by_name: dict[str, list[Held]] = {}
+        by_name: dict[str, list[BufferCopy]] = {}
         for each in surveys:
             for name, held in each.items():
                 by_name.setdefault(name, []).append(held)
@@ -60,16 +60,20 @@ def _not_savable(model: nn.Module) -> Iterator[str]:
     """Yield a warning for each buffer or module state of this process that our files cannot store."""
     for name, buffer in global_buffers(model):
         if buffer.numel() and not savable(buffer):
-            yield f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot hold: it begins again after a resume"
+            yield (
+                f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot hold: a resumed run starts "
+                f"with its initial value"
+            )
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield (
-                f"warning: the module {name or type(module).__name__} has get_extra_state(), which checkpoints do not hold: "
+                f"warning: the module {name or type(module).__name__} has get_extra_state(), which checkpoints do "
+                "not hold: "
                 f"keep that state in buffers"
             )
 
 
-def _owner(name: str, held: Sequence[Held]) -> int:
+def _owner(name: str, held: Sequence[BufferCopy]) -> int:
     """Return the stage whose buffer is saved: for the loss the last, else the first that changed it, else the first."""
     stages = sorted({each.pipe for each in held})
     if name.startswith("loss_fn."):
@@ -77,7 +81,7 @@ def _owner(name: str, held: Sequence[Held]) -> int:
     return min((each.pipe for each in held if each.changed), default=stages[0])
 
 
-def _conflicts(name: str, held: Sequence[Held]) -> Iterator[str]:
+def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
     """Yield a warning where ranks hold different buffers under one name, as a checkpoint stores only one of them."""
     owner = _owner(name, held)
     there = [each for each in held if each.pipe == owner]
@@ -93,6 +97,7 @@ def _conflicts(name: str, held: Sequence[Held]) -> Iterator[str]:
         if len({one.fingerprint for one in each}) > 1:
             axis, advice = axis_and_advice.split(": ")
             yield (
-                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only that of the first (stage {owner}); "
+                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only that of the first "
+                f"(stage {owner}); "
                 f"{advice}, or set persistent=False if it is no state"
             )

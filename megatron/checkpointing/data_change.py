@@ -6,7 +6,7 @@ from megatron.config import Config
 from megatron.data.blend import consumed_by_corpus
 from megatron.data.corpora import parse_blend
 
-from .relocation import look_of
+from .relocation import corpus_fingerprint
 
 
 class Corpus(NamedTuple):
@@ -64,7 +64,7 @@ def _names_corpora(config: Config) -> bool:
 def _corpora(config: Config) -> list[Corpus]:
     paths = config.data.paths
     words = paths["train"] if isinstance(paths, dict) else paths
-    return [Corpus(prefix, look_of(prefix), weight) for weight, prefix in parse_blend(words)]
+    return [Corpus(prefix, corpus_fingerprint(prefix), weight) for weight, prefix in parse_blend(words)]
 
 
 def _is_ambiguous(there: list[Corpus], here: list[Corpus]) -> bool:

@@ -113,18 +113,19 @@ def latest_checkpoint(folder: Path) -> Path | None:
         whole = sorted(path.parent.name for path in folder.glob(f"iter_*/{SUMS}") if path.parent.name[5:].isdigit())
         if whole:
             raise CheckpointError(
-                f"{pointer} is missing next to {whole[-1]}; write that name into it to go on from there"
+                f"{pointer} is missing next to {whole[-1]}; write that name into it to resume from there"
             )
         return None
     found = _LATEST.fullmatch(pointer.read_bytes().decode("utf-8", "replace"))
     if not found or found["name"] in (".", ".."):
-        raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to go on from into it")
+        raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to resume from into it")
     path = folder / found["name"]
     if not path.is_dir():
         raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name next to it")
     if found["sums"] and (path / SUMS).is_file() and sha256_of(path / SUMS) != found["sums"]:
         raise CheckpointError(
-            f"{pointer} and {path / SUMS} do not belong together: one of them is damaged; if the other files agree with "
+            f"{pointer} and {path / SUMS} do not belong together: one of them is damaged; if the other files agree "
+            "with "
             f"`sha256sum -c {SUMS}`, write {path.name} into latest"
         )
     return path

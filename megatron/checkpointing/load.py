@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import Config
-from megatron.config.fields import flag
+from megatron.config.fields import first_of, flag
 from megatron.model.layers import global_parameters
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.buffers import remember
@@ -25,7 +25,7 @@ from .reader import CheckpointReader, load_buffers, plain_config
 from .state import TrainState
 
 # Settings that decide what a sample is made of, besides the corpus and the seed.
-OF_SAMPLES = (
+SAMPLE_SETTINGS = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
     "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
 )  # fmt: skip
@@ -98,8 +98,7 @@ def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
         (sorted(held - everywhere), "are in it, but the model has none of these names"),
     ):
         if names:
-            some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            print_rank_0(f"warning: {reader.path}: the buffers {some} {words}")
+            print_rank_0(f"warning: {reader.path}: the buffers {first_of(names)} {words}")
 
 
 def _unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
@@ -113,7 +112,7 @@ def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Want
     """Raise CheckpointError if a resume would drop weights; print a note if only weights are loaded."""
     if not unread:
         return
-    shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+    shown = first_of(unread, 3)
     if wanted.position:
         raise CheckpointError(f"{reader.path / INDEX} lists weights that this model does not have: {shown}")
     print_rank_0(f"note: {reader.path} holds weights that this model does not have: {shown}")
@@ -129,13 +128,13 @@ def refuse_contradictions(
         there["family"] = here["family"]  # a custom model, whose family is unknown
     differing = _differences(there, here)
     if differing and not (config.checkpoint.finetune and _only_reach(there, here)):
-        more = "; --finetune goes on with these" if _only_reach(there, here) else ""
+        more = "; --finetune continues with these" if _only_reach(there, here) else ""
         settings = Path(reader.path).parent / "settings.json"
         if settings.is_file():
             more += f"; --config {settings} has its settings"
         raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
     if wanted.same_tokenizer:
-        reader.check_tokenizer(fingerprint, "; --override-tokenizer goes on with this one")
+        reader.check_tokenizer(fingerprint, "; --override-tokenizer continues with this one")
     before = reader.config["optim"]["optimizer"]
     if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
         raise CheckpointError(
@@ -147,13 +146,13 @@ def refuse_contradictions(
         differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
             raise CheckpointError(
-                f"{reader.path} was trained on other samples: {differing}; --override-data goes on with these"
+                f"{reader.path} was trained on other samples: {differing}; --override-data continues with these"
             )
 
 
 def settings_of_samples(config: Config) -> dict[str, Any]:
     """Return the settings that decide what one sample of a corpus is made of."""
-    return {name: getattr(config.data, name) for name in OF_SAMPLES} | {"objective": config.objective}
+    return {name: getattr(config.data, name) for name in SAMPLE_SETTINGS} | {"objective": config.objective}
 
 
 def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
@@ -162,7 +161,8 @@ def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
     most = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
     if samples > most:
         raise CheckpointError(
-            f"{reader.path / INDEX}: consumed_samples is {samples}, more than {iteration} iterations can have read ({most})"
+            f"{reader.path / INDEX}: consumed_samples is {samples}, more than {iteration} iterations can have read "
+            f"({most})"
         )
 
 

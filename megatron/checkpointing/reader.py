@@ -82,7 +82,8 @@ class CheckpointReader:
         codes = CODES if key.startswith(f"{BUFFER}.") else FLOATS
         if part.get_shape() != shape or part.get_dtype() not in codes.values():
             raise CheckpointError(
-                f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, not as numbers of shape {shape}"
+                f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, not as numbers "
+                f"of shape {shape}"
             )
         return part
 
@@ -169,7 +170,8 @@ def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[st
         shape = reader.tensors[key]["shape"]
         if shape != list(into.shape):
             raise CheckpointError(
-                f"{reader.path}: the buffer {name} has shape {shape}, the model's has {list(into.shape)}: give it its final shape "
+                f"{reader.path}: the buffer {name} has shape {shape}, the model's has {list(into.shape)}: give it "
+                "its final shape "
                 f"when the model is built"
             )
         into.copy_(reader.read(key, 0, 0, shape[0]))

@@ -114,7 +114,7 @@ def relocated(config: Config, run_dir: Path) -> Config:
     )
 
 
-def look_of(prefix: str) -> str:
+def corpus_fingerprint(prefix: str) -> str:
     """Return a hash of the sizes and both ends of a .bin/.idx pair: cheap, and different for different corpora.
 
     A second pair with the loss mask, if there is one, is included.

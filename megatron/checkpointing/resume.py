@@ -17,7 +17,7 @@ from . import data_change
 from .files import CheckpointError, find_checkpoint, latest_checkpoint, recover
 from .load import Wanted, load_checkpoint, settings_of_samples
 from .reader import CheckpointReader, plain_config
-from .relocation import look_of
+from .relocation import corpus_fingerprint
 from .state import TrainState
 
 MANY = 10**8  # samples; comparing more takes longer than a few seconds
@@ -136,5 +136,5 @@ def _corpora(config: Config) -> int:
     if not (config.data.data_path or config.data.train_data_path):
         return 0  # a custom entry script provides the data sets
     paths = config.data.paths
-    looks = " ".join(map(look_of, prefixes_of(paths["train"] if isinstance(paths, dict) else paths)))
+    looks = " ".join(map(corpus_fingerprint, prefixes_of(paths["train"] if isinstance(paths, dict) else paths)))
     return int.from_bytes(hashlib.sha256(looks.encode()).digest()[:8])

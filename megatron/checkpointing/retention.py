@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.config.fields import describe
 
 from .files import latest_name
-from .whole import is_whole
+from .whole import is_complete
 
 
 def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
@@ -31,7 +31,7 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[s
         name for name in names[:-keep_last] if name != latest and not (keep_every and int(name[5:]) % keep_every == 0)
     ]
     if dropped:
-        whole = next((name for name in reversed(names) if is_whole(folder / name)), None)
+        whole = next((name for name in reversed(names) if is_complete(folder / name)), None)
         dropped = [name for name in dropped if name != whole]
     notes = []
     for name in dropped:

@@ -55,4 +55,6 @@ class RetryingSaver:
         self.failures += 1
         if must or self.failures > self.limit:
             raise error
-        print_rank_0(f"note: {error}; training goes on, the next save tries again ({self.failures} of {self.limit})")
+        print_rank_0(
+            f"note: {error}; training continues, and the next save tries again ({self.failures} of {self.limit})"
+        )

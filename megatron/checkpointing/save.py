@@ -17,7 +17,7 @@ from megatron.atomic import remove
 from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.ranks.agreement import all_ranks, check_replicas
-from megatron.ranks.buffers import survey
+from megatron.ranks.buffers import fingerprint_buffers
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
@@ -29,7 +29,7 @@ from .retention import prune
 from .share import Part, expected_shapes, merge, parts_of, steps_of, values_of, without_moments, write_share
 from .state import TrainState
 from .stream import Entry, write_entries
-from .whole import check_whole
+from .whole import check_complete
 
 SLOW_SECONDS = 300.0  # long enough for a large share on a slow disk; a needless note does no harm
 Place = dict[str, Any]  # location of a piece in its tensor: dim, begin, end, shape
@@ -62,7 +62,8 @@ def named_if_slow(path: Path) -> Iterator[None]:
     """Print a note if writing `path` inside the context takes more than `SLOW_SECONDS`, as on a hanging disk."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     words = (
-        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if its disk does not answer, the checkpoint is never "
+        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if its disk does not answer, the "
+        "checkpoint is never "
         f"valid, and the next save waits for it"
     )
     timer = threading.Timer(SLOW_SECONDS, lambda: print(words, flush=True))
@@ -131,7 +132,11 @@ class Saver:
                 temporary.mkdir(parents=True)
         module = self.engine.module
         known = gather_objects(
-            (zero_state.get_step(self.engine), zero_state.moment_names(self.engine), survey(module, savable))
+            (
+                zero_state.get_step(self.engine),
+                zero_state.moment_names(self.engine),
+                fingerprint_buffers(module, savable),
+            )
         )
         optimizer: dict[str, Any] = {
             "step": max(step for step, _, _ in known),
@@ -208,7 +213,7 @@ class Saver:
         if steps := {name: step for _, _, each in every for name, step in each.items()}:
             optimizer["steps"] = steps
         optimizer["without_moments"] = without_moments(tensors, optimizer["moments"])
-        check_whole(temporary, tensors, expected)
+        check_complete(temporary, tensors, expected)
         text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
         with named_if_slow(final):
             publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})

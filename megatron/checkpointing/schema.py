@@ -26,7 +26,7 @@ def read(text: str) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
-            raise SchemaError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+            raise SchemaError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
         return found
 
     def number(word: str) -> Any:

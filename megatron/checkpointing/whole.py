@@ -8,7 +8,9 @@ from .files import CheckpointError, open_tensors
 from .reader import CheckpointReader
 
 
-def check_whole(folder: Path, tensors: Mapping[str, Any], expected: Mapping[str, Sequence[int]] | None = None) -> None:
+def check_complete(
+    folder: Path, tensors: Mapping[str, Any], expected: Mapping[str, Sequence[int]] | None = None
+) -> None:
     """Raise CheckpointError naming a missing tensor, missing rows, or a file that contradicts the index.
 
     tensors: key -> shape, dim, pieces, as in the index.
@@ -40,11 +42,11 @@ def _check_piece(path: Path, file: Any, key: str, dim: int, whole: Sequence[int]
         raise CheckpointError(f"{path} does not hold {key!r} of shape {shape}")
 
 
-def is_whole(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Path) -> bool:
     """Return whether a published checkpoint is complete, as far as its index and file headers show."""
     try:
         reader = CheckpointReader(checkpoint)
-        check_whole(checkpoint, reader.tensors)
+        check_complete(checkpoint, reader.tensors)
     except (CheckpointError, KeyError, TypeError, IndexError):
         return False
     return bool(reader.tensors)

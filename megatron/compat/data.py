@@ -22,7 +22,7 @@ def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -
 
 
 def by_original_keywords(family: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a builder of data sets also take `data_prefix=` and the other keywords of the original, and return three data sets."""
+    """Let a builder also take `data_prefix=` and the other keywords of the original, and return three data sets."""
 
     def decorate(build: Callable[P, R]) -> Callable[P, R]:
         @wraps(build)
@@ -45,7 +45,7 @@ def _gpt2(
     train_valid_test_num_samples: Sequence[int] = (),
     skip_warmup: bool = True,
 ) -> tuple[Any, ...]:
-    """Return the data sets of training, validation and test, each None where it is empty; a sample is {"text": [s + 1]}."""
+    """Return the training, validation and test data sets, None if empty; a sample is {"text": [s + 1]}."""
     from ..tasks.gpt2 import GPT2
     from ..training.global_vars import get_tokenizer
 
@@ -66,7 +66,7 @@ def build_train_valid_test_datasets(
     train_valid_test_num_samples: Sequence[int] = (),
     skip_warmup: bool = True,
 ) -> tuple[Any, ...]:
-    """Return the T5 data sets of training, validation and test, each None where it is empty; see `T5Samples` for a sample.
+    """Return the training, validation and test data sets of a T5, None if empty; see `T5Samples` for a sample.
 
     data_prefix: of three pairs PREFIX_context, PREFIX_target and PREFIX_target_offset, or of one pair of plain text.
     Any number of samples can be read, and files are always mapped: the last three arguments decide nothing.

@@ -38,8 +38,8 @@ def get_masks_and_position_ids_for_t5(
 
     ctx_eod_mask: int [b, k], nonzero at the last token of each document of the encoder. Unlike the original, tokens of
     text do not attend to padding. Returns (encoder mask fp32 [b, 1, k, k], encoder positions int64 [b, k], decoder mask
-    [b, 1, q, q], decoder positions [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Masks are 1 where attention is
-    allowed; the loss mask is 0 where a target is the end of a document or a label is padding.
+    [b, 1, q, q], decoder positions [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Masks are 1 where attention
+    is allowed; the loss mask is 0 where a target is the end of a document or a label is padding.
     Raises ValueError if `reset_attention_mask` is given documents that the decoder does not end as the encoder does.
     """
     ends = targets == tokenizer.eod_id
@@ -80,7 +80,7 @@ def _t5_masks(encoder_ids: Tensor, decoder_ids: Tensor) -> T5Masks:
 
 
 def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
-    """Return the document ids int16 [b, s] that an attention mask [1 or b, 1, s, s] is equivalent to, empty for one document.
+    """Return document ids int16 [b, s] equivalent to an attention mask [1 or b, 1, s, s], empty for one document.
 
     mask: bool, True where attention is forbidden. tokens: [b, s]. Raises ValueError for any other mask.
     """
@@ -98,7 +98,7 @@ def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
 
 
 def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
-    """Return the document ids int16 [b, k] and [b, q] that masks of a T5 are equivalent to, both empty for one document.
+    """Return document ids int16 [b, k] and [b, q] equivalent to the masks of a T5, both empty for one document.
 
     given: nonzero where attention is allowed. Raises ValueError for masks that no document ids express.
     """

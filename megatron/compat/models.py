@@ -41,7 +41,7 @@ def t5_inputs(inputs: Any, reset_positions: bool) -> Any:
 
 
 class GPT2Model(gpt2.GPT2Model):
-    """GPT-2 without a pipeline; see `megatron.model.gpt2.GPT2Model`. config: the settings of `get_args()` if not given."""
+    """GPT-2 without a pipeline; see `megatron.model.gpt2.GPT2Model`. config: by default that of `get_args()`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GPT2Model(gpt2.GPT2Model):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return what the model of `megatron.model.gpt2` does; document_ids may be an attention mask [1 or b, 1, s, s]."""
+        """Return the result of `megatron.model.gpt2`; document_ids may be an attention mask [1 or b, 1, s, s]."""
         if document_ids is not None and document_ids.dim() == 4:
             document_ids = decoder_documents(document_ids, tokens)
         # Contiguous, as scripts flatten the loss of each token by view(-1).
@@ -87,7 +87,7 @@ class T5Model(t5.T5Model):
     def forward(
         self, *inputs: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any
     ) -> Tensor:
-        """Return what the model of `megatron.model.t5` does; seven inputs are tokens, positions and masks as the original's."""
+        """Return the result of `megatron.model.t5`; seven inputs are the original's tokens, positions and masks."""
         ours: Any = t5_inputs(inputs, self._reset_positions)
         named |= {"labels": labels, "loss_mask": loss_mask}
         return super().forward(*ours, **named).contiguous()

@@ -11,7 +11,8 @@ from types import CodeType, ModuleType
 # Old package -> new package -> modules that moved there.
 _PACKAGES = {
     "megatron.commands": {
-        "data_utils": "chats clean_corpus cli inspect_data journal missing preprocess_data progress sample_view train_tokenizer",
+        "data_utils": "chats clean_corpus cli inspect_data journal missing preprocess_data progress sample_view "
+        "train_tokenizer",
         "megatron_tools": "launch",
         "megatron_tools.convert": "convert_checkpoint export_roles export_tokenizer",
         "megatron_tools.doctor": "doctor",
@@ -39,9 +40,11 @@ _PACKAGES = {
 MOVED = {
     "megatron.config.foreign_core": "megatron.config.foreign.core",
     "megatron.config.foreign_flags": "megatron.config.foreign.flags",
+    "megatron.checkpointing.shapes": "megatron_tools.convert.shapes",
     "megatron.planning.memory": "megatron.training.memory.per_rank",
     "megatron.tokenizer.chat": "data_utils.chat_templates",
     "megatron.training.functions": "megatron.compat.pretrain",
+    "megatron.tasks.synthetic": "megatron_tools.simulate.synthetic",
     "megatron.tokenizer.train": "data_utils.tokenizer_training",
     **{
         f"{old}.{name}": f"{new}.{name}"

@@ -135,7 +135,8 @@ _COUNTERPARTS = {
     },
     "megatron.fp16.fp16util": {
         "BN_convert_float FP16Model convert_module convert_network master_params_to_model_params "
-        "model_grads_to_master_grads network_to_half prep_param_lists tofp16": "--precision fp16 converts weights and keeps fp32 masters, so leave it out",
+        "model_grads_to_master_grads network_to_half prep_param_lists tofp16":
+            "--precision fp16 converts weights and keeps fp32 masters, so leave it out",
         "clip_grad_norm": "megatron.mpu.clip_grad_norm",
         "to_python_float": "tensor.item()",
     },
@@ -195,7 +196,8 @@ _COUNTERPARTS = {
         "ensure_divisibility": "mpu.divide(numerator, denominator), which checks",
     },
     "megatron.package_info": {
-        "__contact_names__ __description__ __download_url__ __keywords__ __license__ __package_name__ __url__": "importlib.metadata.metadata('megatron-tds')",
+        "__contact_names__ __description__ __download_url__ __keywords__ __license__ __package_name__ __url__":
+            "importlib.metadata.metadata('megatron-tds')",
     },
     "megatron.tokenizer": {
         "build_tokenizer": _TOKENIZERS,

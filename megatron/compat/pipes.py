@@ -1,4 +1,4 @@
-"""Pipeline models with CPM-Pretrain's signatures; apart from models.py, as they need DeepSpeed, whose import takes seconds."""
+"""Pipeline models with CPM-Pretrain's signatures. They need DeepSpeed, whose import takes seconds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ class _TakesMasks:
 
 
 class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
-    """GPT-2 over pipeline stages; see `megatron.model.pipe.GPT2ModelPipe`. config: that of `get_args()` if not given."""
+    """GPT-2 over pipeline stages; see `megatron.model.pipe.GPT2ModelPipe`. config: by default that of `get_args()`."""
 
     def __init__(
         self,

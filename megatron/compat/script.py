@@ -148,7 +148,7 @@ class _Counted(NamedTuple):
 class ScriptTask(FunctionsTask):
     """The functions of a script whose `forward_step` returns the mean over the targets of a micro-batch.
 
-    Where the data sets are ours, a micro-batch weighs as much as it has targets, so that the loss is the same in every layout.
+    If the data sets are ours, a micro-batch is weighted by its targets, so the loss is the same in every layout.
     """
 
     def __init__(

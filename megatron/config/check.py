@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .command_line import parse
+from .command_line import help_if_asked, parse
 from .defaults import DEFAULTS
 from .fields import ConfigError
-from .help import help_if_asked
 from .sections import Config
 
 

@@ -6,6 +6,7 @@ Precedence: defaults < `--config FILE` < flags. The last of several equal flags 
 import argparse
 import difflib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 from .. import presets
 from ..json_text import describe_json
 from .decoder import unread
-from .fields import ConfigError, OneOf, flag, types_of
+from .fields import ConfigError, OneOf, flag, listed, types_of
 from .foreign.translate import Translation, add_to, flag_of, settings_for, suggestion, written
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
@@ -89,6 +90,12 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     add_to(parser)
     return parser
+
+
+def help_if_asked(family: str | None = None) -> None:
+    """Show the settings that `family` reads (all if None) and exit, if the command line has -h or --help."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        build_parser(Path(sys.argv[0]).name, family).parse_args(["--help"])
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
@@ -218,16 +225,15 @@ def parse(
     notes += dropped
     try:
         config = line.settle(with_values(Config(), values), ranks, with_values)
-        said, trained = config.model.family, (defaults or {}).get("family")
-        if trained and said != trained:
-            line.problems.append(f"this script trains a {trained}: it cannot take --family {said}")
+        family, own = config.model.family, (defaults or {}).get("family")
+        if own and family != own:
+            line.problems.append(f"this script trains a {own}: it does not support --family {family}")
         _check_min_lr(config)
     except ConfigError as error:
         line.problems.append(str(error))
     problems += line.problems
     if problems:
-        many = f"{len(problems)} things cannot be taken as they are:"
-        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+        raise ConfigError(listed(problems, "problems with the settings"))
     for note in notes + line.notes:
         tell(note)
     return config
@@ -262,7 +268,7 @@ def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tup
     ask for them.
     """
     values: dict[str, Any] = {}
-    said_in: dict[str, str] = {}
+    source_of: dict[str, str] = {}
     notes: list[str] = []
     for where, new in [
         *((where, without_t5s_objective(source.values)) for where, source in sources),
@@ -271,11 +277,11 @@ def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tup
         scaling = new.get("rope_scaling", values.get("rope_scaling"))
         if scaling != values.get("rope_scaling"):
             for name in [each for each in unread(values, scaling) if each not in new]:
-                said = written(flag(name), values.pop(name))
+                unused = written(flag(name), values.pop(name))
                 why = f"{written('--rope-scaling', scaling)} does not read it"
-                notes.append(f"{said_in[name]}: {said} has no effect: {why}")
+                notes.append(f"{source_of[name]}: {unused} has no effect: {why}")
         values |= new
-        said_in |= dict.fromkeys(new, where)
+        source_of |= dict.fromkeys(new, where)
     for _, source in sources:
         values |= source.follow(values, line.values)
     return values | line.follow(values), notes

@@ -49,7 +49,8 @@ class DataConfig(Section):
 
     data_path: tuple[str, ...] | None = opt(
         None,
-        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote (or one of its files), or several: 0.7 a 0.3 b",
+        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote (or one of its files), or several: 0.7 a "
+        "0.3 b",
     )
     train_data_path: tuple[str, ...] | None = opt(None, "pairs for training only, instead of --data-path")
     valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation only")
@@ -71,7 +72,8 @@ class DataConfig(Section):
     )
     objective: str | None = opt(
         None,
-        "what is learned: lm (each next token), sft (the answers of conversations) or prefix-lm (what follows a beginning that is read both "
+        "training objective: lm (each next token), sft (the answers of conversations) or prefix-lm (what follows a "
+        "prefix that is read both "
         "ways; docs/objectives.md); T5: span-corruption or prefix-lm; "
         "the first of its family if not given",
         one_of(*dict.fromkeys((*OF_DECODERS, *OF_T5))),
@@ -89,17 +91,17 @@ class DataConfig(Section):
     )
     fim_rate: float = opt(
         0.0,
-        "lm: share of the documents of a window whose middle is moved to their end, to be filled in there (docs/objectives.md)",
+        "lm: share of documents for fill-in-the-middle, whose middle is moved to the end (docs/objectives.md)",
         between(0, 1),
     )
-    fim_spm_rate: float = opt(0.5, "of these, the share in the order suffix, prefix, middle", between(0, 1))
+    fim_spm_rate: float = opt(0.5, "share of these documents in the order suffix, prefix, middle", between(0, 1))
     fim_tokens: tuple[str, ...] | None = opt(
         None, "special tokens of the tokenizer that mark prefix, middle and suffix, in this order"
     )
-    reset_position_ids: bool = opt(False, "count positions again after each end-of-document token")
-    reset_attention_mask: bool = opt(False, "let no token see a document before its own")
+    reset_position_ids: bool = opt(False, "restart positions after each end-of-document token")
+    reset_attention_mask: bool = opt(False, "attend within documents only")
     eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
-    num_workers: int = opt(0, "processes that read samples ahead; 0 reads in the training process", at_least(0))
+    num_workers: int = opt(0, "worker processes that read samples ahead; 0 reads in the training process", at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,16 +27,19 @@ class DecoderConfig(Section):
 
     num_key_value_heads: int | None = opt(
         None,
-        "heads of keys and values, each shared by a group of the attention heads; as many as those if not given",
+        "key/value heads, each shared by a group of attention heads; as many as those if not given",
         at_least(1),
         family=LLAMA,
     )
     qkv_bias: bool | None = opt(
-        None, "biases of queries, keys and values; as --hidden-bias says if not given", family=LLAMA
+        None, "biases of queries, keys and values; as with --hidden-bias if not given", family=LLAMA
     )
     qk_norm: bool = opt(False, "an RMS norm over each head of queries and keys, before they are rotated", family=LLAMA)
     sliding_window: int | None = opt(
-        None, "latest tokens that a token sees, itself included; all if not given, or none", at_least(1), family=LLAMA
+        None,
+        "latest tokens that a token attends to, itself included; all if not given, or none",
+        at_least(1),
+        family=LLAMA,
     )
     rope_theta: float = opt(10000.0, "rotary positions: base of the wavelengths", at_least(1), family=LLAMA)
     rotary_percent: float = opt(
@@ -45,9 +48,9 @@ class DecoderConfig(Section):
     rope_scaling: str | None = opt(
         None, f"rotary positions for longer texts: {', '.join(SCALINGS)}, or none", one_of(*SCALINGS), family=LLAMA
     )
-    rope_scaling_factor: float = opt(1.0, "how much longer", at_least(1), family=LLAMA)
+    rope_scaling_factor: float = opt(1.0, "factor by which texts get longer", at_least(1), family=LLAMA)
     rope_original_length: int | None = opt(
-        None, "llama3, yarn: tokens that were read before that", at_least(1), family=LLAMA
+        None, "llama3, yarn: context length before scaling", at_least(1), family=LLAMA
     )
     rope_low_freq_factor: float = opt(
         1.0, "llama3: waves that fit fewer times into the original length are scaled", more_than(0), family=LLAMA

@@ -18,8 +18,8 @@ from .sections import Config
 REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
 # Keys passed through to DeepSpeed. Those in RESOLVED are reconciled with our flags first.
 PASSED_ON = REDUCES | {
-    "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler", "comms_logger",
-    "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
+    "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler",
+    "comms_logger", "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
 }  # fmt: skip
 RESOLVED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
@@ -31,7 +31,8 @@ SECTIONS = {
 ENABLED = '{"enabled": true}'
 SECTIONS_LOOK = {"zero_optimization": '{"stage": 1}'}
 NUMBERS = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "steps_per_print",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "steps_per_print",
 }  # fmt: skip
 INSTEAD = {
     "optimizer": "--optimizer, --lr, --adam-beta1 and --weight-decay",
@@ -133,7 +134,8 @@ def _check_sections(given: dict[str, Any], path: str) -> None:
             given[key] = {"stage": int(given[key])} if key == "zero_optimization" else {"enabled": given[key]}
         if not isinstance(given[key], dict):
             raise ConfigError(
-                f"{path}: {key!r} must be an object, such as {SECTIONS_LOOK.get(key, ENABLED)}, not {json.dumps(given[key])}"
+                f"{path}: {key!r} must be an object, such as {SECTIONS_LOOK.get(key, ENABLED)}, not "
+                f"{json.dumps(given[key])}"
             )
         given[key] = {name: value for name, value in given[key].items() if value is not None}
         if given[key].get("enabled") == "auto":
@@ -153,7 +155,8 @@ def _require_overflow_checks(given: dict[str, Any], path: str) -> None:
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if given.get(section, {}).get(key) is False:
             raise ConfigError(
-                f"{path} says {section}.{key} = false, by which gradients that are not finite would be applied; remove it"
+                f"{path} says {section}.{key} = false, by which gradients that are not finite would be applied; "
+                "remove it"
             )
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from json import JSONDecodeError
 from typing import Any, get_args, get_origin, get_type_hints
@@ -21,6 +21,17 @@ def describe(error: BaseException) -> str:
     if isinstance(error, JSONDecodeError):
         return describe_json(error.doc, error)
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def first_of(names: Sequence[object], most: int = 8) -> str:
+    """Return the first names, separated by commas, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
+def listed(problems: Sequence[str], title: str) -> str:
+    """Return the only problem, or all of them below a title with their number, one a line."""
+    return problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} {title}:", *problems])
 
 
 def flag(name: str) -> str:

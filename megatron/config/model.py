@@ -31,7 +31,7 @@ class ModelConfig(DecoderConfig):
 
     family: str | None = opt(
         None,
-        f"{', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}, what the entry script trains and says itself; none for a model of your own",
+        f"{', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}, set by the entry script; none for a custom model",
         one_of(*FAMILIES),
     )
     num_layers: int = opt(12, "transformer layers", at_least(1))
@@ -49,9 +49,7 @@ class ModelConfig(DecoderConfig):
     position_embedding: str = opt(
         "learned", "learned, (T5) relative, or (Llama) rope: rotary ones", one_of("learned", "relative", "rope")
     )
-    relative_attention_num_buckets: int = opt(
-        32, "distances that relative positions tell apart", at_least(4), family=("t5",)
-    )
+    relative_attention_num_buckets: int = opt(32, "distance buckets of relative positions", at_least(4), family=("t5",))
     relative_attention_max_distance: int = opt(
         128, "distance from which on all are one bucket", at_least(2), family=("t5",)
     )
@@ -76,38 +74,41 @@ class ModelConfig(DecoderConfig):
     attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1), free=True)
     checkpoint_attention: bool = opt(
         False,
-        "compute attention's scores again in the backward pass instead of keeping them (selective recomputation)",
+        "recompute attention scores in the backward pass (selective recomputation)",
         free=True,
     )
     recompute_modules: tuple[str, ...] = opt(
         (),
-        "compute the outputs of these again in the backward pass instead of keeping them: norm, qkv (queries, keys and "
+        "recompute the outputs of these in the backward pass: norm, qkv (queries, keys and "
         "values), activation; for kernels that keep no scores",
         each_of("norm", "qkv", "activation"),
         free=True,
     )
     offload_activations: bool = opt(
         False,
-        "what layers keep for the backward pass waits in the host's memory instead of the accelerator's",
+        "keep activations in the host's memory instead of the accelerator's",
         free=True,
     )
     logits_chunk_size: int = opt(
         0,
-        "tokens whose logits exist at a time: the output layer is computed with the loss, chunk by chunk, of micro-batches with more "
-        "tokens; 0: of all at once, as chunks save memory only where a micro-batch has more tokens than --hidden-size + this (an fp32 "
-        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --reference-ops cross-entropy computes all",
+        "tokens whose logits exist at a time: the output layer is computed with the loss, chunk by chunk, of "
+        "micro-batches with more "
+        "tokens; 0: of all at once, as chunks save memory only where a micro-batch has more tokens than "
+        "--hidden-size + this (an fp32 "
+        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --reference-ops "
+        "cross-entropy computes all",
         at_least(0),
         free=True,
     )
     reference_ops: tuple[str, ...] = opt(
         (),
-        f"compute these as a textbook writes them, with torch's own gradients: slower, to check numbers by ({', '.join(FUSED)})",
+        f"compute these by textbook formulas with torch's own gradients: slower, for checks ({', '.join(FUSED)})",
         each_of(*FUSED),
         free=True,
     )
     kernels: str = opt(
         "auto",
-        "of norms and Adam: torch's, apex's; auto takes apex's where it is",
+        "implementation of norms and Adam: torch or apex; auto is apex if installed",
         one_of("auto", "torch", "apex"),
         free=True,
     )
@@ -141,8 +142,10 @@ class ModelConfig(DecoderConfig):
         exact = self.relative_attention_num_buckets // 2
         if self.position_embedding == "relative" and self.relative_attention_max_distance <= exact:
             yield (
-                f"--relative-attention-max-distance {self.relative_attention_max_distance}: of --relative-attention-num-buckets "
-                f"{self.relative_attention_num_buckets} the first {exact} are single distances, so it must be more than that"
+                f"--relative-attention-max-distance {self.relative_attention_max_distance}: of "
+                "--relative-attention-num-buckets "
+                f"{self.relative_attention_num_buckets} the first {exact} are single distances, so it must be more "
+                "than that"
             )
 
     @property

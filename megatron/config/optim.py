@@ -24,28 +24,31 @@ class OptimConfig(Section):
     min_lr: float = opt(0.0, "learning rate at the end of the decay", at_least(0))
     lr_decay_style: str = opt(
         "cosine",
-        "how it falls after the warm-up: cosine, linear, constant, or wsd (constant, then a fall at the end)",
+        "decay of the learning rate after the warm-up: cosine, linear, constant, or wsd (constant, then a decay at "
+        "the end)",
         one_of("cosine", "linear", "constant", "wsd"),
     )
     lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", at_least(1))
     lr_wsd_decay_iters: int | None = opt(
-        None, "of wsd: iterations of the fall at the end; a tenth of the decay iterations if not given", at_least(1)
+        None, "wsd: iterations of the decay at the end; a tenth of the decay iterations if not given", at_least(1)
     )
     lr_wsd_decay_style: str = opt(
         "minus-sqrt",
-        "of wsd: minus-sqrt, linear, cosine or exponential",
+        "wsd: minus-sqrt, linear, cosine or exponential",
         one_of("minus-sqrt", "linear", "cosine", "exponential"),
     )
-    warmup: float = opt(0.01, "share of the decay iterations that the rate rises in", between(0, 1))
+    warmup: float = opt(0.01, "warm-up, as a share of the decay iterations", between(0, 1))
     override_lr_schedule: bool = opt(
         False,
-        "after loading the learning rate follows these flags, not the schedule that the checkpoint was trained by",
+        "after loading, use the learning-rate schedule of these flags instead of the checkpoint's",
     )
     weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
-    embedding_weight_decay: bool = opt(True, "matrices that are looked up in, of tokens and positions, decay, too")
+    embedding_weight_decay: bool = opt(True, "apply weight decay to the embeddings of tokens and positions, too")
     clip_grad: float | None = opt(
-        None, "largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given", at_least(0)
+        None,
+        "gradient clipping: largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given",
+        at_least(0),
     )
-    adam_beta1: float = opt(0.9, "Adam's decay of the mean", between(0, 1))
-    adam_beta2: float = opt(0.999, "Adam's decay of the squares", between(0, 1))
+    adam_beta1: float = opt(0.9, "Adam's beta1", between(0, 1))
+    adam_beta2: float = opt(0.999, "Adam's beta2", between(0, 1))
     adam_eps: float = opt(1e-8, "Adam's epsilon", at_least(0))

@@ -12,23 +12,25 @@ class CheckpointConfig(Section):
 
     save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
     load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
-    finetune: bool = opt(False, "take only the weights of --load: optimizer, data and iterations start again")
-    load_optim: bool = opt(True, "without it the optimizer's moments and the loss scale start again")
-    load_rng: bool = opt(True, "without it dropout is drawn by this --seed, not by the streams of the checkpoint")
-    override_data: bool = opt(False, "go on although data, --split, --seed or lengths of the samples have changed")
-    override_tokenizer: bool = opt(False, "go on with another tokenizer of the same vocabulary size")
+    finetune: bool = opt(False, "take only the weights of --load: optimizer, data and iterations start from scratch")
+    load_optim: bool = opt(True, "load the optimizer's moments and the loss scale")
+    load_rng: bool = opt(True, "draw dropout from the checkpoint's random streams, not by this --seed")
+    override_data: bool = opt(False, "continue although data, --split, --seed or lengths of the samples have changed")
+    override_tokenizer: bool = opt(False, "continue with another tokenizer of the same vocabulary size")
     async_save: bool = opt(
-        False, "write checkpoints while training goes on; needs memory for a copy of what a rank saves"
+        False, "write checkpoints while training continues; needs memory for a copy of what a rank saves"
     )
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
     save_at_end: bool = opt(True, "save after the last iteration")
     max_failed_saves: int = opt(
         3, "how many saves in a row may fail, e.g. on a full disk, before the run ends; 0 for none", at_least(0)
     )
-    keep_last: int | None = opt(None, "how many of the newest checkpoints stay; all if not given", at_least(1))
-    keep_every: int | None = opt(None, "with --keep-last: those of every so many iterations stay, too", at_least(1))
-    exit_duration_in_mins: float | None = opt(None, "save and end after so many minutes", at_least(0))
-    exit_interval: int | None = opt(None, "save and end after every so many iterations of the run", at_least(1))
+    keep_last: int | None = opt(None, "number of newest checkpoints to keep; all if not given", at_least(1))
+    keep_every: int | None = opt(
+        None, "with --keep-last: also keep the checkpoints of every so many iterations", at_least(1)
+    )
+    exit_duration_in_mins: float | None = opt(None, "save and end after this many minutes", at_least(0))
+    exit_interval: int | None = opt(None, "save and end at multiples of this iteration", at_least(1))
 
     def _problems(self) -> Iterator[str]:
         if self.keep_every and self.keep_last is None:
@@ -59,23 +61,26 @@ class LogConfig(Section):
     csv: bool = opt(False, "write metrics.csv in the run directory, too")
     trace: bool = opt(
         False,
-        "every rank keeps a timeline of passes, messages and collectives, in the folder trace of the run directory (Chrome trace, for "
+        "record a timeline of passes, messages and collectives on every rank, in the folder trace of the run "
+        "directory (Chrome trace, for "
         "Perfetto; tools/draw_schedule.py --run draws it); of the newest 50 iterations, or of --trace-iterations",
     )
     trace_iterations: str | None = opt(
         None,
-        "with --trace: the iterations that are kept, e.g. 41-50",
+        "with --trace: the iterations to record, e.g. 41-50",
         range_problem,
     )
     profile: bool = opt(
         False,
-        "a few iterations as torch's profiler sees them, every operator and kernel of all ranks in profile/merged.json.gz of the run "
-        "directory (Chrome trace, for Perfetto), with what --trace keeps above them; --trace costs next to nothing and can stay on, this "
-        "slows the iterations it looks at",
+        "profile a few iterations with torch's profiler: every operator and kernel of all ranks in "
+        "profile/merged.json.gz of the run "
+        "directory (Chrome trace, for Perfetto), below the timeline of --trace; --trace costs next to nothing and "
+        "can stay on, this "
+        "slows the profiled iterations",
     )
     profile_iterations: str | None = opt(
         None,
-        "with --profile: the iterations, e.g. 41-43; if not given, three after the first five of this start",
+        "with --profile: the iterations to profile, e.g. 41-43; if not given, three after the first five of this start",
         range_problem,
     )
 

@@ -10,25 +10,27 @@ from .fields import ConfigError, Section, at_least, between, one_of, opt
 class ParallelConfig(Section):
     """Settings of the layout over ranks."""
 
-    model_parallel_size: int = opt(1, "ranks that share every layer (tensor parallel)", at_least(1))
+    model_parallel_size: int = opt(1, "ranks that split every layer (tensor parallelism)", at_least(1))
     sequence_parallel: bool | None = opt(
         None,
-        "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent; if not given, on "
-        "accelerators, with a model of ours whose sequences can be split evenly",
+        "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent; if not "
+        "given, on "
+        "accelerators, with a GPT-2, Llama or T5 whose sequences can be split evenly",
     )
     async_tensor_model_parallel_allreduce: bool = opt(
-        True, "these ranks sum the gradient of a layer's input while that of its weight is computed, not before it"
+        True, "all-reduce the gradient of a layer's input while that of its weight is computed, not before"
     )
     context_parallel_size: int = opt(
         1,
-        "ranks that share out the tokens of each sample, for long ones: attention gathers keys and values of all of them",
+        "ranks that shard the tokens of each sample, for long ones: attention gathers keys and values of all of them",
         at_least(1),
         family=("gpt2", "llama"),
     )
     pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
     partition_method: str = opt(
         "balanced",
-        "how layers are cut into stages: balanced (by counted work, embedding and logits included), measured (by time, at the "
+        "how layers are cut into stages: balanced (by counted work, embedding and logits included), measured (by "
+        "time, at the "
         "start), type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8",
     )
     pipeline_schedule: str = opt(
@@ -37,7 +39,7 @@ class ParallelConfig(Section):
         one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
     )
     virtual_pipeline_size: int = opt(
-        1, "stretches of layers on each pipeline stage, for --pipeline-schedule interleaved", at_least(1)
+        1, "groups of layers on each pipeline stage, for --pipeline-schedule interleaved", at_least(1)
     )
     pipeline_extra_warmup: int = opt(
         0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", at_least(0)
@@ -52,19 +54,19 @@ class ParallelConfig(Section):
     )
     overlap_grad_reduce: bool = opt(
         True,
-        "add gradients up over replicas during the last backward pass of a step, not after it: without ZeRO, and with its "
-        "stage 1 in fp32 and bf16, which without this flag is DeepSpeed's",
+        "reduce gradients over replicas during the last backward pass of a step, not after it: without ZeRO, and "
+        "with its "
+        "stage 1 in fp32 and bf16, which otherwise is DeepSpeed's",
     )
-    checkpoint_activations: bool = opt(
-        False, "keep only layer inputs and compute activations again in the backward pass"
-    )
+    checkpoint_activations: bool = opt(False, "keep only layer inputs and recompute activations in the backward pass")
     checkpoint_num_layers: int = opt(1, "layers between two kept inputs", at_least(1))
     startup_timeout_minutes: float = opt(
         30.0, "until the first step: how long ranks wait for each other, e.g. for a model to be loaded", at_least(0.01)
     )
     distributed_timeout_minutes: float = opt(
         10.0,
-        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run with a report",
+        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run "
+        "with a report",
         at_least(0.01),
     )
 

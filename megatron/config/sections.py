@@ -58,7 +58,7 @@ class Config:
         m, p, t = self.model, self.parallel, self.train
         zero_bubble = p.pipeline_schedule == "zb-h1"
         if m.checkpoint_attention and p.checkpoint_activations:
-            yield "--checkpoint-activations recomputes whole layers with their attention; leave --checkpoint-attention out"
+            yield "--checkpoint-activations recomputes attention with its layer; leave --checkpoint-attention out"
         if m.offload_activations and p.checkpoint_activations:
             yield "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out"
         if m.offload_activations and t.compile:
@@ -117,7 +117,8 @@ class Config:
         if d.reset_position_ids and not d.reset_attention_mask:
             if prefixes and not self.is_t5 and m.position_embedding == "rope":
                 yield (
-                    "--objective prefix-lm with rotary positions: --reset-position-ids needs --reset-attention-mask, too"
+                    "--objective prefix-lm with rotary positions: --reset-position-ids needs --reset-attention-mask, "
+                    "too"
                 )
             if self.is_t5:
                 yield (
@@ -144,7 +145,8 @@ class Config:
         if p.stages * p.virtual_pipeline_size > layers:
             chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
             yield (
-                f"--pipe-parallel-size {p.pipe_parallel_size}{chunks} is more than {flags}: some stages would have no layer"
+                f"--pipe-parallel-size {p.pipe_parallel_size}{chunks} is more than {flags}: some stages would have "
+                "no layer"
             )
 
     def _positions(self) -> Iterator[str]:
@@ -229,6 +231,6 @@ def settings() -> Iterator[tuple[str, type[Any], Any]]:
 
 
 __all__ = [
-    "CheckpointConfig", "Config", "ConfigError", "DataConfig", "LogConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
-    "SECTIONS", "TrainConfig", "settings",
+    "CheckpointConfig", "Config", "ConfigError", "DataConfig", "LogConfig", "ModelConfig", "OptimConfig",
+    "ParallelConfig", "SECTIONS", "TrainConfig", "settings",
 ]  # fmt: skip

@@ -17,8 +17,9 @@ class TrainConfig(Section):
     eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
     z_loss: float = opt(
         0.0,
-        "c of c (log Z)^2 for each target, learned from besides the cross entropy so that logits do not drift; 1e-4 is usual. Losses are "
-        "told without it, and it is told apart",
+        "weight c of c (log Z)^2, added to the loss of each target so that logits do not drift; 1e-4 is usual. "
+        "Losses are "
+        "reported without it, and it is reported separately",
         at_least(0),
     )
     seed: int = opt(1234, "seed of weights, sample order and dropout", at_least(0))
@@ -29,25 +30,25 @@ class TrainConfig(Section):
     )
     max_skipped_steps: int = opt(
         10,
-        "end the run when so many steps in a row had a gradient that is not finite and were not applied; those with which "
-        "fp16 looks for its first loss scale do not count",
+        "end the run after so many skipped steps in a row, whose gradient is not finite; those in which "
+        "fp16 searches its initial loss scale do not count",
         at_least(1),
     )
     skip_iterations: tuple[str, ...] | None = opt(
-        None, "iterations to pass over, e.g. 41 or 41-50: their samples count as read, but nothing is learned from them"
+        None, "iterations to skip, e.g. 41 or 41-50: their samples count as consumed, but are not trained on"
     )
     skip_samples: tuple[str, ...] | None = opt(
-        None, "samples, e.g. 328-335, whose iterations are passed over; the lines of a run name them"
+        None, "samples, e.g. 328-335, whose iterations are skipped; warnings of a run name them"
     )
     check_replicas: int = opt(
         0,
-        "iterations between two comparisons of the copies of weights on different ranks, which every save begins with; 0 for "
+        "iterations between two comparisons of weights between replicas, which every save begins with; 0 for "
         "only those at saves",
         at_least(0),
     )
     manual_gc_interval: int = opt(
         100,
-        "iterations between two collections of Python's garbage, on all ranks at once; 0 leaves it to Python",
+        "iterations between two garbage collections, on all ranks at once; 0 leaves them to Python",
         at_least(0),
     )
     compile: bool = opt(
@@ -55,13 +56,13 @@ class TrainConfig(Section):
     )
     cpu_matmul: str = opt(
         "auto",
-        "what multiplies fp32 matrices on a CPU: torch (its BLAS, MKL), onednn; auto takes the faster one, which some "
-        "milliseconds at the first start on a machine find out (kept in ~/.cache/megatron-cpu-matmul.json)",
+        "fp32 matmuls on a CPU: torch (its BLAS, MKL), onednn; auto takes the faster one, which some "
+        "milliseconds at the first start on a machine measure (cached in ~/.cache/megatron-cpu-matmul.json)",
         one_of("auto", "torch", "onednn"),
     )
     keep_freed_memory: bool = opt(
         True,
-        "on a CPU: memory that a step frees is kept for the next one; without it the system clears every page again",
+        "on a CPU: keep memory that a step frees for the next one, so that the system need not clear every page again",
     )
     deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def may_be_there() -> bool:
+def may_have_accelerator() -> bool:
     """Return whether torch was built for accelerators (CUDA, ROCm, XPU) or a package adds a backend (NPU)."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -20,7 +20,7 @@ def may_be_there() -> bool:
 
 def count() -> int:
     """Return the number of accelerators that torch can use here; 0 on a CPU-only machine."""
-    if not may_be_there():
+    if not may_have_accelerator():
         return 0
     import torch
 

@@ -20,7 +20,7 @@ from tds.pipe import tied_weights
 
 from .. import mpu
 from ..config import Config, settings
-from ..config.fields import flag
+from ..config.fields import first_of, flag
 from ..model.layers import global_parameters
 from .errors import RunError, complaint
 from .objects import gather_objects
@@ -77,16 +77,16 @@ def same_everywhere(values: Mapping[str, str] | None) -> None:
     if len({each for each in gather_objects(digest) if each}) <= 1:
         return
     everywhere = {rank: each for rank, each in enumerate(gather_objects(values)) if each is not None}
-    said = []
+    differences = []
     for name in dict.fromkeys(name for each in everywhere.values() for name in each):
         here = [each.get(name, "not known") for each in everywhere.values()]
         if len(set(here)) > 1:
             usual, at = _usual_and_others(here)
             ranks = list(everywhere)
             first, other = ranks[here.index(usual)], [ranks[i] for i in at]
-            said.append(f"{name} is {usual} on rank {first} and {here[at[0]]} on {_ranks(other)}")
-    more = f"; {len(said) - 3} more differ" if len(said) > 3 else ""
-    raise RunError(f"{'; '.join(said[:3])}{more}: start all ranks with the same settings and versions")
+            differences.append(f"{name} is {usual} on rank {first} and {here[at[0]]} on {_ranks(other)}")
+    more = f"; {len(differences) - 3} more differ" if len(differences) > 3 else ""
+    raise RunError(f"{'; '.join(differences[:3])}{more}: start all ranks with the same settings and versions")
 
 
 def _usual_and_others(values: Sequence[Any]) -> tuple[Any, list[int]]:
@@ -96,9 +96,7 @@ def _usual_and_others(values: Sequence[Any]) -> tuple[Any, list[int]]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first_of(ranks)}"
 
 
 # ------------------------------------------------------------------------------------ weights
@@ -197,9 +195,10 @@ def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
             usual, others = _usual_and_others(values)
             name = key[0]  # type: ignore[index]
             return (
-                f"the weight {name} is another on {_ranks([ranks[at] for at in others])} than on rank "
-                f"{ranks[values.index(usual)]}, though they hold copies of it: hardware errs, or a layer draws or adds up "
-                f"differently there; nothing was saved or deleted for it. If the weight is split over tensor-parallel ranks, "
+                f"the weight {name} on {_ranks([ranks[at] for at in others])} differs from that on rank "
+                f"{ranks[values.index(usual)]}, though they hold copies of it: the hardware is faulty, or a layer "
+                "draws or reduces "
+                f"differently there; nothing was saved or deleted. If the weight is split over tensor-parallel ranks, "
                 f"set weight.model_parallel = True where it is made"
             )
-    return "copies of weights differ between ranks, but were the same when looked at again: hardware errs"
+    return "copies of weights differ between ranks, but not when compared again: the hardware is faulty"

@@ -14,7 +14,7 @@ from .agreement import fingerprint
 _begun: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
 
 
-class Held(NamedTuple):
+class BufferCopy(NamedTuple):
     """One rank's copy of a buffer, as its grid position and fingerprint.
 
     changed: whether it has changed since the run began or was resumed.
@@ -32,12 +32,13 @@ def remember(model: nn.Module) -> None:
     _begun[model] = _fingerprints(model, lambda buffer: not buffer.is_quantized)
 
 
-def survey(model: nn.Module, savable: Callable[[Tensor], bool]) -> dict[str, Held]:
+def fingerprint_buffers(model: nn.Module, savable: Callable[[Tensor], bool]) -> dict[str, BufferCopy]:
     """Return the fingerprints of this rank's savable buffers, which all ranks exchange before a save."""
     mesh, before = mpu.get_mesh(), _begun.get(model, {})
     place = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
     return {
-        name: Held(*place, now, before.get(name, now) != now) for name, now in _fingerprints(model, savable).items()
+        name: BufferCopy(*place, now, before.get(name, now) != now)
+        for name, now in _fingerprints(model, savable).items()
     }
 
 

@@ -82,4 +82,5 @@ def this_cpu() -> str:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"{name}, {capability}, torch {torch.__version__}, {threads} threads"

@@ -74,7 +74,7 @@ def sent(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
-def read_later(x: Tensor) -> Callable[[], list[int]]:
+def start_reading(x: Tensor) -> Callable[[], list[int]]:
     """Return a function that returns the present values of x [n], a tensor on an accelerator.
 
     The copy to the host is queued now. The function waits only until the device has made that copy.

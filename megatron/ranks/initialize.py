@@ -70,7 +70,7 @@ def initialize_megatron(config: Config) -> torch.device:
         try:
             tds.init_distributed(device_module.backend(device), auto_mpi_discovery=False, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise ValueError(not_met(error)) from None
+            raise ValueError(describe_rendezvous_error(error)) from None
     if dist.get_world_size() != world_size():
         raise ConfigError(f"{dist.get_world_size()} ranks are running, the launcher announced {world_size()}")
     same_everywhere(settings_and_versions(config))
@@ -87,7 +87,7 @@ def initialize_megatron(config: Config) -> torch.device:
     return device
 
 
-def steps_begin(config: Config) -> None:
+def use_step_timeout(config: Config) -> None:
     """Switch the timeout of collectives from startup to training steps.
 
     It lies above the limits of the watchdogs: they fire first and report more.
@@ -99,7 +99,7 @@ def steps_begin(config: Config) -> None:
     set_timeout_of_groups(timeout)
 
 
-def not_met(error: Exception) -> str:
+def describe_rendezvous_error(error: Exception) -> str:
     """Describe in one sentence why the ranks could not connect to each other."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     text = " ".join(str(error).split())
@@ -107,7 +107,8 @@ def not_met(error: Exception) -> str:
         return f"port {os.environ.get('MASTER_PORT')} is in use by another process: give another one (MASTER_PORT)"
     if "waiting for clients" in text or "timed out" in text.lower():
         return (
-            f"the {os.environ.get('WORLD_SIZE')} ranks did not all meet at {where} ({text[:120]}): start the missing ones, with "
-            f"the same MASTER_ADDR and MASTER_PORT (--startup-timeout-minutes says how long to wait)"
+            f"the {os.environ.get('WORLD_SIZE')} ranks did not all meet at {where} ({text[:120]}): start the missing "
+            "ones, with "
+            f"the same MASTER_ADDR and MASTER_PORT (--startup-timeout-minutes sets how long to wait)"
         )
     return f"the ranks could not meet at {where}: {text[:200]}"

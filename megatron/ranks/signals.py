@@ -27,7 +27,7 @@ ONE_REQUEST_SECONDS = 0.5  # a terminal signals the whole process group, and the
 INTERRUPTED = 130  # exit code that shells report for a process ended by Ctrl-C
 
 
-def _say(words: str) -> None:
+def _print(words: str) -> None:
     """Write a line to stderr on rank 0. Signal handlers must not use Python's file objects, so this uses os.write."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # an exception in a handler would end the run before it has saved
@@ -43,7 +43,7 @@ class StopSignal(IntEnum):
 
 
 @contextmanager
-def signals_as_before() -> Iterator[None]:
+def restored_signals() -> Iterator[None]:
     """Restore the signal handlers when the context ends; ignore SIGUSR1 until the loop installs its own handlers.
 
     Before the loop there is nothing to save, so SIGTERM and Ctrl-C end the process as usual.
@@ -71,14 +71,14 @@ class StopSignals:
 
     def __init__(self, minutes: float | None, device: torch.device) -> None:
         self._minutes, self._device = minutes, device
-        self._asked = StopSignal.NOTHING
+        self._request = StopSignal.NOTHING
         self._interrupted: float | None = None  # time of the first Ctrl-C
-        self._told: Callable[[], list[int]] | None = None
+        self._reports: Callable[[], list[int]] | None = None
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self._ask(StopSignal.SAVE_AND_STOP))
-            signal.signal(signal.SIGUSR1, lambda *_: self._ask(StopSignal.SAVE))
+            signal.signal(signal.SIGTERM, lambda *_: self._note(StopSignal.SAVE_AND_STOP))
+            signal.signal(signal.SIGUSR1, lambda *_: self._note(StopSignal.SAVE))
             if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # else the launcher handles it for all ranks
                 signal.signal(signal.SIGINT, self._interrupt)
         return self
@@ -87,23 +87,23 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            if self._told is not None:
-                self._told()
+            if self._reports is not None:
+                self._reports()
         elif threading.current_thread() is threading.main_thread():
             # There is nothing to save, other ranks may be gone, and the launcher must be able to end this process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _ask(self, asked: StopSignal) -> None:
-        self._asked = max(self._asked, asked)
+    def _note(self, request: StopSignal) -> None:
+        self._request = max(self._request, request)
 
     def _interrupt(self, _: int, __: FrameType | None) -> None:
         now = time.monotonic()
         if self._interrupted is None:
             self._interrupted = now
-            self._ask(StopSignal.SAVE_AND_STOP)
-            _say("Ctrl-C: saves after this iteration and ends; once more ends at once")
+            self._note(StopSignal.SAVE_AND_STOP)
+            _print("Ctrl-C: saves after this iteration and ends; press it again to end at once")
         elif now - self._interrupted > ONE_REQUEST_SECONDS:
-            _say("Ctrl-C again: ended at once")
+            _print("Ctrl-C again: ended at once")
             exit_now(INTERRUPTED)
 
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
@@ -113,18 +113,18 @@ class StopSignals:
         among the other messages of the world's process group, while the ranks compute, so no iteration waits for
         them. (On an accelerator the host waits until the iteration before the last is done.)
         """
-        asked, self._asked = self._asked, StopSignal.NOTHING
+        request, self._request = self._request, StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
-            asked = StopSignal.SAVE_AND_STOP
+            request = StopSignal.SAVE_AND_STOP
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return asked, done
-        before, self._told = self._told, self._tell([int(asked), int(not done)])
+            return request, done
+        before, self._reports = self._reports, self._send([int(request), int(not done)])
         if before is None:
             return StopSignal.NOTHING, False
         most, any_not_done = before()
         return StopSignal(most), not any_not_done
 
-    def _tell(self, mine: list[int]) -> Callable[[], list[int]]:
+    def _send(self, mine: list[int]) -> Callable[[], list[int]]:
         """Start a MAX all-reduce of this rank's values; return a function that waits for the result."""
         sent = device_module.sent(mine, self._device)
         work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, async_op=True)
@@ -136,4 +136,4 @@ class StopSignals:
 
             return received
         work.wait()  # blocks the device's stream, not the host
-        return device_module.read_later(sent)
+        return device_module.start_reading(sent)

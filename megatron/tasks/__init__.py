@@ -2,8 +2,7 @@
 
 from ..config import Config
 from ..training.task import Task
-from .gpt2 import GPT2
-from .llama import Llama
+from .gpt2 import GPT2, Llama
 from .t5 import T5
 
 TASKS: dict[str, type[Task]] = {"gpt2": GPT2, "llama": Llama, "t5": T5}

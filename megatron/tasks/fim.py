@@ -18,7 +18,8 @@ def gaps_of(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle | None:
     if missing:
         raise ValueError(
             f"--fim-tokens: {' and '.join(missing)} is no special token of {data.vocab_file}, which has "
-            f"{', '.join(tokenizer.marks)}; tools/train_tokenizer.py --special-tokens makes tokenizers that have them, and "
+            f"{', '.join(tokenizer.marks)}; tools/train_tokenizer.py --special-tokens makes tokenizers that have "
+            "them, and "
             f"transformers' tokenizer.add_special_tokens() with save_pretrained() adds them to one of Hugging Face"
         )
     prefix, middle, suffix = (tokenizer.marks[name] for name in names)

@@ -1,4 +1,4 @@
-"""GPT-2's task: predict the next token of running text."""
+"""Tasks of decoders, GPT-2 and Llama: predict the next token of running text."""
 
 from typing import Any
 
@@ -95,3 +95,10 @@ class GPT2(Task):
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total
+
+
+class Llama(GPT2):
+    """GPT-2's task with the usual defaults of a Llama, Qwen or Mistral; the presets in configs/models complete them."""
+
+    name = "llama"
+    defaults = DEFAULTS["llama"]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,17 @@ from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
 from ..ranks.initialize import initialize_megatron
+from ..tokenizer import Tokenizer
 from .compiling import compile_layers
 from .engine import Engine, NoPipeEngine, PipeEngine
 from .global_vars import publish
 from .metrics import Timers
 from .task import Task, check_task, checked_model
 
-if TYPE_CHECKING:
-    from ..tokenizer import Tokenizer
-
-
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = None) -> Engine:
+def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None) -> Engine:
     """Join the ranks and build the task's engine, for a custom training loop.
 
     tokenizer: needed only if the task's model or batches use it.
@@ -48,7 +45,7 @@ def start_engine(task: Task, config: Config, tokenizer: "Tokenizer | None" = Non
     return build_engine(build_model(task, config, resolved, tokenizer), task, config, resolved, tokenizer, timers)
 
 
-def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: "Tokenizer | None") -> nn.Module:
+def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Tokenizer | None) -> nn.Module:
     """Build the task's model, with the same initial weights in every layout. Raises RunError alike on every rank.
 
     Under ZeRO 3 each of our layers is partitioned as soon as it is built, so no rank ever holds all of them.
@@ -66,7 +63,7 @@ def build_engine(
     task: Task,
     config: Config,
     resolved: Resolved,
-    tokenizer: "Tokenizer | None",
+    tokenizer: Tokenizer | None,
     timers: Timers,
 ) -> Engine:
     """Return DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
@@ -101,13 +98,15 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     for name, parameter in global_parameters(model):
         if not parameter.dim():
             raise ValueError(
-                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as torch.ones(1) has"
+                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as "
+                "torch.ones(1) has"
             )
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
-            f"--context-parallel-size {contexts}: batches of {type(task).__name__} hold whole samples, which only GPT-2's and Llama's "
-            f"share out over context ranks; leave it out"
+            f"--context-parallel-size {contexts}: batches of {type(task).__name__} hold whole samples, which only "
+            "GPT-2's and Llama's "
+            f"shard over context ranks; leave it out"
         )
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
@@ -119,7 +118,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
             )
         if counts != (task.count_targets is not None):
             raise ValueError(
-                f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or of neither: "
+                f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or "
+                "of neither: "
                 f"with it a loss is the sum over targets, None or without it the mean"
             )
     return pipeline
@@ -143,6 +143,6 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     if not pipeline and wanted > 1:
         raise ValueError(
             f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
-            f"build one of a list of layers, or say --pipe-parallel-size 0"
+            f"build one of a list of layers, or give --pipe-parallel-size 0"
         )
     return pipeline

@@ -4,10 +4,10 @@ In each replica, the first and the last stage read, with one model-parallel rank
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from .. import mpu
-from ..checkpointing.relocation import look_of
+from ..checkpointing.relocation import corpus_fingerprint
 from ..config import Config
 from ..data.corpora import made_with, prefixes_of
 from ..data.indexed_dataset import checked_once
@@ -15,11 +15,10 @@ from ..data.sampler import ConsecutiveSampler, build_loader
 from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..tokenizer import Tokenizer
+from ..tokenizer.base import other_end
 from .engine import Batches
 from .task import Datasets, Task, checked_datasets
-
-if TYPE_CHECKING:
-    from ..tokenizer import Tokenizer
 
 
 class Lengths(NamedTuple):
@@ -52,7 +51,7 @@ def reads() -> bool:
     return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
 
 
-def open_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> Datasets:
+def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     """Open the task's data sets; ranks that do not read get placeholders. Raises RunError alike on every rank.
 
     For a task with `reads_alone`, rank 0 checks the corpora first. The other ranks rely on that, and compare
@@ -68,12 +67,12 @@ def open_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> Dataset
             datasets, notes = checked_datasets(task, config, tokenizer)
         _say(notes)
     with all_ranks():
-        fingerprints = _looks(config) if reads() or not task.reads_alone else None
+        fingerprints = _corpus_fingerprints(config) if reads() or not task.reads_alone else None
     same_everywhere(fingerprints)
     return datasets
 
 
-def _open_where_read(task: Task, config: Config, tokenizer: "Tokenizer") -> Datasets:
+def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     checked: dict[str, bool] = {}
     datasets: Any = ()
     with all_ranks(), checked_once(checked):
@@ -113,21 +112,20 @@ def _corpora(config: Config) -> list[str]:
     return prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
 
 
-def _check_tokenizer(config: Config, tokenizer: "Tokenizer") -> None:
+def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a corpus is known to use another tokenizer or another end-of-document token."""
-    from ..tokenizer.base import other_end
-
     for path in _corpora(config):
         about = made_with(path)
         if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
             raise ValueError(
-                f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 {str(about.get('fingerprint'))[:12]}) "
+                f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 "
+                f"{str(about.get('fingerprint'))[:12]}) "
                 f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
             )
         if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
             raise ValueError(f"{path}.bin {otherwise}: give the tokenizer of the corpus, or preprocess again")
 
 
-def _looks(config: Config) -> dict[str, str]:
+def _corpus_fingerprints(config: Config) -> dict[str, str]:
     """Return fingerprints of the corpora, to detect nodes whose own disks hold different files."""
-    return {f"the look of {path}": look_of(path) for path in _corpora(config)}
+    return {f"the fingerprint of {path}": corpus_fingerprint(path) for path in _corpora(config)}

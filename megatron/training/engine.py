@@ -251,7 +251,8 @@ class NoPipeEngine:
             self._names[when] = tuple(sorted({name for each in every for name in each}))
         if names != self._names[when]:
             raise ValueError(
-                f"get_additional_losses() names {', '.join(names) or 'nothing'} in this step of {when}, but {', '.join(self._names[when]) or 'nothing'} "
+                f"get_additional_losses() names {', '.join(names) or 'nothing'} in this step of {when}, but "
+                f"{', '.join(self._names[when]) or 'nothing'} "
                 f"in another one or on another replica: give the same names in every step"
             )
         return names

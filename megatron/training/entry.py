@@ -14,14 +14,13 @@ from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
 
 from ..config import Config
 from ..config.check import print_note
-from ..config.command_line import parse
+from ..config.command_line import help_if_asked, parse
 from ..config.ds_config import resolve
 from ..config.fields import ConfigError
-from ..config.help import help_if_asked
 from ..ranks import device as device_module
 from ..ranks.errors import RunError, complaint, exit_now
 from ..ranks.initialize import world_size
-from ..ranks.signals import INTERRUPTED, signals_as_before
+from ..ranks.signals import INTERRUPTED, restored_signals
 from ..streams import guarded
 from .inputs import MissingInputs, refuse_missing
 from .loop import train
@@ -41,7 +40,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
     argv = sys.argv[1:] if argv is None else list(argv)
     help_if_asked(getattr(task, "defaults", {}).get("family"))
     code = 2
-    with guarded(CONTINUES, "stdout", "stderr"), signals_as_before():
+    with guarded(CONTINUES, "stdout", "stderr"), restored_signals():
         try:
             refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")

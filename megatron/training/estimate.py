@@ -14,7 +14,10 @@ from ..ranks import device as device_module
 from ..ranks.initialize import ranks_here
 from .task import Task
 
-KNOBS = "take more ranks with --pipe-parallel-size, --model-parallel-size or --zero-stage, or a smaller model; tools/plan.py finds a layout"
+KNOBS = (
+    "take more ranks with --pipe-parallel-size, --model-parallel-size or --zero-stage, or a smaller model; "
+    "tools/plan.py finds a layout"
+)
 
 
 def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
@@ -45,11 +48,13 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     here = f"{ranks} ranks on this machine" if ranks > 1 else "this rank"
     if device.type == "cpu" and weights > room:
         raise ValueError(
-            f"{whole / 1e9:,.1f} G parameters: the weights alone of {here} take {weights / 1e9:,.0f} GB, and there are {room / 1e9:,.0f} GB; {KNOBS}"
+            f"{whole / 1e9:,.1f} G parameters: the weights alone of {here} take {weights / 1e9:,.0f} GB, and there "
+            f"are {room / 1e9:,.0f} GB; {KNOBS}"
         )
     if total > room:
         lines.append(
-            f"warning: {here} may need {total / 1e9:,.1f} GB of {room / 1e9:,.1f} GB; {KNOBS}, or --checkpoint-activations"
+            f"warning: {here} may need {total / 1e9:,.1f} GB of {room / 1e9:,.1f} GB; {KNOBS}, or "
+            "--checkpoint-activations"
         )
     return lines
 
@@ -73,7 +78,9 @@ def memory_advice(parameters: int, config: Config, precision: str) -> str:
         width * (2 + moments) if width else 2 + 4 * (2 + moments)
     )  # weight, gradient and moments; below fp32 also a low-precision copy of the weight
     return (
-        f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by --zero-stage, "
-        f"--model-parallel-size and --pipe-parallel-size; activations take the rest: --batch-size {config.train.batch_size} down and "
+        f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by "
+        "--zero-stage, "
+        "--model-parallel-size and --pipe-parallel-size; activations take the rest: --batch-size "
+        f"{config.train.batch_size} down and "
         f"--gas up, --checkpoint-activations, --offload-activations"
     )

@@ -39,10 +39,11 @@ def explain(run: Run, fault: Fault) -> str:
     found = find(run.engine.deepspeed.module, again)
     why = words(found, samples.first_sample, t.batch_size * t.gas)
     begin = samples.iteration - fault.streak + 1
-    skip = f"--skip-iterations {begin}-{samples.iteration} goes on past them, {GENTLER} may keep them away"
+    skip = f"--skip-iterations {begin}-{samples.iteration} continues past them, {GENTLER} may avoid them"
     if fault.scale is not None:
         return (
-            f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at {samples}: {why}; "
+            f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at "
+            f"{samples}: {why}; "
             f"take --precision bf16 or fp32, or {GENTLER}"
         )
     return f"{fault.streak} steps in a row were not applied, the last one at {samples}: {why}; {skip}"
@@ -88,4 +89,4 @@ def words(found: list[Finding], first_sample: int, share: int) -> str:
             name = f"the weight {each.weight}" if what == "weight" else f"the gradient of {each.gradient}"
             others = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             return f"{name} is not finite on rank {rank} (its samples: {begin} to {begin + share - 1}){others}"
-    return "computed again, each rank's own gradients are finite: either their sum is too large, or the hardware errs"
+    return "recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"

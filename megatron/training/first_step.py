@@ -5,6 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from .. import mpu
+from ..config.fields import first_of
 from ..model.layers import global_parameters
 from ..ranks import device as device_module
 from ..ranks.objects import gather_objects
@@ -42,12 +43,13 @@ class FirstStep(Hook):
             for name, value in stage.items():
                 learns[name] = learns.get(name, False) or value
         if silent := [name for name, value in learns.items() if not value]:
-            some = ", ".join(silent[:8]) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
             print_rank_0(
-                f"warning: no gradient reaches {some}: the loss does not depend on them, and they do not learn"
+                f"warning: no gradient reaches {first_of(silent)}: the loss does not depend on them, and they do not "
+                "learn"
             )
         elif not step.skipped and float(step.grad_norm) == 0.0:
             print_rank_0(
-                "warning: the gradient of every parameter is 0, so nothing learns: look whether initial weights or inputs "
+                "warning: the gradient of every parameter is 0, so nothing learns: look whether initial weights or "
+                "inputs "
                 "are all zeros, or a layer cuts the gradient off"
             )

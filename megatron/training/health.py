@@ -91,7 +91,7 @@ class Health:
         if not self._streak:
             self._good = replace(state)
 
-    def worth_saving(self, state: TrainState) -> TrainState:
+    def state_to_save(self, state: TrainState) -> TrainState:
         """Return the state that belongs to the weights, i.e. after the last applied step. Call `read` first.
 
         With a dynamic loss scale it is the current state, as skipped steps change the scale.
@@ -108,7 +108,7 @@ class Health:
         found = Interval([], [], 0, [])
         for (step, samples, state), loss, norm in zip(unread, numbers[::2], numbers[1::2], strict=True):
             applied = math.isfinite(norm) and not step.skipped
-            self._judge(step, samples, loss, applied)
+            self._update(step, samples, loss, applied)
             if math.isfinite(loss):
                 found.losses.append(loss)
             if applied:
@@ -119,7 +119,7 @@ class Health:
                 found = found._replace(skipped=found.skipped + 1)
         return found
 
-    def _judge(self, step: Step, samples: SampleRange, loss: float, applied: bool) -> None:
+    def _update(self, step: Step, samples: SampleRange, loss: float, applied: bool) -> None:
         at_the_end = not applied and self._least is not None and self._scale == step.loss_scale == self._least
         self._scale = step.loss_scale
         if applied:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..checkpointing.files import latest_name
 from ..config import Config
-from ..config.fields import ConfigError
+from ..config.fields import ConfigError, listed
 from ..data.corpora import prefixes_of
 from ..data.cpm_triples import is_triple
 from ..data.indexed_dataset import DatasetError
@@ -37,8 +37,7 @@ def refuse_missing(task: Task, config: Config) -> None:
     ):  # if only this file is missing, the command line's own check reports it
         problems.append(f"there is no {json}, which --deepspeed-config names")
     if problems:
-        many = f"{len(problems)} things are missing:"
-        raise MissingInputs(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+        raise MissingInputs(listed(problems, "things are missing"))
 
 
 def _has_begun(config: Config) -> bool:

@@ -215,7 +215,8 @@ class MetricsWriter:
         except OSError as error:
             if not late:
                 tqdm.write(
-                    f"note: {path} cannot be written ({error.strerror}); training goes on, and the lines are kept until it can"
+                    f"note: {path} cannot be written ({error.strerror}); training continues, and the lines are kept "
+                    "until it can be written"
                 )
             del self._waiting[:-MOST_WAITING]
             return

@@ -66,10 +66,10 @@ class Profile:
         trace.start(self._tracer)
         self._profiler = profile(activities=kinds, record_shapes=True, acc_events=True)
         self._profiler.start()
-        self._tell_clock()
+        self._mark_clock()
 
     @staticmethod
-    def _tell_clock() -> None:
+    def _mark_clock() -> None:
         for _ in range(MARKS):
             with record_function(f"{CLOCK}{time.perf_counter_ns()}"):
                 pass
@@ -78,7 +78,7 @@ class Profile:
         """Stop profiling, write this rank's files and merge all on rank 0. File errors do not end the run."""
         if self._profiler is None or self._tracer is None:
             return
-        self._tell_clock()
+        self._mark_clock()
         self.stop()
         self._tracer.clock.append(distance(self._device))
         self._tracer.try_to_write()

@@ -61,7 +61,7 @@ def release(locks: Sequence[RunLock]) -> None:
         each.release()
 
 
-def refuse_to_forget(config: Config, run_dir: Path, iteration: int) -> None:
+def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> None:
     """Raise ValueError if an earlier start kept its checkpoints elsewhere, and this one would begin before them."""
     try:
         saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
@@ -73,8 +73,9 @@ def refuse_to_forget(config: Config, run_dir: Path, iteration: int) -> None:
         return
     if iteration < int(newest[5:]):
         raise ValueError(
-            f"{run_dir} has its checkpoints in {before} (the newest is {newest}), this run would look for them in {now}: "
-            f"--save {before} goes on from there, another --run-dir begins a new run"
+            f"{run_dir} has its checkpoints in {before} (the newest is {newest}), this run would look for them in "
+            f"{now}: "
+            f"--save {before} continues from there, another --run-dir starts a new run"
         )
 
 
@@ -84,7 +85,8 @@ def _refuse_links(run_dir: Path) -> None:
         path = run_dir / name
         if path.is_symlink():
             raise ValueError(
-                f"{path} is a link to {os.readlink(path)}, which this run would write to: remove the link, or give another --run-dir"
+                f"{path} is a link to {os.readlink(path)}, which this run would write to: remove the link, or give "
+                "another --run-dir"
             )
 
 

@@ -142,7 +142,7 @@ class RunLock:
         if gone or (override and not alive):
             late = time.monotonic() > deadline  # if so, an orphaned child of the process holds the advisory lock
             if self._remove(text, force=override or late):
-                why = "has ended without a word" if gone else "may live, as --override-lock says it does not"
+                why = "has ended without releasing it" if gone else "may still run (--override-lock)"
                 self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
         elif not alive or time.monotonic() > deadline:
             raise RunLockedError(_refusal(self.path, holder, self._me, alive, self._way_out))

@@ -51,9 +51,9 @@ class Saves(Hook):
         log.check()
         if must and log.has_unreported:
             log.report()
-        good = log.health.worth_saving(run.state)
+        good = log.health.state_to_save(run.state)
         if good.iteration != run.state.iteration:
-            print_rank_0(f"no step was applied since iteration {good.iteration}, which is what a checkpoint can hold")
+            print_rank_0(f"no step was applied since iteration {good.iteration}, which the checkpoint is of")
         if good.iteration != self._saved or run.saver.failures:
             with trace.span("checkpoint"):
                 run.saver.save(good, must=must)

@@ -19,7 +19,7 @@ from ..config.ds_config import Resolved
 from ..model.layers import count_parameters
 from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks, same_everywhere
-from ..ranks.initialize import initialize_megatron, steps_begin
+from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..tokenizer import Tokenizer, load_tokenizer
@@ -73,7 +73,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         run_folder.release(locks)
         raise
     publish(config, tokenizer, timers)  # again, as a resumed run has its checkpoint's schedule
-    steps_begin(config)
+    use_step_timeout(config)
     if not estimates:  # without an estimate, which would include the number
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
@@ -101,7 +101,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
     Raises ValueError.
     """
     if is_rank_0():
-        run_folder.refuse_to_forget(config, run_dir, iteration)
+        run_folder.refuse_other_checkpoints(config, run_dir, iteration)
         clear(Path(save_dir))
         for note in run_folder.accept(config, run_dir, iteration):
             print_rank_0(f"note: {note}")
@@ -131,17 +131,19 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     grid = mpu.get_topology()
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
     print_rank_0(
-        f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), "
+        f"{resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(grid.world_size())}"
     )
     if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:
-        print_rank_0("note: model-parallel ranks share the sequence out; --no-sequence-parallel turns that off")
+        print_rank_0("note: model-parallel ranks shard the sequence; --no-sequence-parallel turns that off")
     for note in [f"note: {note}" for each in locks for note in each.notes]:
         print_rank_0(note)
     automatic = (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
     if config.log.log_details and mpu.get_options().onednn and automatic:
         print_rank_0(
-            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that off"
+            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that "
+            "off"
         )
     for note in resolved.notes:
         print_rank_0(f"note: {note}")

@@ -1,15 +1,13 @@
 """The task of a run: its data, its model and its loss, as one object."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ..config import Config
 from ..model.loss import count_targets
-
-if TYPE_CHECKING:
-    from ..tokenizer import Tokenizer
+from ..tokenizer import Tokenizer
 
 Datasets = tuple[Any, Any, Any]
 Batch = dict[str, Tensor]
@@ -32,11 +30,11 @@ class Task:
     shares_out_tokens = False  # `batch` gives each rank of a context group its own tokens, and the model supports it
     makes_batches = True  # `batch` gives what the model takes; else the model's _megatron_batch_fn does
 
-    def extended(self, config: Config, tokenizer: "Tokenizer") -> "Tokenizer":
+    def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer of the task, e.g. with more special tokens."""
         return tokenizer
 
-    def datasets(self, config: Config, tokenizer: "Tokenizer") -> tuple[Datasets, list[str]]:
+    def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
         """Return the training, validation and test data sets, None for an empty one, and notes for the user.
 
         `dataset[n]` must give a dict of tensors for any n >= 0. All ranks call this method at the same time.
@@ -46,14 +44,14 @@ class Task:
         """
         raise NotImplementedError
 
-    def model(self, config: Config, tokenizer: "Tokenizer | None") -> nn.Module:
+    def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
         """Return a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0.
 
         Its layers initialise their own weights.
         """
         raise NotImplementedError
 
-    def batch(self, data: Batch | None, config: Config, tokenizer: "Tokenizer | None") -> tuple[Any, Any]:
+    def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> tuple[Any, Any]:
         """Return a micro-batch as (inputs of the first layer, targets of the loss), on the device of this rank.
 
         data: a collated batch of the dataset. One rank of a model-parallel group reads it; on the others it is
@@ -75,7 +73,7 @@ class Task:
         """Return the number of targets of a micro-batch, a scalar in fp64, from its labels and loss mask."""
         return count_targets(batch[1])
 
-    def checked_batch(self, data: Batch | None, config: Config, tokenizer: "Tokenizer | None") -> Any:
+    def checked_batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
         """Return the result of `batch`. Raises ValueError if it is not a pair."""
         made: Any = self.batch(data, config, tokenizer)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
@@ -111,7 +109,7 @@ def check_task(task: Any, *methods: str) -> None:
             raise ValueError(f"{_name(task)} has no {method}(); docs/own_model.md shows what a task needs")
 
 
-def checked_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> tuple[Datasets, list[str]]:
+def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
     """Return the result of `datasets`. Raises ValueError if it is not three data sets and notes."""
     made: Any = task.datasets(config, tokenizer)
     pair = isinstance(made, (tuple, list)) and len(made) == 2
@@ -121,7 +119,8 @@ def checked_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> tupl
         )
     if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
         raise ValueError(
-            f"there are {what(made[0])} where three data sets are wanted, of training, validation and test: None for one that "
+            f"there are {what(made[0])} where three data sets are wanted, of training, validation and test: None for "
+            "one that "
             f"is empty"
         )
     if made[0][0] is None and config.train.train_iters:
@@ -129,7 +128,7 @@ def checked_datasets(task: Task, config: Config, tokenizer: "Tokenizer") -> tupl
     return cast(Datasets, tuple(made[0])), list(made[1])
 
 
-def checked_model(task: Task, config: Config, tokenizer: "Tokenizer | None") -> nn.Module:
+def checked_model(task: Task, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
     """Return the result of `model`. Raises ValueError if it is not an nn.Module."""
     made: Any = task.model(config, tokenizer)
     if not isinstance(made, nn.Module):

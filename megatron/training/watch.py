@@ -20,7 +20,7 @@ class StepWatch:
     """
 
     def __init__(self, seconds: float, device: torch.device) -> None:
-        self.watchdog = Watchdog(seconds, lambda place: _describe(*place), "run", device)
+        self.watchdog = Watchdog(seconds, self._describe, "run", device)
         self._step, self._micro, self._part = 0, 0, "training"
 
     @contextmanager
@@ -47,7 +47,7 @@ class StepWatch:
     def _mark(self) -> None:
         self.watchdog.at((self._part, self._step, self._micro))
 
-
-def _describe(part: str, step: int, micro: int) -> str:
-    where = f"micro-batch {micro - 1}" if micro else "reading its micro-batches"
-    return f"{part}, {where} of the step number {step} since the start"
+    def _describe(self, place: tuple[str, int, int]) -> str:
+        part, step, micro = place
+        where = f"micro-batch {micro - 1}" if micro else "reading its micro-batches"
+        return f"{part}, {where} of the step number {step} since the start"

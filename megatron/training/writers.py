@@ -18,20 +18,20 @@ from ..config.output import LogConfig
 PROJECT = "pretraining"  # for Weights & Biases and MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set
 # Columns of metrics.csv, in order; each split fills some of them.
 COLUMNS = (
-    "split", "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm", "loss_scale",
-    "skipped_steps", "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu", "memory_mb",
+    "split", "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy",
+    "lr", "grad_norm", "loss_scale", "skipped_steps", "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu",
+    "memory_mb",
 )  # fmt: skip
-PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-}  # flag -> package to import and to install with pip
+PACKAGES = "tensorboard", "wandb", "mlflow"  # each has a flag of its name
 
 
 class Writer(Protocol):
-    """One destination of metrics, with its `name` in messages."""
+    """One destination of metrics, with its `name` in messages and its `flag`."""
 
     name: str
+    flag: str
+
+    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None: ...
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of one row."""
@@ -42,37 +42,32 @@ class Writer(Protocol):
 
 def check(config: LogConfig) -> None:
     """Raise ValueError for a flag whose package is not installed."""
-    for name, package in PACKAGES.items():
+    for name in PACKAGES:
         asked = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
-        if asked and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"--{name} needs the package {package}: pip install {package}; --no-{name} goes on without it"
-            )
+        if asked and importlib.util.find_spec(name) is None:
+            raise ValueError(f"--{name} needs the package {name}: pip install {name}; --no-{name} continues without it")
 
 
 def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
     """Return the writers that the flags ask for, for rows after `iteration`. Raises ValueError if one cannot start."""
-    log, found = config.log, list[Writer]()
-    if log.tensorboard or log.tensorboard_dir or (log.tensorboard is None and importlib.util.find_spec("tensorboard")):
-        folder = Path(log.tensorboard_dir) if log.tensorboard_dir else run_dir / "tensorboard"
-        found.append(_begun("TensorBoard", lambda: TensorBoard(folder, iteration)))
-    if log.wandb:
-        found.append(_begun("Weights & Biases", lambda: WeightsAndBiases(config, run_dir, iteration)))
-    if log.mlflow:
-        found.append(_begun("MLflow", lambda: MLflow(config, run_dir, iteration)))
-    if log.csv:
-        found.append(_begun("CSV", lambda: CSV(run_dir, iteration)))
+    log = config.log
+    automatic = log.tensorboard is None and importlib.util.find_spec("tensorboard")
+    wanted: dict[type[Writer], Any] = {
+        TensorBoard: log.tensorboard or log.tensorboard_dir or automatic,
+        WeightsAndBiases: log.wandb,
+        MLflow: log.mlflow,
+        CSV: log.csv,
+    }
+    found: list[Writer] = []
+    for kind in [kind for kind, asked in wanted.items() if asked]:
+        try:
+            found.append(kind(config, run_dir, iteration))
+        except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"{kind.name} cannot start: {words}; leave --{kind.flag} out to train without it"
+            ) from error
     return found
-
-
-def _begun(name: str, begin: Callable[[], Writer]) -> Writer:
-    try:
-        return begin()
-    except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f"{name} cannot begin: {words}; without --{name.lower() if name != 'Weights & Biases' else 'wandb'} the run goes on"
-        ) from error
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -90,13 +85,14 @@ def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """TensorBoard event files in `folder`. A resumed run hides what lies after the iteration it resumes from."""
+    """TensorBoard event files. A resumed run hides what lies after the iteration it resumes from."""
 
-    name = "TensorBoard"
+    name, flag = "TensorBoard", "tensorboard"
 
-    def __init__(self, folder: Path, iteration: int) -> None:
+    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        folder = config.log.tensorboard_dir or run_dir / "tensorboard"
         self._board = SummaryWriter(str(folder), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
@@ -115,7 +111,7 @@ class WeightsAndBiases:
     WANDB_MODE=offline keeps it on the local disk; wandb's other variables apply, too.
     """
 
-    name = "Weights & Biases"
+    name, flag = "Weights & Biases", "wandb"
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         import wandb
@@ -144,7 +140,7 @@ class WeightsAndBiases:
 class MLflow:
     """An MLflow run, resumed together with ours; kept in the run directory unless MLFLOW_TRACKING_URI is set."""
 
-    name = "MLflow"
+    name, flag = "MLflow", "mlflow"
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         import mlflow
@@ -177,9 +173,9 @@ class CSV:
     A resumed run drops rows after the iteration it resumes from.
     """
 
-    name = "CSV"
+    name, flag = "CSV", "csv"
 
-    def __init__(self, run_dir: Path, iteration: int) -> None:
+    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         self._path = run_dir / "metrics.csv"
         kept = []
         if iteration and self._path.is_file():

@@ -38,7 +38,7 @@ from .hf_llama import llama_config
 from .hf_names import Match, matches_of
 from .hf_tokenizer import texts_of
 from .megatron_lm import ORDERS, RankFiles
-from .megatron_settings import check_whole, settings_of
+from .megatron_settings import check_complete, settings_of
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -237,7 +237,7 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
         fingerprint = tokenizer.fingerprint
         settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # other rows are padding
     config = with_values(Config(), settings)
-    check_whole(theirs, config)
+    check_complete(theirs, config)
     return config, fingerprint, [_megatron_entry(theirs, name, config) for name in theirs.names()]
 
 

@@ -95,7 +95,7 @@ def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
     return float(next(iter(found.values()), default))
 
 
-def check_whole(theirs: RankFiles, config: Config) -> None:
+def check_complete(theirs: RankFiles, config: Config) -> None:
     """Raise ValueError unless the files hold every parameter of the model, in its shape, and no others."""
     wanted = whole_shapes(config)
     for name in (*wanted, *theirs.names()):

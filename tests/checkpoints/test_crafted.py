@@ -102,7 +102,7 @@ def test_an_index_that_cannot_be(tmp_path: Path, change: Callable[[dict[str, Any
     [
         ("[]", "it is no object"),
         ("[" * 100000, "nested too deeply"),
-        ('{"format": 3, "format": 3}', "the key 'format' stands twice"),
+        ('{"format": 3, "format": 3}', "the key 'format' occurs twice"),
         ('{"format": 3}', "the key 'state' is missing"),
         ("{", "line 1: Expecting"),
         ('{"format": [3]}', "has format [3]; this version reads"),

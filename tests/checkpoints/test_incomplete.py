@@ -25,7 +25,7 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing import save as save_module
 from megatron.checkpointing.stream import StreamWriter
-from megatron.checkpointing.whole import check_whole, is_whole
+from megatron.checkpointing.whole import check_complete, is_complete
 from megatron.config.command_line import parse
 from megatron.ranks.errors import RunError
 from megatron.training import start_engine
@@ -135,18 +135,18 @@ def _three(folder: str, data: str, vocab_file: str) -> None:
 def test_the_newest_whole_checkpoint_stays(three: Path) -> None:
     """Pruning keeps the newest complete checkpoint if newer ones are damaged."""
     for name in ("iter_0000002", "iter_0000003"):
-        assert is_whole(three / name)
+        assert is_complete(three / name)
     index = json.loads((three / "iter_0000003" / "checkpoint.json").read_text())
-    check_whole(three / "iter_0000003", index["tensors"])
+    check_complete(three / "iter_0000003", index["tensors"])
     key, entry = next((k, e) for k, e in index["tensors"].items() if e["shape"][0] > 4)
     entry["pieces"][0]["end"] -= 1
     with pytest.raises(CheckpointError, match="does not hold"):
-        check_whole(three / "iter_0000003", index["tensors"])
+        check_complete(three / "iter_0000003", index["tensors"])
     entry["pieces"] = []
     with pytest.raises(CheckpointError, match=f"rows 0 and on of '{key}' were written by no rank"):
-        check_whole(three / "iter_0000003", index["tensors"])
+        check_complete(three / "iter_0000003", index["tensors"])
     with pytest.raises(CheckpointError, match="no rank has written 'weight.x'"):
-        check_whole(three / "iter_0000003", {}, {"weight.x": [1]})
+        check_complete(three / "iter_0000003", {}, {"weight.x": [1]})
     for file in (three / "iter_0000003").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-4])
     next((three / "iter_0000002").glob("*.safetensors")).unlink()

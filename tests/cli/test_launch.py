@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import tds
 from megatron.ranks import signals
-from megatron.ranks.signals import StopSignal, StopSignals, signals_as_before
+from megatron.ranks.signals import StopSignal, StopSignals, restored_signals
 from tds.parent_death import started
 from tests import support
 from tests.support import FULL, ROOT, on_ranks
@@ -120,7 +120,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
     left: list[int] = []
     monkeypatch.setattr(signals, "exit_now", left.append)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    with signals_as_before():
+    with restored_signals():
         os.kill(os.getpid(), signal.SIGUSR1)  # ignored, since training has not begun
         with StopSignals(None, torch.device("cpu")) as heard:
             os.kill(os.getpid(), signal.SIGINT)
@@ -131,7 +131,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
         os.kill(os.getpid(), signal.SIGTERM)  # simulates a signal during the final save
     assert left == [130]
     assert [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()] == [
-        "Ctrl-C: saves after this iteration and ends; once more ends at once",
+        "Ctrl-C: saves after this iteration and ends; press it again to end at once",
         "Ctrl-C again: ended at once",
     ]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
@@ -140,7 +140,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
 def test_after_an_error_a_launcher_can_end_the_process() -> None:
     """After an error, SIGTERM from the launcher ends a process at once, instead of asking for a save."""
     before = signal.getsignal(signal.SIGTERM)
-    with signals_as_before():
+    with restored_signals():
         with pytest.raises(ValueError), StopSignals(None, torch.device("cpu")):
             raise ValueError
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

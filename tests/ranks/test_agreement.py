@@ -188,7 +188,7 @@ def test_copies_that_differ_by_a_bit_are_not_saved(
     for told in on_ranks(2, _flip, names, str(tmp_path), tiny_data, vocab_file, timeout=300):
         for name in names:
             for sentence in told[name]:
-                assert sentence.startswith(f"the weight {LAYOUTS[name][1]} is another on rank 1 than on rank 0"), (
+                assert sentence.startswith(f"the weight {LAYOUTS[name][1]} on rank 1 differs from that on rank 0"), (
                     sentence
                 )
     for name in names:
@@ -213,7 +213,9 @@ def _minority() -> list[str]:
 def test_of_three_the_one_that_differs_is_named() -> None:
     for told in on_ranks(3, _minority):
         for victim, sentence in enumerate(told):
-            assert sentence.startswith(f"the weight bias is another on rank {victim} than on rank {int(victim == 0)},")
+            assert sentence.startswith(
+                f"the weight bias on rank {victim} differs from that on rank {int(victim == 0)},"
+            )
 
 
 def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) -> dict[str, str]:

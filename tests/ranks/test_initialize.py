@@ -38,7 +38,7 @@ def _steps() -> float:
     config = parse(["--distributed-timeout-minutes", "0.02"])
     initialize_megatron(config)
     initialize.AFTER_THE_WATCHDOG = 1.0
-    initialize.steps_begin(config)
+    initialize.use_step_timeout(config)
     begin = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="(?i)timed out"):
@@ -93,10 +93,14 @@ def test_why_ranks_did_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     with pytest.raises(dist.DistNetworkError) as taken:
         dist.TCPStore("127.0.0.1", store.port, 1, is_master=True)
-    assert initialize.not_met(taken.value) == ("port 6000 is in use by another process: give another one (MASTER_PORT)")
+    assert initialize.describe_rendezvous_error(taken.value) == (
+        "port 6000 is in use by another process: give another one (MASTER_PORT)"
+    )
     with pytest.raises(dist.DistStoreError) as missing:
         dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1))
-    assert initialize.not_met(missing.value).startswith("the 4 ranks did not all meet at node1:6000 (Timed out after")
+    assert initialize.describe_rendezvous_error(missing.value).startswith(
+        "the 4 ranks did not all meet at node1:6000 (Timed out after"
+    )
 
 
 def test_want_of_memory_has_a_sentence() -> None:

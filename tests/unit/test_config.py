@@ -229,7 +229,7 @@ def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
     )
     with pytest.raises(ConfigError, match="--position-embedding relative: a gpt2 has learned positions"):
         parse(["--position-embedding", "relative"], {"family": "gpt2"})
-    with pytest.raises(ConfigError, match="this script trains a gpt2: it cannot take --family t5"):
+    with pytest.raises(ConfigError, match="this script trains a gpt2: it does not support --family t5"):
         parse(["--family", "t5"], {"family": "gpt2"})
 
 

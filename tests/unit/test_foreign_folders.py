@@ -18,7 +18,7 @@ from megatron_tools.convert.hf_config import check_tokenizer, read_config
 from megatron_tools.convert.hf_folder import Folder, entries_of
 from megatron_tools.convert.hf_names import Match
 from megatron_tools.convert.megatron_lm import RankFiles
-from megatron_tools.convert.megatron_settings import check_whole, settings_of
+from megatron_tools.convert.megatron_settings import check_complete, settings_of
 from tests.support import command
 from tests.unit.test_hf_configs import T5, nothing, old, write
 
@@ -291,7 +291,7 @@ def read(folder: Path, heads: int | None = None) -> dict[str, Any]:
 
     theirs = RankFiles(folder)
     settings = settings_of(theirs, heads)
-    check_whole(theirs, with_values(Config(), settings))
+    check_complete(theirs, with_values(Config(), settings))
     return settings
 
 

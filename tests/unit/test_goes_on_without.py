@@ -36,7 +36,7 @@ def test_metrics_wait_for_a_disk_with_space(
     assert rows == [0, 1, 2, 3, 4]
     said = capsys.readouterr().out.splitlines()
     path = tmp_path / "metrics.jsonl"
-    again = f"note: {path} cannot be written (No space left on device); training goes on, and the lines are kept until it can"
+    again = f"note: {path} cannot be written (No space left on device); training continues, and the lines are kept until it can be written"
     assert said[:3] == [again, f"note: {path} is written again, with the 2 lines that had to wait", again]
     assert said[-1] == f"note: the last 1 lines of {path} were not written"
 
@@ -78,7 +78,7 @@ def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> Non
     notes = capsys.readouterr().out.splitlines()
     assert len(notes) == 4
     assert notes[0] == (
-        "note: could not save there/iter_1: No space left on device; training goes on, the next save tries again (1 of 2)"
+        "note: could not save there/iter_1: No space left on device; training continues, and the next save tries again (1 of 2)"
     )
     with pytest.raises(SaveError, match="iter_6"):  # the third failure in a row; two are allowed
         saver.save(TrainState(6))

@@ -29,7 +29,7 @@ def test_steps_in_a_row_are_counted_over_reads() -> None:
     feed(health, [1.0, torch.tensor(NAN), torch.tensor(INF), 1.0, NAN])
     found = health.read()
     assert (found.skipped, found.norms, health.fault) == (3, [1.0, 1.0], None)
-    assert health.worth_saving(TrainState(5)).iteration == 4
+    assert health.state_to_save(TrainState(5)).iteration == 4
     feed(health, [NAN, NAN])
     health.read()
     assert health.fault is not None
@@ -49,7 +49,7 @@ def test_fp16_may_search_for_its_scale_and_ends_at_the_least_one() -> None:
     feed(health, [INF] * 6 + [1.0], [32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 1.0])
     assert health.read().skipped == 6
     assert health.fault is None
-    assert health.worth_saving(TrainState(9)).iteration == 9, "the scale that was found so far is worth a checkpoint"
+    assert health.state_to_save(TrainState(9)).iteration == 9, "the scale that was found so far is worth a checkpoint"
     feed(health, [INF], [1.0])
     health.read()
     assert health.fault is not None

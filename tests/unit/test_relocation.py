@@ -10,9 +10,9 @@ import pytest
 from data_utils.chat_templates import own_template
 from megatron.checkpointing.relocation import (
     ENDS,
+    corpus_fingerprint,
     keep_tokenizer,
     kept_tokenizer,
-    look_of,
     relocated,
     with_kept_tokenizer,
 )
@@ -88,7 +88,7 @@ def test_corpora_that_were_made_apart_look_apart(tmp_path: Path) -> None:
     def pair(name: str, content: bytes) -> str:
         for ending in ("bin", "idx"):
             (tmp_path / f"{name}.{ending}").write_bytes(content)
-        return look_of(str(tmp_path / name))
+        return corpus_fingerprint(str(tmp_path / name))
 
     long = b"a" * 3 * ENDS
     assert pair("x", long) == pair("y", long)

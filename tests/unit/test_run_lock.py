@@ -18,7 +18,7 @@ import pytest
 
 from megatron.config.command_line import parse
 from megatron.training import run_lock
-from megatron.training.run_folder import accept, keep, lock, refuse_to_forget, release
+from megatron.training.run_folder import accept, keep, lock, refuse_other_checkpoints, release
 from megatron.training.run_lock import Holder, RunLock, RunLockedError
 from tests.support import ROOT
 
@@ -82,7 +82,7 @@ def test_of_another_machine_nobody_knows(tmp_path: Path) -> None:
     held_by(tmp_path, host="elsewhere", pid=1)
     with pytest.raises(RunLockedError, match="process 1 on elsewhere .*if it has ended, --override-lock"):
         RunLock(tmp_path)
-    assert "as --override-lock says" in RunLock(tmp_path, override=True).notes[0]
+    assert "may still run (--override-lock)" in RunLock(tmp_path, override=True).notes[0]
 
 
 CONTAINER = [
@@ -337,12 +337,14 @@ def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
     (there / "latest").write_text("iter_0000004\n")
     (run / "metrics.jsonl").write_text('{"iteration": 4}\n')
     first = parse(["--save", str(there)])
-    refuse_to_forget(first, run, 0)  # a run directory without config.json is new
+    refuse_other_checkpoints(first, run, 0)  # a run directory without config.json is new
     (run / "config.json").write_text(json.dumps(first.to_dict()))
-    refuse_to_forget(first, run, 0)
-    refuse_to_forget(parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4)  # it resumes from there
-    with pytest.raises(ValueError, match="the newest is iter_0000004.*: --save .*there goes on from there"):
-        refuse_to_forget(parse([]), run, 0)
+    refuse_other_checkpoints(first, run, 0)
+    refuse_other_checkpoints(
+        parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4
+    )  # it resumes from there
+    with pytest.raises(ValueError, match="the newest is iter_0000004.*: --save .*there continues from there"):
+        refuse_other_checkpoints(parse([]), run, 0)
 
 
 def test_a_run_that_begins_again_keeps_the_lines_of_the_one_before(tmp_path: Path) -> None:

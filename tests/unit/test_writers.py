@@ -87,7 +87,9 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError) as error:
         writers.check(parse([f"--{name}"]).log)
-    assert str(error.value) == f"--{name} needs the package {name}: pip install {name}; --no-{name} goes on without it"
+    assert (
+        str(error.value) == f"--{name} needs the package {name}: pip install {name}; --no-{name} continues without it"
+    )
     writers.check(parse([]).log)  # the default needs no package: TensorBoard is used only if installed
 
 
@@ -97,7 +99,7 @@ def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"^Weights & Biases cannot begin: api_key not configured \(no-tty\); without --wandb"
+        ValueError, match=r"^Weights & Biases cannot start: api_key not configured \(no-tty\); leave --wandb out"
     ):
         writers.writers(config("--wandb"), tmp_path, 0)
 

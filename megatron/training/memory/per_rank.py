@@ -104,7 +104,8 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     x, p = Shapes(config, resolved.precision, accelerated), config.parallel
     weights, gradients, optimizer = states(stage.count.held, config, resolved, replicas)
     layers = stage.layers
-    flying = in_flight(p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, stage.number, p.stages, config.train.gas)  # fmt: skip
+    schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
+    flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
     ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
     later = config.train.gas > flying / p.virtual_pipeline_size  # earlier micro-batches have left gradients
     waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
