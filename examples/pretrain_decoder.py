@@ -74,7 +74,7 @@ class TransformerBlock(nn.Module):
 
 
 # ---------------------------------------------------------------------- as a list of layers
-# Each layer takes what the one before gives: (hidden, mask) everywhere between the first and the last.
+# Each layer's output is the next one's input: (hidden, mask), except before the first and after the last layer.
 
 
 class EmbeddingPipe(nn.Module):

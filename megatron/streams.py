@@ -92,7 +92,7 @@ class Named:
 
 
 def fill_closed() -> None:
-    """Open the null device in place of closed standard streams, whose descriptors a file opened later would get."""
+    """Open the null device for closed standard streams; otherwise a file opened later would get their descriptors."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -70,7 +70,7 @@ def _values() -> dict[str, list[str]]:
 
 def english() -> list[str]:
     return [
-        _table("flag", "taken for", _rows((Means, ByValue, Depends)) | _values()),
+        _table("flag", "translated to", _rows((Means, ByValue, Depends)) | _values()),
         _table("flag", "has no effect, because", _rows((NoEffect,))),
         _table("flag", "is refused with this advice", _rows((Refused,))),
         _table("name", "here", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS)),
@@ -80,7 +80,7 @@ def english() -> list[str]:
 def chinese() -> list[str]:
     """Return the tables in Chinese. Raises KeyError for English text that flags_words.py does not translate."""
     return [
-        _table("参数", "当作", _rows((Means, ByValue, Depends), chinese=True) | _values()),
+        _table("参数", "翻译为", _rows((Means, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),
         _table("参数", "被拒绝，建议是", _rows((Refused,), chinese=True)),
         _table("名称", "这里", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS, chinese=True)),
