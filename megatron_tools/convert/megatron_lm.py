@@ -81,7 +81,9 @@ class RankFiles:
             )
         for other in (named, layers):
             if other not in (None, self.layers):
-                raise ValueError(f"{self.folder} contains {self.layers} layers, but the model has {other}")
+                raise ValueError(
+                    f"{self.folder} contains {self.layers} layers, but its settings or --num-layers give {other}"
+                )
         self.version, self.version_source = self._version_of(headers, version)
 
     def _files(
@@ -188,7 +190,7 @@ class RankFiles:
 def _as_cpm_pretrain(items: Sequence[int], blocks: Sequence[int]) -> bool:
     """Return whether the files are a complete CPM-Pretrain pipeline.
 
-    Its items are: 0 casts, 1 embeds, 2 transposes, blocks from 3, two more without weights, norm, head.
+    Its pipeline items are: 0 cast, 1 embedding, 2 transpose, blocks from 3, two without weights, final norm, head.
     """
     last = len(blocks) + 5
     return list(items) == [1, *range(3, last - 2), last - 1, last]

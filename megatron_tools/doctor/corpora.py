@@ -98,6 +98,10 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding
     if counts.get("train", 0) < needed:
         yield failed("tokens", f"{prefix} has {sizes} tokens, a sample needs {needed}", remedy)
     elif any(tokens < needed for tokens in counts.values()):
-        yield warning("tokens", f"{prefix} has {sizes} tokens, a sample needs {needed}: a part stays empty", remedy)
+        yield warning(
+            "tokens",
+            f"{prefix} has {sizes} tokens, a sample needs {needed}: the smaller splits have no samples",
+            remedy,
+        )
     else:
         yield ok("tokens", sizes)

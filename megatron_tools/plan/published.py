@@ -14,7 +14,7 @@ from megatron.training.memory.sizes import parameters, stages_of
 from .cluster import load_cluster
 from .cost import DEFAULT, cost_of
 
-# Frameworks of that time kept attention scores in memory. Scaling, mask, softmax and dropout each read and
+# The frameworks of the published runs kept attention scores in memory. Scaling, mask, softmax and dropout each read and
 # write them.
 THEN = replace(DEFAULT, score_passes=5.0)
 ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"

@@ -1,4 +1,4 @@
-"""Settings of runs side by side: all of them, marked if they differ between runs or from the defaults."""
+"""All settings of several runs side by side, each marked if it differs between runs or from the default."""
 
 import json
 from collections.abc import Sequence

@@ -30,7 +30,10 @@ class Iteration(NamedTuple):
 
 
 def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
-    """Return the training iterations that all stages of a replica have recorded; of model-parallel ranks the first."""
+    """Return the training iterations that all stages of a replica recorded.
+
+    Each stage is represented by its first model-parallel rank.
+    """
     stages = {r.about["stage"]: r for r in ranks if r.about["replica"] == replica and r.about["model"] == 0}
     missing = set(range(next(iter(stages.values())).about["stages"] if stages else 1)) - stages.keys()
     if missing:

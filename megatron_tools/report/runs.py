@@ -58,7 +58,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
 class RunRead:
     """One run.
 
-    given: its settings as saved. config: the same, with paths relocated to the folder's current place.
+    given: its settings as saved. config: these settings with paths relocated to where the folder is now.
     baselines: unigram entropies in nats per token, by what they describe.
     """
 

@@ -101,7 +101,7 @@ class Comparison:
         return order
 
     def _when(self, parameter: str) -> tuple[int, str]:
-        """Return a parameter's place in network order: that of the innermost enclosing module that was called."""
+        """Return a parameter's sort key in network order: when its innermost called module was called, then its name."""
         name = parameter
         while name := name.rpartition(".")[0]:
             if name in self._order:
@@ -179,7 +179,10 @@ class Comparison:
         wholes = join_parts(parts, like)
         if wholes is None:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            return f"its output is {list(like.shape)} in one process but {shapes} here, neither copies nor shards"
+            return (
+                f"its output is {list(like.shape)} in one process but {shapes} in this layout, "
+                "neither copies nor shards"
+            )
         bad = [i for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
         of = (
             ""
@@ -198,7 +201,7 @@ class Comparison:
         for name in sorted(one, key=self._when):
             errors[name] = _worst(one[name][0], other.get(name), "the gradient of its weight", floor)
         for name in other.keys() - one.keys():
-            errors[name] = float("inf"), "its weight has a gradient here but none in one process"
+            errors[name] = float("inf"), "its weight has a gradient in this layout but none in one process"
         bad = [name for name, (error, _) in errors.items() if error > self.tolerance]
         found.gradient_error = max((error for error, _ in errors.values()), default=None)
         if bad:
@@ -219,7 +222,7 @@ class Comparison:
                 words = (
                     f"the buffer {name} differs by {worst:.1e} after the last step"
                     if copies
-                    else "a buffer is missing here"
+                    else "a buffer is missing in this layout"
                 )
                 words += "; all-reduce its inputs over the replicas or model-parallel ranks"
                 found.state = self._difference(name, worst, words)
@@ -233,14 +236,14 @@ def _numbers(buffer: Tensor) -> Tensor:
 def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
     """Return (largest error, sentence) of the ranks' copies [full] of `like` [full]."""
     if not wholes:
-        return float("inf"), f"{what} is missing here"
+        return float("inf"), f"{what} is missing in this layout"
     if any(whole.shape != like.shape for whole in wholes):
         joined = join_parts(wholes, like)
         if joined is None:
             shapes = ", ".join(str(list(whole.shape)) for whole in wholes)
             return float(
                 "inf"
-            ), f"{what} is {list(like.shape)} in one process but {shapes} here; declare how it is split"
+            ), f"{what} is {list(like.shape)} in one process but {shapes} in this layout; declare how it is split"
         wholes = joined
     errors = [error_of(whole, like, floor) for whole in wholes]
     worst = max(errors)

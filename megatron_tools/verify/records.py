@@ -74,7 +74,10 @@ class Records:
         }
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Return gradients like `initial_values`, in fp64, summed over replicas and the stages that hold them."""
+        """Return each parameter's gradient in fp64, summed over replicas and the stages that hold it.
+
+        A gradient is one whole tensor [full] if split, else one copy per model-parallel rank.
+        """
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
             for name, value in rank["gradients"].items():
