@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes it run without an installation
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports from the checkout, no installation needed
 
 from megatron import get_args, get_tokenizer, mpu, print_rank_0
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets

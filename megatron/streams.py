@@ -64,7 +64,7 @@ class Guarded:
 
 
 class Named:
-    """Standard output of a tool whose result is printed there: errors name the stream."""
+    """Standard output of a tool that prints its result; an OSError names the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

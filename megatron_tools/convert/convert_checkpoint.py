@@ -229,7 +229,7 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     settings = settings_of(theirs, args.num_attention_heads)
     refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
     rows, fingerprint = settings["vocab_size"], ""
-    print(f"order of query, key and value: checkpoint version {theirs.version:g}, {theirs.version_source}")
+    print(f"query, key and value are in the order of checkpoint version {theirs.version:g} ({theirs.version_source})")
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file)
         if tokenizer.vocab_size > rows:

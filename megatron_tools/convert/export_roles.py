@@ -90,7 +90,7 @@ def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
 
 
 def _cuts_as_qwen2(source: Path) -> bool:
-    """Return whether a tokenizer.json normalises and splits text like Qwen2Tokenizer, which ignores these settings."""
+    """Return whether a tokenizer.json has Qwen2Tokenizer's normaliser and splitting; that class ignores the file's."""
     content = read_object(source)
     words = content.get("pre_tokenizer") or {}
     patterns = [each.get("pattern", {}).get("Regex") for each in words.get("pretokenizers", [])]

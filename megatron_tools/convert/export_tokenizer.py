@@ -125,7 +125,7 @@ def write_tokenizer(
         if source.with_name(file).is_file():
             (folder / file).write_bytes(source.with_name(file).read_bytes())
     notes = _write_template(folder, tokenizer, chat)
-    for key in NAMED:  # the template uses these as variables, so transformers needs them
+    for key in NAMED:  # templates use these names as variables, so transformers needs them
         if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
             described[key] = name
     (folder / SETTINGS).write_text(json.dumps(described, indent=2), encoding="utf-8")

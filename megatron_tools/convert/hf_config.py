@@ -120,7 +120,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys with an effective value that `read_config` accepted although no model class reads them."""
+    """Return the keys that `read_config` accepted although no model class reads them, unless their value is off."""
     family = FAMILIES[content["model_type"]]
     known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
     return [key for key, value in content.items() if key not in known and not is_off(key, value)]
@@ -182,7 +182,7 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
 def _scales_logits(values: Mapping[str, Any]) -> bool:
     """Return whether logits of tied embeddings are scaled.
 
-    T5 of 2019 scales them, mT5 never does, UMT5 always does. Without the key `tie_word_embeddings` decides.
+    mT5 never scales them, UMT5 always does. For T5, scale_decoder_outputs decides, or without it tie_word_embeddings.
     """
     if values["model_type"] in ("mt5", "umt5"):
         return bool(values["model_type"] == "umt5")

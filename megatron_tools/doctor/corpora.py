@@ -94,7 +94,7 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding
         if share:
             counts[part] = int(dataset.document_sizes(documents).sum())
     sizes = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
-    remedy = f"more text, a smaller --seq-length, or another --split than {config.data.split}"
+    remedy = f"use more text, a smaller --seq-length, or another --split than {config.data.split}"
     if counts.get("train", 0) < needed:
         yield failed("tokens", f"{prefix} has {sizes} tokens, a sample needs {needed}", remedy)
     elif any(tokens < needed for tokens in counts.values()):

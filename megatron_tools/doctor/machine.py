@@ -112,9 +112,9 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
 
 
 def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
-    """Check for other packages named `megatron` on `paths`; one before ours would hide it.
+    """Check for other packages named `megatron` on `paths`; one before this project's would hide it.
 
-    ours: our folder of that name.
+    ours: folder of this project's package.
     """
     others, first = [], True
     for entry in paths:
@@ -186,7 +186,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
-    """Check free shared memory, through which data workers pass samples and NCCL messages. workers: --num-workers."""
+    """Check free shared memory, in which data workers pass samples and NCCL passes messages. workers: --num-workers."""
     if not Path(folder).is_dir():
         return
     free = shutil.disk_usage(folder).free

@@ -62,7 +62,7 @@ def hostfile(path: str) -> Iterator[Finding]:
         yield warning(
             "hostfile",
             "hosts have different numbers of slots",
-            "check that this is intended: parallel groups take ranks in order",
+            "check that this is intended: ranks are numbered host by host, so parallel groups may span hosts",
         )
 
 

@@ -120,7 +120,7 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
 def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
     """Check that seed, split and corpora match the checkpoint, so that no consumed sample changes.
 
-    A note reports which learning-rate schedule continues.
+    The finding may also name the learning-rate schedule that the run continues.
     """
     from megatron.checkpointing.reader import plain_config
     from megatron.optim import settled

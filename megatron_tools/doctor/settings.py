@@ -111,6 +111,6 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     if free is not None and needed > free:
         yield failed("memory", words, remedy)
     elif free is not None and needed > 0.9 * free:
-        yield warning("memory", words + ", which leaves little", remedy)
+        yield warning("memory", words + ", which leaves less than a tenth free", remedy)
     else:
         yield ok("memory", words)

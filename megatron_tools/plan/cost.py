@@ -176,7 +176,7 @@ def stage_seconds(
         tokens = x.of_layer(layer)
         if layer.repeated:
             more = 1 if m.checkpoint_attention and not again else 0
-            if m.recompute_modules:  # repeats the QKV matmul and memory-bound operations
+            if m.recompute_modules:  # recomputation repeats the QKV matmul and memory-bound operations
                 qkv = (
                     2.0
                     * tokens

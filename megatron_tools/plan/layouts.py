@@ -64,7 +64,7 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout: settings, content and memory of each stage, and the cost of a step."""
+    """One layout: settings, layers and memory of each stage, and the cost of a step."""
 
     config: Config
     resolved: Resolved

@@ -22,7 +22,7 @@ ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"
 
 @dataclass(frozen=True)
 class Row:
-    """Published run. tflops: per device. micro: micro-batch size, an assumption if `assumed` names it."""
+    """Published run. tflops: per device. micro: micro-batch size, an assumption if `assumed` says so."""
 
     source: str
     name: str

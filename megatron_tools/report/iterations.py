@@ -37,7 +37,9 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
     stages = {r.about["stage"]: r for r in ranks if r.about["replica"] == replica and r.about["model"] == 0}
     missing = set(range(next(iter(stages.values())).about["stages"] if stages else 1)) - stages.keys()
     if missing:
-        raise ValueError(f"the timeline of stage {min(missing)} is missing: its rank wrote none, or to another disk")
+        raise ValueError(
+            f"the timeline of stage {min(missing)} is missing: its rank wrote none, or wrote it to another disk"
+        )
     steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
     for stage, rank in stages.items():
         for e in rank.events:

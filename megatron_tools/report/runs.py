@@ -87,7 +87,7 @@ class RunRead:
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
     def state(self, now: float | None = None) -> str:
-        """Return "finished", "running" or "stopped", judged by the rows."""
+        """Return "finished", "running" or "stopped", from the last iteration and the time of its row."""
         if self.iteration >= self.config.train.train_iters:
             return "finished"
         silence = (time.time() if now is None else now) - self.written

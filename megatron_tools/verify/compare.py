@@ -17,7 +17,7 @@ FLOOR = 1e-3  # errors of tiny gradients are relative to this share of the model
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that differs. name: a module or parameter within `layer`. error: relative."""
+    """A difference from one process. name: a module or parameter within `layer`. error: relative."""
 
     layer: str
     name: str
@@ -28,7 +28,7 @@ class Difference:
     def __str__(self) -> str:
         inside = self.name.removeprefix(self.layer).strip(".")
         where = (
-            f"layer {self.layer}" + (f", in it {inside}" if inside else "") + (f" ({self.kind})" if self.kind else "")
+            f"layer {self.layer}" + (f", module {inside}" if inside else "") + (f" ({self.kind})" if self.kind else "")
         )
         return f"{where}: {self.words}"
 
@@ -37,8 +37,8 @@ class Difference:
 class Verdict:
     """Result for one layout. Errors are the largest relative ones, None if nothing could be compared.
 
-    initial_values, forward, backward: the first difference in network order; for backward the last, closest to the
-    loss. state: the first persistent buffer that differs after the last step. others: number of further parameters
+    initial_values, forward: the first difference in network order. backward: the last one, closest to the loss.
+    state: the first persistent buffer that differs after the last step. others: number of further parameters
     with different gradients. stopped: why there is nothing to compare.
     """
 
@@ -77,7 +77,7 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
 
 
 class Comparison:
-    """Comparison of `other` with `one`, the run of a single process. tolerance: for relative differences."""
+    """Comparison of `other` with `one`, the run of a single process. tolerance: largest relative difference allowed."""
 
     def __init__(self, one: Records, other: Records, tolerance: float) -> None:
         self.one, self.other, self.tolerance = one, other, tolerance
@@ -132,7 +132,9 @@ class Comparison:
         Differences inside a layer whose output agrees do not count.
         """
         if any(rank["context"] > 1 for rank in self.other.ranks):
-            found.not_compared.append("layer outputs, because context-parallel ranks hold other slices of the sequence")
+            found.not_compared.append(
+                "layer outputs, because context-parallel ranks hold different slices of the sequence"
+            )
             return
         errors = self._errors_of_outputs(found)
         layers = set(self.one.layers)
@@ -171,7 +173,7 @@ class Comparison:
                 continue
             errors[place] = error
         if unlike:
-            found.not_compared.append(f"outputs that cannot be combined over ranks, of {', '.join(unlike)}")
+            found.not_compared.append(f"outputs of {', '.join(unlike)}, which cannot be combined over ranks")
         return errors
 
     def _words(self, place: Place, error: float) -> str:
@@ -190,7 +192,8 @@ class Comparison:
             else f" on model-parallel rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
         )
         return (
-            f"its output {list(like.shape)} differs by {error:.1e}{of} (micro-batch {place.micro}); all before it agree"
+            f"its output {list(like.shape)} differs by {error:.1e}{of} (micro-batch {place.micro}); "
+            f"all earlier outputs agree"
         )
 
     def _compare_gradients(self, found: Verdict) -> None:
@@ -208,7 +211,7 @@ class Comparison:
             last = max(bad, key=self._when)
             error, words = errors[last]
             found.backward, found.others = (
-                self._difference(last, error, f"{words}; all after it agree"),
+                self._difference(last, error, f"{words}; all later gradients agree"),
                 len(bad) - 1,
             )
 
@@ -234,7 +237,7 @@ def _numbers(buffer: Tensor) -> Tensor:
 
 
 def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
-    """Return (largest error, sentence) of the ranks' copies [full] of `like` [full]."""
+    """Compare the ranks' copies [full] with `like` [full]; return the largest error and a sentence about it."""
     if not wholes:
         return float("inf"), f"{what} is missing in this layout"
     if any(whole.shape != like.shape for whole in wholes):

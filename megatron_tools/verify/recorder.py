@@ -72,7 +72,7 @@ class Recorder:
         self._bytes, self._hooks = 0, list[Any]()
 
     def attach(self, engine: Engine) -> Engine:
-        """Attach to an engine, and return it."""
+        """Attach the recorder to an engine, and return the engine."""
         self._model = engine.deepspeed.module
         mesh = mpu.get_mesh()
         self.record: dict[str, Any] = {
@@ -196,7 +196,7 @@ def _plain(parameter: nn.Parameter) -> dict[str, Any]:
 def record_run(folder: Path, steps: int) -> Callable[[], None]:
     """Record subsequent runs in this process into `folder`. Return a function that undoes it.
 
-    It replaces `megatron.training.setup.build_engine`, which a run calls once to get its engine.
+    Recording replaces `megatron.training.setup.build_engine`, which a run calls once to get its engine.
     """
     home: Any = setup
     original = home.build_engine

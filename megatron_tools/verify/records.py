@@ -114,7 +114,7 @@ class Records:
     def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
         """Yield the outputs of one pipeline's ranks.
 
-        A tied module on several stages is called on the earlier stages first.
+        Calls of a tied module on several stages are numbered from the earlier stages to the later ones.
         """
         every = [(each["chunk"], rank["pipe"], each) for rank in stages for each in rank["outputs"]]
         before: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)

@@ -27,7 +27,7 @@ NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 
 def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
-    """Return the flags of one layout; the script gets them after the user's flags, so they take precedence."""
+    """Return the script's flags for one layout: the user's flags, then flags that override them."""
     dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
     return [
         *args.flags, *dropout, *layout.flags(micros), "--train-iters", str(args.steps), "--precision", args.precision,

@@ -194,7 +194,8 @@ def build_parser() -> Parser:
         "--batch-size",
         type=int,
         default=16,
-        help="prompts of --input per batch, grouped by length; texts and their order do not depend on it (default: 16)",
+        help="prompts of --input per batch, grouped by length; texts and their order do not depend on this number "
+        "(default: 16)",
     )
     add("--stream", action="store_true", help="print the text while it is generated")
     add("--vocab-file", help="tokenizer (default: that of the training run)")

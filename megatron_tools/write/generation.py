@@ -87,7 +87,7 @@ class Stages:
 
 
 class _Stepper:
-    """Base of both models' steppers: the tokens so far and the layers' caches."""
+    """Base of GPT2Stepper and T5Stepper: the tokens so far and the layers' caches."""
 
     model: GPT2Model | T5Model
     tokens: Tensor

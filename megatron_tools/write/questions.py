@@ -149,7 +149,7 @@ def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
 def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of `ids` up to the end of the document, without hidden ids.
 
-    After a text prompt it is decoded together with the prompt, because some tokenizers (Llama 2's) would drop a
+    After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) would drop a
     leading space otherwise.
     """
     written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)

@@ -31,7 +31,7 @@ class Writer:
     reader: Reader
 
     def question(self, asked: Prompt) -> Question:
-        """Return a prompt as tokens. Raises ValueError if fill-in-the-middle lacks special tokens."""
+        """Return a prompt as tokens. Raises ValueError if fill-in-the-middle tokens are needed but unknown."""
         if isinstance(asked, Infill) and self.reader.marks is None:
             raise ValueError("the model was not trained with --fim-rate; give --fim-tokens PREFIX MIDDLE SUFFIX")
         return self.reader.question(asked)

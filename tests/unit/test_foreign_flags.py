@@ -213,8 +213,8 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--global-batch-size 16 --model-parallel-size 2", 3, "3 ranks cannot be divided into replicas"),
         ("--train-samples 3", 1, "it is less than one global batch of 4 samples"),
         ("--lr-warmup-iters 30 --train-iters 20", 1, "between 0 and the 20 iterations of the decay"),
-        ("--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2", 2, "--num-layers 12 must be 2 or more times --pipe-parallel-size 2 x 5"),
-        ("--data-impl fast", 1, "--data-impl fast is not accepted: it may be mmap, infer, lazy, cached"),
+        ("--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2", 2, "--num-layers 12 must be a multiple, at least twice, of --pipe-parallel-size 2 x 5"),
+        ("--data-impl fast", 1, "--data-impl fast is not accepted: choose one of mmap, infer, lazy, cached"),
         ("--merge-file a/b --vocab-file v/vocab.json", 1, "copy the file there"),
         ("--merge-file v/gpt2-merges.txt --vocab-file v/vocab.json", 1, "copy the file there"),
         ("--fp32-allreduce --fp16", 1, '"communication_data_type": "fp32" in --deepspeed-config'),
@@ -226,7 +226,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--window-size 8,8", 1, "only N,0 is supported"),
         ("--window-size (-1,0)", 1, "leave the flag out for full attention"),
         ("--position-embedding-type yarn", 1, "use --position-embedding rope --rope-scaling yarn"),
-        ("--position-embedding-type alibi", 1, "it may be rope, learned_absolute"),
+        ("--position-embedding-type alibi", 1, "choose one of rope, learned_absolute"),
         ("3 --lr 1", 1, "unknown argument 3"),
     ],
 )  # fmt: skip
@@ -300,7 +300,10 @@ def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
     config, notes = taken(f"--no-bias-gelu-fusion {more}")
     assert config.model.activation == activation
     taken_for = "translated to --activation gelu (Megatron-LM's fused GELU uses tanh, its unfused one erf)"
-    assert f"--no-bias-gelu-fusion {f'has no effect: it is --activation {activation}' if more else taken_for}" in notes
+    assert (
+        f"--no-bias-gelu-fusion {f'has no effect: the run has --activation {activation}' if more else taken_for}"
+        in notes
+    )
 
 
 @pytest.mark.parametrize("words", ["--tie-word-embeddings False", "--tie_word_embeddings=false", "FILE"])

@@ -1,6 +1,6 @@
 """Flags of Megatron Core that Megatron-LM 1 and 2 lack, and other spellings of layout sizes.
 
-See flags.py.
+flags.py adds these rows to its table.
 """
 
 from .outcomes import SAME_LOSS, Means, NoEffect, Refused, Row, given, in_json, same

@@ -55,7 +55,9 @@ def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
     """Translate `layers` per virtual stage to an interleaved schedule with a virtual pipeline size."""
     stages, total = config.parallel.stages, config.model.num_layers
     if layers < 1 or total % (stages * layers) or total == stages * layers:
-        return Refused(f"--num-layers {total} must be 2 or more times --pipe-parallel-size {stages} x {layers}")
+        return Refused(
+            f"--num-layers {total} must be a multiple, at least twice, of --pipe-parallel-size {stages} x {layers}"
+        )
     return Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
 
 
@@ -94,7 +96,7 @@ def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
 def gated_width(values: Mapping[str, Any]) -> int | None:
     """Return Megatron-LM's default inner size of a gated MLP, int(8/3 h / 64) * 64.
 
-    Returns None if hidden_size is no int, which validation refuses later.
+    Returns None if hidden_size is not an int; validation refuses it later.
     """
     h = values["hidden_size"]
     return h // 24 * 64 if type(h) is int else None

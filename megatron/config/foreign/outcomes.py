@@ -66,8 +66,8 @@ Outcome = Means | NoEffect | Refused | ByValue | Depends
 class Row:
     """Row of the translation table.
 
-    names: flags, separated by spaces. takes: type of the value; None for a switch, list for several words,
-    object for an optional value.
+    names: flags, separated by spaces. takes: type of the value; None for a flag without value, list for
+    several words, object for an optional value.
     """
 
     names: str

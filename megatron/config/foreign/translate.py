@@ -14,7 +14,7 @@ from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
 Change = Callable[[Config, Mapping[str, Any]], Config]
 _USUAL = {f.name: f.default for _, _, f in settings()}
 
-SAID = {"true": True, "false": False}  # Some launchers write these words after a switch.
+SAID = {"true": True, "false": False}  # Some launchers write these words after a flag without value.
 
 
 class _Keep(argparse.Action):
@@ -29,7 +29,7 @@ class _Keep(argparse.Action):
         if row.takes in (None, object):
             value = True if values is None else SAID.get(values.lower(), values)
             if row.takes is None and not isinstance(value, bool):
-                parser.error(f"{option_string} takes no value, it was given {values}")
+                parser.error(f"{option_string} takes no value, but was given {values}")
             values = value
         setattr(namespace, self.dest, {**kept, self.theirs: values})
 
@@ -91,7 +91,7 @@ def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
     outcome = FLAGS[theirs].outcome
     if isinstance(outcome, ByValue):
         found = [each for each in [*outcome.values.values(), outcome.other] if isinstance(each, Means)]
-        outcome = found[0] if found else Refused(f"it may be {', '.join(outcome.values)}")
+        outcome = found[0] if found else Refused(f"choose one of {', '.join(outcome.values)}")
     if isinstance(outcome, Means) and (flags := [flag(setting) for setting in outcome.settings]):
         elsewhere = f" ({theirs} in other projects)" if theirs != given else ""
         return f"{' and '.join(flags)}{elsewhere}?" if set(flags) <= set(ours) else f"{theirs}?"
@@ -179,7 +179,7 @@ class Translation:
                 self.notes.append(_taken(given, taken, outcome.but if more else ""))
             else:
                 settled = " and ".join(written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless)
-                self.notes.append(f"{given} has no effect: it is {settled}")
+                self.notes.append(f"{given} has no effect: the run has {settled}")
             found |= more
         return found
 
@@ -198,7 +198,7 @@ class Translation:
     def _take(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
         said = written(name, value) if value is not False else f"{name} False"
         if isinstance(outcome, ByValue):
-            refused = outcome.other or Refused(f"it may be {', '.join(outcome.values)}")
+            refused = outcome.other or Refused(f"choose one of {', '.join(outcome.values)}")
             outcome = outcome.values.get(str(value), refused)
         if isinstance(outcome, Refused):
             self.problems.append(f"{said} is not accepted: {outcome.advice}")
