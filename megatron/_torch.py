@@ -1,7 +1,7 @@
 """All private or undocumented torch names that this package uses, each with its reason.
 
-Functions that have an alternative fall back to it if torch lacks the name. The docstrings of the others say
-why they have none.
+If torch lacks a name, functions that have an alternative use it. The docstrings of the other functions say why
+there is no alternative.
 """
 
 from collections.abc import Callable

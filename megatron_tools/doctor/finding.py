@@ -1,4 +1,4 @@
-"""Results of checks."""
+"""Results of the doctor's checks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Iterations of recorded timelines, as executed schedules."""
+"""Conversion of recorded timelines to the schedules that a run executed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

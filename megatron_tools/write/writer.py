@@ -1,4 +1,4 @@
-"""A trained model that continues prompts: it encodes them, generates tokens with a stepper and decodes these."""
+"""A trained model that continues prompts: it encodes them, generates tokens with a stepper and decodes them."""
 
 import argparse
 import itertools

@@ -79,7 +79,7 @@ CHINESE = {
     "all layers have one --sliding-window": "所有层用同一个 --sliding-window",
     "use --num-key-value-heads to shrink keys and values": "缩小键和值的是 --num-key-value-heads",
     "with --sequence-parallel each model-parallel rank stores only its slice of the checkpointed inputs": "用 --sequence-parallel，每个张量并行进程只保留所存输入的一段",
-    '"wall_clock_breakdown": true in --deepspeed-config measures it': '在 --deepspeed-config 里写 "wall_clock_breakdown": true 可以测量',
+    '"wall_clock_breakdown": true in --deepspeed-config measures the backward pass': '在 --deepspeed-config 里写 "wall_clock_breakdown": true 可以测量',
     "use --offload-activations instead of --checkpoint-activations": "用 --offload-activations 代替 --checkpoint-activations",
     'write "fp16": {"loss_scale": ...} in --deepspeed-config': '在 --deepspeed-config 里写 "fp16": {"loss_scale": ...}',
     'write "fp16": {"initial_scale_power": ...} in --deepspeed-config': '在 --deepspeed-config 里写 "fp16": {"initial_scale_power": ...}',
@@ -100,7 +100,7 @@ CHINESE = {
     "warmup always starts from 0": "学习率从 0 升起",
     "give --data-path; to try a run, preprocess corpus/sample.jsonl": "给出 --data-path；试运行可用 corpus/sample.jsonl 预处理",
     "name corpora with --data-path, or with --train-data-path, --valid-data-path and --test-data-path": "语料由 --data-path、--train-data-path 等给出",
-    "give that run's config.json with --config": "用 --config 给出那次运行的 config.json",
+    "give the config.json of the checkpoint's run with --config": "用 --config 给出那次运行的 config.json",
     # Notes on keys of JSON files.
     "gated, as in Llama": "带门控，与 Llama 相同",
 }  # fmt: skip

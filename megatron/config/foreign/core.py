@@ -52,7 +52,7 @@ ROWS = (
     Row("--no-mmap-bin-files", NoEffect(".bin and .idx files are always memory-mapped")),
     Row("--no-create-attention-mask-in-dataloader", NoEffect("always on: samples have no masks")),
     Row("--pretrained-checkpoint", Means({"load": given, "finetune": True}), str),
-    Row("--use-checkpoint-args", Refused("give that run's config.json with --config")),
+    Row("--use-checkpoint-args", Refused("give the config.json of the checkpoint's run with --config")),
     Row("--exit-on-missing-checkpoint", NoEffect("always on: --load without a checkpoint is an error")),
     Row("--ckpt-format --dist-ckpt-format", _ONE_FORMAT, str),
     Row(

@@ -195,7 +195,9 @@ MEGATRON = (
     Row("--contigious-checkpointing", NoEffect("checkpointed inputs are not copied into one buffer")),
     Row("--checkpoint-in-cpu", Refused("use --offload-activations instead of --checkpoint-activations")),
     Row("--synchronize-each-layer", NoEffect("it only slows a run down")),
-    Row("--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures it')),
+    Row(
+        "--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures the backward pass')
+    ),
     # precision
     Row("--fp16", Means({"precision": "fp16"})),
     Row("--bf16", Means({"precision": "bf16"})),
