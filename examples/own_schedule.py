@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes it run without an installation
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports from the checkout, no installation needed
 
 import tds
 from tds.pipe import LayerSpec, PipelineModule

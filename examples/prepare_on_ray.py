@@ -1,4 +1,4 @@
-"""Prepare training data on a Ray cluster, or with local processes if Ray is not installed; the bytes are the same.
+"""Prepare training data on a Ray cluster, or with local processes if Ray is not installed; the output is the same.
 
     python examples/prepare_on_ray.py --input corpus/sample.jsonl --output runs/prepared --vocab-size 4000
 
@@ -23,7 +23,7 @@ def cluster():
     except ImportError:
         return None
     del ray
-    return os.environ.get("RAY_ADDRESS", "local")  # local starts a cluster here; auto finds one of `ray start --head`
+    return os.environ.get("RAY_ADDRESS", "local")  # "local" starts Ray on this machine, "auto" joins `ray start`
 
 
 def tool(name, *words):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes it run without an installation
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports from the checkout, no installation needed
 
 from megatron import get_args, get_tokenizer, mpu, print_rank_0
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
@@ -74,7 +74,7 @@ class TransformerBlock(nn.Module):
 
 
 # ---------------------------------------------------------------------- as a list of layers
-# Each layer takes what the one before gives: (hidden, mask) everywhere between the first and the last.
+# Each layer's output is the next one's input: (hidden, mask), except before the first and after the last layer.
 
 
 class EmbeddingPipe(nn.Module):

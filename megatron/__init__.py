@@ -1,4 +1,4 @@
-"""Pretraining of GPT-2 and T5 in any data x tensor x pipeline layout.
+"""Pretraining of GPT-2, Llama and T5 in any data x tensor x pipeline layout.
 
 The names that tutorials import from here are loaded lazily, so tools that need only the data
 packages do not load torch.

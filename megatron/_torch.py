@@ -1,7 +1,7 @@
 """All private or undocumented torch names that this package uses, each with its reason.
 
-Functions that have an alternative fall back to it if torch lacks the name. The docstrings of the others say
-why they have none.
+If torch lacks a name, functions that have an alternative use it. The docstrings of the other functions say why
+there is no alternative.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from torch.distributed import distributed_c10d
 def will_run(node: Any, otherwise: bool) -> bool:
     """Return whether this backward pass executes `node`; for a leaf's node, whether it accumulates into `.grad`.
 
-    otherwise: the result if torch cannot say, as within torch.autograd.grad, which returns gradients.
+    otherwise: the result if torch cannot say. It cannot within torch.autograd.grad, which returns gradients instead of
+    accumulating them.
     """
     asked = getattr(torch._C, "_will_engine_execute_node", None)
     try:
@@ -35,7 +36,7 @@ def onednn_is_there() -> bool:
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o], in oneDNN; requires `onednn_is_there`.
 
-    torch's public functions use MKL for fp32.
+    torch's public functions use MKL instead for fp32.
     """
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
     # Not a plain view: autograd forbids in-place changes of a view that a custom Function returns, and ranks
@@ -53,9 +54,9 @@ def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
 
 
 def has_flash_on_cpu() -> bool:
-    """Return whether the two functions below are available.
+    """Return whether torch has the kernels of `flash_on_cpu` and `flash_on_cpu_backward`.
 
-    torch's public function cannot compute gradients of one part separately.
+    The public scaled_dot_product_attention has no separate backward function.
     """
     names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
     return all(hasattr(torch.ops.aten, name) for name in names)
@@ -81,7 +82,7 @@ def flash_on_cpu_backward(
 
 
 def assert_later(condition: Tensor, words: str) -> None:
-    """Make the device fail with these words unless all of `condition` holds; the host does not wait."""
+    """Make the device fail with the message `words` unless all of `condition` holds; the host does not wait."""
     check = getattr(torch, "_assert_async", None)
     if check is not None:
         check(condition.all(), words)
@@ -108,7 +109,7 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def version(tensor: Tensor) -> int:
-    """Return a number that rises with each change in place; comparing values would need a copy."""
+    """Return a counter that rises with each in-place change; comparing values would need a copy of the tensor."""
     return int(tensor._version)
 
 
@@ -119,7 +120,7 @@ def amx_tiles() -> bool:
 
 
 def cpp_compiler_found() -> bool:
-    """Return whether torch.compile finds a C++ compiler; otherwise it would only fail in the first step."""
+    """Return whether torch.compile finds a C++ compiler; without this check a missing one fails the first step."""
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -172,7 +173,7 @@ def scatter_sum_in_graph(x: Tensor, group: Any) -> Tensor:
 
 
 def replace_elastic_start(start: Callable[[Any, Callable[[Any], None]], None]) -> None:
-    """Let `start(group, original)` start the processes of torchrun's agent, where `original(group)` does it."""
+    """Make torchrun's agent start processes with `start(group, original)`; `original(group)` is torch's own start."""
     from torch.distributed.elastic.multiprocessing import api
 
     original = api.PContext.start
@@ -184,7 +185,7 @@ def never_restart_after(code: int) -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     original = getattr(LocalElasticAgent, "_monitor_workers", None)
-    if original is None:  # torch then restarts such a rank, as torchrun does
+    if original is None:  # without this method such a rank is restarted, as under torchrun
         return
 
     def monitor(agent: Any, workers: Any) -> Any:

@@ -25,7 +25,7 @@ def temporary_name(path: Path) -> Path:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add `path` to an OSError raised inside: errors of an open file, such as a full disk, do not name it."""
+    """Add `path` to an OSError raised in the context; errors of an open file, such as a full disk, lack its name."""
     try:
         yield
     except OSError as error:

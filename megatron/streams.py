@@ -64,7 +64,7 @@ class Guarded:
 
 
 class Named:
-    """Standard output of a tool whose result is printed there: errors name the stream."""
+    """Standard output of a tool that prints its result; an OSError names the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -92,7 +92,7 @@ class Named:
 
 
 def fill_closed() -> None:
-    """Open the null device in place of closed standard streams, whose descriptors a file opened later would get."""
+    """Open the null device for closed standard streams; otherwise a file opened later would get their descriptors."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -12,12 +12,12 @@ from megatron import mpu
 def get_ltor_documents_and_position_ids(
     tokens: Tensor, eod: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the inputs that our left-to-right models take with their tokens [b, s].
+    """Compute the inputs that GPT-2 and Llama models take along with their tokens [b, s].
 
     An end-of-document token belongs to the document that it ends.
     Returns (document ids, loss mask, position ids):
     - document ids: int32 [b, s], the number of each token's document; empty unless `reset_attention_mask`.
-      `megatron.model.masks` builds the s x s mask from them where it is used.
+      The attention builds its mask from them (`megatron.model.masks`).
     - loss mask: fp32 [b, s], 0 at end-of-document tokens if `eod_mask_loss`.
     - position ids: int64 [b, s], counted from 0 in each document if `reset_position_ids`.
     """
@@ -43,8 +43,8 @@ def get_ltor_masks_and_position_ids(
     """Compute inputs for a model that takes a mask, as in Megatron-LM and CPM-Pretrain. Our models take document ids.
 
     Returns (attention mask, loss mask, position ids). The mask is bool, True where a query (row) must not
-    attend to a key (column): [b, 1, s, s] if `reset_attention_mask`, else [1, 1, s, s]. The others are those
-    of `get_ltor_documents_and_position_ids`.
+    attend to a key (column): [b, 1, s, s] if `reset_attention_mask`, else [1, 1, s, s]. Loss mask and
+    position ids are as in `get_ltor_documents_and_position_ids`.
     """
     document_ids, loss_mask, positions = get_ltor_documents_and_position_ids(
         data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss

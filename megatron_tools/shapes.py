@@ -1,4 +1,4 @@
-"""Weights that a model must have by its settings, compared with those in a file before anything is built."""
+"""Weight shapes that a model's settings imply, compared with a checkpoint before the model is built."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def described(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
     """Return the settings of a GPT-2, Llama or T5 checkpoint for these parallel sizes.
 
-    Raises CheckpointError as `check_model` does.
+    Raises CheckpointError if the stored weights do not match the settings.
     """
     reader = CheckpointReader(path)
     config = plain_config(reader, model_parallel_size, pipe_parallel_size)
@@ -49,11 +49,11 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
             )
         if found[name] != shape:
             raise CheckpointError(
-                f"{where}: the weight {name} has shape {list(found[name])}, by its settings it has {list(shape)}"
+                f"{where}: the weight {name} has shape {list(found[name])}, but its settings imply {list(shape)}"
             )
     if extra := sorted(found.keys() - shapes.keys()):
         raise CheckpointError(
             f"{where} lists weights that are no part of the model that its settings describe: {first_of(extra, 3)}"
         )
     if m.position_embedding == "learned" and config.positions != reader.positions:
-        raise CheckpointError(f"{where}: positions is {reader.positions}, by its settings it is {config.positions}")
+        raise CheckpointError(f"{where}: positions is {reader.positions}, but its settings imply {config.positions}")

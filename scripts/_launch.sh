@@ -1,4 +1,4 @@
-# Start the ranks of a run: here, on several nodes, with DeepSpeed's launcher or with SLURM; sourced by _run.sh.
+# Start the ranks of a run on this machine or several nodes, or with DeepSpeed's launcher or SLURM; sourced by _run.sh.
 # shellcheck shell=bash disable=SC2154
 
 # Start all ranks of a command and wait for them.
@@ -18,12 +18,12 @@ launch() {
     fi
 }
 
-# SLURM_START of run_slurm.sh: `node` starts our launcher on each node, `rank` starts each rank as a task of srun.
-# --kill-on-bad-exit=0 and --wait=0: ranks that have saved exit, and srun must not kill the others for that.
+# run_slurm.sh sets SLURM_START: `node` starts our launcher on each node, `rank` starts each rank as a task of srun.
+# With --kill-on-bad-exit=0 and --wait=0, srun does not kill ranks that still save when the first ones have exited.
 launch_on_slurm() {
     local step=(srun --nodes "$NNODES" --kill-on-bad-exit=0 --wait=0)
     export MASTER_ADDR MASTER_PORT
-    # shellcheck disable=SC2016  # each task has its own numbers
+    # shellcheck disable=SC2016  # expanded in each task, with that task's numbers
     if [ "$SLURM_START" = node ]; then
         run_with_signals "${step[@]}" --ntasks "$NNODES" --ntasks-per-node 1 \
             bash -c 'node=$1; shift; exec python "$0" --nnodes "$node" --node-rank "$SLURM_NODEID" "$@"' \
@@ -37,8 +37,8 @@ launch_on_slurm() {
     fi
 }
 
-# Run a command and forward signals to it. bash alone would die of SIGTERM and leave the command running; in a container
-# it is often the only process that gets the signal. A run that was asked to end returns 143 (128 + SIGTERM).
+# Run a command and forward signals to it. Otherwise bash would die of SIGTERM and leave the command running; in a
+# container bash is often the only process that gets the signal. A run that is asked to end returns 143 (128 + SIGTERM).
 run_with_signals() {
     local pid received stopping= status each
     # bash makes background commands ignore Ctrl-C, which this undoes.

@@ -1,7 +1,8 @@
 # Train the tokenizer and tokenize the corpus, once for all nodes that share a file system; sourced by _run.sh.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# Print the path $2, which is relative to the folder $1: relative to the checkout inside it, absolute elsewhere.
+# Print the path $2, which is given relative to the folder $1: relative to the checkout if it is inside the checkout,
+# else absolute.
 in_checkout() {
     local path
     path=$(cd "$1" && realpath -m -- "$2")

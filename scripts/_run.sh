@@ -50,7 +50,7 @@ if [ -z "${RUN_DIR:-}" ]; then
         echo "run_$NAME.sh: starting a new run in $RUN_DIR; RUN_DIR=${AT}runs/$NAME resumes the run of version 0.1"
     fi
 fi
-# A preset with a custom corpus gets more tokens than the bundled text could fill.
+# A preset with a custom corpus gets a larger vocabulary than the bundled text could fill.
 if [ -z "${VOCAB_SIZE:-}" ]; then
     VOCAB_SIZE=$([ -n "${CORPUS:-}" ] && [ -n "${MODEL_SIZE:-${model_size:-}}" ] && echo 30000 || echo 4000)
 fi
@@ -100,7 +100,7 @@ train() {
         case "$word" in --lr=*) peak=${word#--lr=} ;; esac
         before=$word
     done
-    min_lr=$(awk -v lr="$peak" 'BEGIN { print lr / 10 < 1e-5 ? lr / 10 : "1e-5" }')  # never above the peak
+    min_lr=$(awk -v lr="$peak" 'BEGIN { print lr / 10 < 1e-5 ? lr / 10 : "1e-5" }')  # never above --lr
     local settings=(
         --run-dir "$RUN_DIR" --vocab-file "$VOCAB_FILE" --split 90,10,0
         --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}"

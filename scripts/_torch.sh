@@ -8,7 +8,7 @@ try: print(m.version("torch"))
 except m.PackageNotFoundError: pass'
 }
 
-# Return whether version $1 is 2.11 or newer (pyproject.toml); a vendor's 2.11.0a0+... is.
+# Return whether version $1 is 2.11 or newer (pyproject.toml); a vendor's 2.11.0a0+... counts.
 is_usable() {
     local major minor
     IFS=. read -r major minor _ <<<"$1"
@@ -25,7 +25,7 @@ case "${TORCH_BUILD:-}" in
     *) echo "setup.sh: TORCH_BUILD=$TORCH_BUILD must be cuda or cpu" >&2; exit 2 ;;
 esac
 
-# Return whether to install a build with CUDA. TORCH_BUILD decides where an image is built for another machine.
+# Return whether to install a build with CUDA. TORCH_BUILD overrides what this machine has, for images built for others.
 wants_cuda() {
     case "${TORCH_BUILD:-}" in
         cuda) return 0 ;;
@@ -41,13 +41,13 @@ install_torch() {
     pin=$(torch_pinned_by requirements.txt)
     before=$(torch_pinned_by .venv/.installed-requirements.txt)
     [ "${there%%+*}" = "$pin" ] && return
-    if [ -n "$there" ] && [ "${there%%+*}" != "$before" ]; then # not installed by us
+    if [ -n "$there" ] && [ "${there%%+*}" != "$before" ]; then # not installed by this script
         if is_usable "$there"; then
             echo "setup.sh: keeping torch $there, which was installed before (tested: $pin)"
             return
         fi
         echo "setup.sh: .venv has torch $there, which this script did not install, but 2.11 or newer is needed;" \
-            "install it there or delete .venv" >&2
+            "install that in .venv, or delete .venv" >&2
         exit 2
     fi
     echo "setup.sh: installing torch $pin, $(build_that_fits)"

@@ -9,13 +9,13 @@ show_variables() {
     printf '\nFlags override variables; python pretrain_%s.py --help lists them.\n' "$NAME"
 }
 
-# Refuse a variable whose name is almost one of ours: its run would silently use other settings.
+# Refuse a variable whose name is almost one of ours: the run would silently ignore it.
 refuse_misspelt() {
     python - "$ROOT/scripts/variables.txt" "run_$NAME.sh" <<'EOF'
 import difflib, os, sys
 
 known = [line.split()[0] for line in open(sys.argv[1], encoding="utf-8")]
-for common in ("OMP_NUM_THREADS", "PYTHON"):  # similar names are common
+for common in ("OMP_NUM_THREADS", "PYTHON"):  # other programs use similar names
     known.remove(common)
 for name in sorted(set(os.environ) - {*known, "OMP_NUM_THREADS", "PYTHON"}):
     if any(name.endswith(f"_{each}") or name.startswith(f"{each}_") for each in known):

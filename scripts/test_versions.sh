@@ -2,13 +2,14 @@
 # Install this checkout into fresh environments with the oldest and the newest versions that pyproject.toml allows, and
 # test it there:
 #
-#     bash scripts/test_versions.sh                                      # both
-#     ENDS=oldest PYTHON=python3.12 bash scripts/test_versions.sh        # one, with another interpreter
+#     bash scripts/test_versions.sh                                      # oldest and newest
+#     ENDS=oldest PYTHON=python3.12 bash scripts/test_versions.sh        # only oldest, with another Python
 #     ENDS=newest PINS="torch==2.12.1 deepspeed==0.19.3" bash scripts/test_versions.sh
 #     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh  # all extras; only the commands
 #
 # Tests the installed commands in an empty folder (tests/cli/test_installed.py), then runs TESTS, which depend on
-# DeepSpeed's internals. FOLDER keeps the environments; without it they are deleted. One with CUDA takes 6 GB.
+# DeepSpeed's internals. FOLDER= names a folder that keeps the environments (6 GB each with
+# CUDA); without it they are deleted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}

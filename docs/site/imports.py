@@ -7,9 +7,9 @@ from megatron.compat.names import COUNTERPARTS, GONE_MODULES, HOMES, MODULES
 from .words import WORDS
 
 CHINESE = {
-    "there is no BERT here": "这里没有 BERT",
+    "there is no BERT model": "这里没有 BERT",
     "samples need no compiled helpers, so leave it out": "样本不需要编译的辅助代码，去掉即可",
-    "there is no retrieval here": "这里没有检索",
+    "there are no retrieval models": "这里没有检索",
     "torch's attention is one kernel and --compile fuses the rest, so leave it out": "torch 的注意力是一个核函数，其余由 --compile 融合，去掉即可",
     "kept activations need no buffers of their own, so leave it out": "保留的激活值不需要专门的缓冲区，去掉即可",
     "DeepSpeed or tds.DistributedOptimizer reduces gradients, so leave it out": "梯度由 DeepSpeed 或 tds.DistributedOptimizer 规约，去掉即可",

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 _BUFFERS = "kept activations need no buffers of their own, so leave it out"
-_BERT = "there is no BERT here"
-_REALM = "there is no retrieval here"
+_BERT = "there is no BERT model"
+_REALM = "there are no retrieval models"
 _SCALER = 'DeepSpeed scales losses ("fp16" of --deepspeed-config), so leave it out'
 _KERNELS = "torch's attention is one kernel and --compile fuses the rest, so leave it out"
 _LAYERS = "megatron.model.block.Block is one transformer layer; gpt2_layers and t5_layers list the layers of a model"

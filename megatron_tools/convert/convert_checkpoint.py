@@ -118,7 +118,7 @@ def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
-    """Return the model's tokenizer, or None if it came without one. Raises ValueError for a different tokenizer."""
+    """Return the model's tokenizer, or None if it has none. Raises ValueError if it is missing or not the model's."""
     given = vocab_file or config.data.vocab_file
     if given is None and not reader.tokenizer:
         return None
@@ -136,7 +136,7 @@ def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None)
 
 
 def import_checkpoint(args: argparse.Namespace) -> None:
-    """Import a checkpoint in another format as one of ours at iteration 0."""
+    """Import a foreign checkpoint (--from-hf or --from-megatron) as a checkpoint of this project at iteration 0."""
     output = Path(args.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} exists and is not empty; choose another --output")
@@ -229,13 +229,14 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     settings = settings_of(theirs, args.num_attention_heads)
     refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
     rows, fingerprint = settings["vocab_size"], ""
-    print(f"order of query, key and value: checkpoint version {theirs.version:g}, {theirs.version_source}")
+    print(f"query, key and value are in the order of checkpoint version {theirs.version:g} ({theirs.version_source})")
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file)
         if tokenizer.vocab_size > rows:
             raise ValueError(f"{args.vocab_file} has {tokenizer.vocab_size} tokens, more than the model's {rows}")
         fingerprint = tokenizer.fingerprint
-        settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}  # other rows are padding
+        # Rows of the embedding beyond the tokenizer's vocabulary are padding.
+        settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}
     config = with_values(Config(), settings)
     check_complete(theirs, config)
     return config, fingerprint, [_megatron_entry(theirs, name, config) for name in theirs.names()]
@@ -293,10 +294,10 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
 
 
 def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise ValueError if AutoTokenizer, reading `folder`, encodes texts of the vocabulary differently."""
+    """Raise ValueError if AutoTokenizer, reading `folder`, encodes any test text differently."""
     from transformers import AutoTokenizer
 
-    if not (folder / SETTINGS).is_file():  # AutoTokenizer rejects a placeholder
+    if not (folder / SETTINGS).is_file():  # the folder has a placeholder that AutoTokenizer rejects
         return
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     for text in texts_of(tokenizer):

@@ -1,4 +1,4 @@
-"""Token roles in an exported folder, from the tokenizer's original folder or from our tokenizer."""
+"""Roles of special tokens (bos, eos, ...) in an exported folder, from the original folder or our tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from megatron.tokenizer.base import read_object
 from megatron.tokenizer.beside import ROLES, class_beside, ends_beside, generation_beside, ids_beside, settings_beside
 
 PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of special tokens that may serve as padding
-NO_TEXT = "\U0010fffd"  # in no vocabulary
+NO_TEXT = "\U0010fffd"  # a private-use character that no vocabulary contains
 # Keys of tokenizer_config.json that are not exported: code and templates are separate files, and tokenizer.json
 # decides the class.
 REPLACED = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
@@ -20,11 +20,12 @@ CLASS_ROLES: dict[str, dict[str, str]] = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
-# For Qwen2 and Mistral AutoTokenizer ignores the class that the folder names, unless the folder seems to
-# contain code.
+# Pattern by which Qwen2Tokenizer splits text.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# For Qwen2 and Mistral, AutoTokenizer ignores the class that the folder names, unless the folder seems to
+# contain code.
 NO_CODE = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
 
 
@@ -41,14 +42,14 @@ def _name_of(token: Any) -> str:
 
 
 def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
-    """Return the padding token: the folder's, else a special token that is neither an end nor in any text; or None.
+    """Return the source folder's padding token, else a special token that neither ends nor occurs in texts, else None.
 
     Collators mask padding in the loss. If padding were also an end token, a model would never learn to stop.
     """
     given = _name_of(named_roles(tokenizer, source).get("pad_token"))
     if given in tokenizer.marks:
         return given
-    if settings_beside(source):  # a folder without a padding token goes out without one
+    if settings_beside(source):  # the source folder names no padding token, so the export names none
         return None
     spare = [name for name in PADS if name in tokenizer.specials and tokenizer.specials[name] != tokenizer.eod]
     return next((name for name in spare if tokenizer.specials[name] not in tokenizer.encode(NO_TEXT)), None)
@@ -78,7 +79,7 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
 
 
 def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
-    """Return the settings that keep AutoTokenizer from replacing the class.
+    """Return the settings that keep AutoTokenizer from replacing the tokenizer class.
 
     is_json: the folder has a tokenizer.json.
     """
@@ -89,7 +90,7 @@ def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
 
 
 def _cuts_as_qwen2(source: Path) -> bool:
-    """Return whether a tokenizer.json normalises and splits text like Qwen2Tokenizer, which ignores these settings."""
+    """Return whether a tokenizer.json has Qwen2Tokenizer's normaliser and splitting; that class ignores the file's."""
     content = read_object(source)
     words = content.get("pre_tokenizer") or {}
     patterns = [each.get("pattern", {}).get("Regex") for each in words.get("pretokenizers", [])]
@@ -97,7 +98,7 @@ def _cuts_as_qwen2(source: Path) -> bool:
 
 
 def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
-    """Return the ids of ROLES for config.json. trained: the ids used in training, by the model's family."""
+    """Return the ids of ROLES for config.json. trained: role -> id used in training."""
     given = ids_beside(source)
     ids = {key: trained[key] for key in ROLES if key in trained}
     ends = given.get("eos_token_id")

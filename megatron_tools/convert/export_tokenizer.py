@@ -59,12 +59,13 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     if not abouts:
         notes.append(
             f"{', '.join(prefixes) or 'the run'} has no sidecar file with the chat template: "
-            f"{'that of the tokenizer' if own else 'none'} is exported, and eos_token_id lacks an end-of-turn token"
+            f"{'the template of the tokenizer' if own else 'none'} is exported, and "
+            "eos_token_id lacks an end-of-turn token"
         )
         return Chat(own, None, tuple(notes))
     source, date, end = str(abouts[0]["chat_template"]), abouts[0].get("chat_date"), None
     if any(about["chat_template"] != source for about in abouts):
-        notes.append("the corpora of this run have different chat templates; that of the first is exported")
+        notes.append("the corpora of this run have different chat templates; the first corpus's is exported")
     if date:
         notes.append(f"chat_template.jinja inserts the current date; the run was trained with {date}")
     elif is_undated(abouts[0]):
@@ -96,7 +97,7 @@ def write_tokenizer(
 ) -> list[str]:
     """Write the tokenizer and chat_template.jinja for transformers. Return notes for the user.
 
-    If transformers would read a different tokenizer, a placeholder is written so that it reads none.
+    If transformers would read other ids from the files, a placeholder makes AutoTokenizer fail instead.
     """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     source, theirs = file_of(vocab_file), to_hf_tokenizer(base)
@@ -113,14 +114,18 @@ def write_tokenizer(
             return [
                 f"transformers has no tokenizer with the ids of {source.name} ({base.name}), so AutoTokenizer rejects "
                 f"this folder; load {source.name} with this project's tokenizers",
-                *(["no chat template is exported, because it needs such a tokenizer"] if chat.source else []),
+                *(
+                    ["no chat template is exported, because it needs a tokenizer that transformers can load"]
+                    if chat.source
+                    else []
+                ),
             ]
     described |= named_class(source, model_type, theirs is not None)
     for file in TOKEN_FILES:
         if source.with_name(file).is_file():
             (folder / file).write_bytes(source.with_name(file).read_bytes())
     notes = _write_template(folder, tokenizer, chat)
-    for key in NAMED:  # the template uses these as variables, so transformers needs them
+    for key in NAMED:  # templates use these names as variables, so transformers needs them
         if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
             described[key] = name
     (folder / SETTINGS).write_text(json.dumps(described, indent=2), encoding="utf-8")
@@ -142,7 +147,7 @@ def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> d
 def _write_json(
     folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write tokenizer.json, with a T5's sentinels. Return their entries for tokenizer_config.json."""
+    """Write tokenizer.json, with a T5's sentinels. Return the sentinels' entries for tokenizer_config.json."""
     from tokenizers import AddedToken
 
     described: dict[str, Any] = {}

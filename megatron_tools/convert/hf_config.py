@@ -37,7 +37,7 @@ _MT5 = {
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
-_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # T5 files of 2019 hold it
+_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # unused, in T5 files of 2019
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -120,7 +120,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys with an effective value that `read_config` accepted although no model class reads them."""
+    """Return the keys that `read_config` accepted although no model class reads them, unless their value is off."""
     family = FAMILIES[content["model_type"]]
     known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
     return [key for key, value in content.items() if key not in known and not is_off(key, value)]
@@ -182,7 +182,7 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
 def _scales_logits(values: Mapping[str, Any]) -> bool:
     """Return whether logits of tied embeddings are scaled.
 
-    T5 of 2019 scales them, mT5 never does, UMT5 always does. Without the key `tie_word_embeddings` decides.
+    mT5 never scales them, UMT5 always does. For T5, scale_decoder_outputs decides, or without it tie_word_embeddings.
     """
     if values["model_type"] in ("mt5", "umt5"):
         return bool(values["model_type"] == "umt5")
@@ -195,12 +195,12 @@ def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
         return []
     return [
         "tie_word_embeddings is false: transformers 5 scales the logits of every UMT5, transformers 4 only if tied; "
-        "they are scaled here (--no-scale-tied-logits disables it)"
+        "this project scales them (--no-scale-tied-logits disables it)"
     ]
 
 
 def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
-    """Return notes for the user about our tokenizer with the model that config.json describes.
+    """Compare the tokenizer with the model in config.json; return notes for the user.
 
     Raises ValueError if the tokenizer has more tokens than the model, or other end, padding or start ids.
     """
@@ -219,7 +219,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
         )
     notes = []
     if len(ends) > 1:
-        notes = [f"eos_token_id lists {ends}; here only {tokenizer.eod} ends a text"]
+        notes = [f"eos_token_id lists {ends}; in this project only {tokenizer.eod} ends a text"]
     if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
         return notes
     if values["pad_token_id"] != tokenizer.pad:
@@ -229,7 +229,8 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
     start = values["decoder_start_token_id"]
     if start not in (None, tokenizer.pad):
         raise ValueError(
-            f"{where}: decoder_start_token_id is {start}; here a decoder starts with the padding token, {tokenizer.pad}"
+            f"{where}: decoder_start_token_id is {start}, but this project's decoders start with the "
+            f"padding token {tokenizer.pad}"
         )
     return notes
 

@@ -75,7 +75,7 @@ class FolderReader:
             if single and set(self._where.values()) != {"model.safetensors"}:
                 raise ValueError(
                     f"{folder} contains model.safetensors and a model.safetensors.index.json of other files: one is "
-                    f"left over from another model; remove it (transformers reads the first)"
+                    f"left over from another model; remove it (transformers reads model.safetensors)"
                 )
         elif single:
             self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
@@ -125,7 +125,10 @@ class FolderReader:
         self._asked.add(found)
         file = self._open(self._where[found])
         if found not in file.keys():  # noqa: SIM118
-            raise ValueError(f"{self.folder / self._where[found]} lacks {found}, which the index lists there")
+            raise ValueError(
+                f"{self.folder / self._where[found]} lacks {found}, which "
+                "model.safetensors.index.json places in this file"
+            )
         return file, found
 
     def shape(self, name: str) -> list[int]:
@@ -164,7 +167,7 @@ def entries_of(
     """
     found = []
     for match in matches:
-        # Splitting an empty tensor of our shape gives their shapes without reading any weights.
+        # Splitting a meta tensor of our shape gives Hugging Face's shapes without reading any weights.
         for i, part in enumerate(match.split(torch.empty(*shape(match.ours), device="meta"))):
 
             def make(match: Any = match, i: int = i) -> Tensor:
@@ -189,7 +192,7 @@ def is_hf_folder(folder: Path) -> bool:
 class Folder:
     """A Hugging Face model: its settings and tensors, checked against each other.
 
-    values: config.json with defaults filled in. config: our settings. notes: remarks for the user about them.
+    values: config.json with defaults filled in. config: our settings. notes: remarks on the settings for the user.
     Raises ValueError for what cannot be converted, for contradictions between files, and for unused tensors.
     """
 
@@ -207,7 +210,7 @@ class Folder:
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # accepts text of any length
+            "sequence_parallel": False,  # otherwise text lengths must be multiples of the ranks
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})
@@ -222,7 +225,9 @@ class Folder:
         first = next((name for name in there if name != HEAD), None)
         for name in there:
             if first and name != HEAD and not torch.equal(self.tensors.read(name), self.tensors.read(first)):
-                raise ValueError(f"{self.path}: {name} and {first} differ, but models here have one input embedding")
+                raise ValueError(
+                    f"{self.path}: {name} and {first} differ, but this project's models have one input embedding"
+                )
         if first and HEAD in there:
             return torch.equal(self.tensors.read(HEAD), self.tensors.read(first))
         if not self.values["tie_word_embeddings"]:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.fields import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Names of activations here by their Hugging Face names. Functions not listed compute something else.
+# Hugging Face's activation names -> ours. Activations that are not listed compute other functions.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh",
     "gelu_accurate": "gelu-tanh",
@@ -98,7 +98,7 @@ UNREAD = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
     r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
 )
-# Words in keys with which other families change what a model computes; test_hf_keys.py checks them against
+# Parts of key names by which other families change what a model computes; test_hf_keys.py checks them against
 # transformers.
 COMPUTES = re.compile(
     r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position"
@@ -165,7 +165,10 @@ def activation_of(name: str, where: Path, key: str) -> str:
 
 
 def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
-    """Raise ConfigError for the first setting, of (is present, setting) pairs, that `model` does not support."""
+    """Raise ConfigError for the first setting that `model` does not support.
+
+    what: (our model has the setting, its flag) pairs.
+    """
     for wrong, setting in what:
         if wrong:
             raise ConfigError(f"Hugging Face's {model} does not support {setting}")

@@ -1,4 +1,4 @@
-"""config.json of Llama, Qwen2, Qwen3 and Mistral, which share one decoder here: conversion in both directions.
+"""config.json of Llama, Qwen2, Qwen3 and Mistral, which share one decoder in this project: import and export.
 
 The families differ in their options: biases in all layers (Llama), biases for queries, keys and values (Qwen2),
 query and key norms (Qwen3), and sliding windows (Mistral, and per layer in the Qwens).
@@ -49,7 +49,7 @@ FAMILIES = {
 
 
 def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return (our settings, notes for the user); see `settings_of` in hf_config.py."""
+    """Return (our settings by their flat names, notes for the user) for the values from `read_config`."""
     hidden_bias, qkv_bias = _biases(values, where)
     positions = values["max_position_embeddings"]
     notes = []
@@ -161,7 +161,7 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
 def _kind_of(m: ModelConfig) -> str:
     """Return the family for these settings: Llama where possible, because most programs support it.
 
-    Its class requires hidden_size to be divisible by the number of heads; Mistral's does not.
+    Llama's class requires hidden_size to be divisible by the number of heads; Mistral's does not.
     """
     if m.qk_norm:
         return "qwen3"

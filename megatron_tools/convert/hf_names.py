@@ -28,7 +28,7 @@ def _transposed(ours: str, theirs: str) -> Match:
 
 
 def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
-    """Match (q, k, v) per head with one tensor of all q, all k, all v."""
+    """Match our rows, (q, k, v) per head, with one Hugging Face tensor of all q, all k, all v."""
 
     def split(t: Tensor) -> list[Tensor]:
         stacked = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
@@ -55,7 +55,7 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
 
 
 def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -> Match:
-    """Match (queries, key, value) per group, in heads of `size` rows, with separate tensors for q, k and v."""
+    """Match our rows, (queries, key, value) per group in heads of `size` rows, with separate q, k and v tensors."""
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, -1, size, *t.shape[1:])
@@ -138,7 +138,7 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
 def _query_scaled(match: Match, m: ModelConfig) -> Match:
     """Return `match` with its query rescaled if our model divides attention scores by sqrt(head size).
 
-    T5 does not divide them, so its query weights are smaller by that factor.
+    Hugging Face's T5 does not divide scores, so its query weights are smaller by that factor.
     """
     if not m.scale_attention:
         return match

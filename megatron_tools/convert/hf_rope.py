@@ -72,7 +72,7 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; only models with one kind can be converted")
-    # transformers 5 then ignores rope_parameters, other programs ignore rope_scaling. So each must be complete.
+    # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so they must agree.
     if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
         key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
         raise ValueError(
@@ -83,7 +83,7 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
 
 
 def _in_full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the type under one name and with the theta that transformers uses by default."""
+    """Return the settings with the type under rope_type and with transformers' default for a missing rope_theta."""
     outside = 10000.0 if values["rope_theta"] is None else values["rope_theta"]
     rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": outside, **rest}
@@ -102,7 +102,7 @@ def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: P
 def _factor(
     values: Mapping[str, Any], rope: Mapping[str, Any], kind: str, original: float, number: Callable[..., float]
 ) -> float:
-    """Return the factor of context extension. With yarn a null factor is the quotient of the two lengths."""
+    """Return the factor of context extension. For yarn, null means max_position_embeddings / `original`."""
     if kind == "yarn" and rope.get("factor", 0) is None:
         return float(values["max_position_embeddings"] / original)
     return number("factor")
@@ -120,7 +120,7 @@ def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[.
 
 
 def their_rope(m: ModelConfig) -> dict[str, Any]:
-    """Return the rotary settings in the older form, which all versions of transformers accept."""
+    """Return rope_theta and rope_scaling, the older form, which all versions of transformers accept."""
     if m.rope_scaling is None:
         return {"rope_theta": m.rope_theta, "rope_scaling": None}
     found: dict[str, Any] = {"rope_type": m.rope_scaling, "factor": m.rope_scaling_factor}

@@ -69,7 +69,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
 
 
 def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
-    """Return whether transformers' T5Tokenizer, which assumes one kind of `.model`, produces this model's ids."""
+    """Return whether transformers' T5Tokenizer, which supports one kind of `.model`, produces this model's ids."""
     sp, facts = tokenizer._sp, tokenizer.facts
     return (
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
@@ -82,7 +82,7 @@ def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
 
 
 def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
-    """Return the characters that some piece repeats, each with the length of its longest run."""
+    """Return each character that makes up a piece alone, as in `===`, with the length of its longest such piece."""
     pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
     runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
     return {run[0]: len(run) for run in sorted(runs, key=len)}
@@ -91,7 +91,7 @@ def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
 def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
     """Yield texts with runs of one character.
 
-    Many segmentations of a run have equal scores, and libraries round them differently.
+    Many segmentations of a run have equal scores, and rounding breaks such ties differently in each library.
     """
     for char, longest in _repeated(tokenizer).items():
         run = char.replace(MARK, " ")

@@ -18,8 +18,10 @@ from .plain_pickle import load_plain
 
 _FILES = (re.compile(r"mp_rank_(\d\d)_model_states\.pt"), re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?/model\w*\.pt"))
 _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d\d))?-model_states\.pt")
-_COLUMN = re.compile(r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+")  # split along rows
-_ROW = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # split along columns
+_COLUMN = re.compile(
+    r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+"
+)  # column-parallel: split in dim 0
+_ROW = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # row-parallel: split in dim 1
 _SKIP = re.compile(r"\.attention\.(bias|masked_bias)$")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -32,9 +34,9 @@ ORDERS = (
 class RankFiles:
     """Tensors of a checkpoint by our names, joined over model-parallel ranks on request.
 
-    version: checkpoint version 0 to 3, which determines the layout of query, key and value; for files that do
-    not record it. layers: number of layers in the model; for checkpoints with a file per layer that do not
-    record it.
+    version: checkpoint version 0 to 3, which determines the layout of query, key and value; needed if the
+    files do not record it. layers: number of layers in the model; needed for a checkpoint with a file per layer that
+    does not record it.
     Raises ValueError for unknown folders, files or names, and if the version cannot be determined.
     """
 
@@ -60,7 +62,7 @@ class RankFiles:
         self._parts: dict[str, dict[int, Tensor]] = {}
         self._theirs: set[str] = set()
         for rank in range(self.ranks):
-            blocks: dict[int, int] = {}  # stage or layer file -> number of blocks up to its end
+            blocks: dict[int, int] = {}  # stage or layer file -> number of transformer blocks up to its end
             for stage in stages:
                 first = max(blocks.values(), default=0)
                 top = self._add(contents[stage, rank], found[stage, rank], rank, first)
@@ -81,7 +83,9 @@ class RankFiles:
             )
         for other in (named, layers):
             if other not in (None, self.layers):
-                raise ValueError(f"{self.folder} contains {self.layers} layers, but the model has {other}")
+                raise ValueError(
+                    f"{self.folder} contains {self.layers} layers, but its settings or --num-layers give {other}"
+                )
         self.version, self.version_source = self._version_of(headers, version)
 
     def _files(
@@ -188,7 +192,7 @@ class RankFiles:
 def _as_cpm_pretrain(items: Sequence[int], blocks: Sequence[int]) -> bool:
     """Return whether the files are a complete CPM-Pretrain pipeline.
 
-    Its items are: 0 casts, 1 embeds, 2 transposes, blocks from 3, two more without weights, norm, head.
+    Its pipeline items are: 0 cast, 1 embedding, 2 transpose, blocks from 3, two without weights, final norm, head.
     """
     last = len(blocks) + 5
     return list(items) == [1, *range(3, last - 2), last - 1, last]

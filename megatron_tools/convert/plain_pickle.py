@@ -18,7 +18,7 @@ from megatron.config.fields import describe
 
 
 class _Refused(Exception):
-    """A file requests a global that is not allowed; the argument names it."""
+    """A file requests a global that is not allowed; the exception's text names this global."""
 
 
 class _Array:

@@ -94,10 +94,14 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding
         if share:
             counts[part] = int(dataset.document_sizes(documents).sum())
     sizes = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
-    remedy = f"more text, a smaller --seq-length, or another --split than {config.data.split}"
+    remedy = f"use more text, a smaller --seq-length, or another --split than {config.data.split}"
     if counts.get("train", 0) < needed:
         yield failed("tokens", f"{prefix} has {sizes} tokens, a sample needs {needed}", remedy)
     elif any(tokens < needed for tokens in counts.values()):
-        yield warning("tokens", f"{prefix} has {sizes} tokens, a sample needs {needed}: a part stays empty", remedy)
+        yield warning(
+            "tokens",
+            f"{prefix} has {sizes} tokens, a sample needs {needed}: the smaller splits have no samples",
+            remedy,
+        )
     else:
         yield ok("tokens", sizes)

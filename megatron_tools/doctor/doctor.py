@@ -32,7 +32,7 @@ EXAMPLES = """\
 class Examination:
     """All checks of one installation and one run, in order; later checks use results of earlier ones.
 
-    args: the doctor's own. flags: those of the training script.
+    args: the doctor's own flags. flags: the training script's flags.
     """
 
     def __init__(self, args: argparse.Namespace, flags: Sequence[str]) -> None:

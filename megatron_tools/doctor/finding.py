@@ -1,4 +1,4 @@
-"""Results of checks."""
+"""Results of the doctor's checks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -43,4 +43,4 @@ def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[F
         remedy = f"install {error.name or 'the named package'} again: pip install -r requirements.txt"
         yield failed(check, f"cannot be checked {why}", remedy)
     except (OSError, ValueError, RuntimeError) as error:
-        yield failed(check, " ".join(str(error).split()), "change what the message names")
+        yield failed(check, " ".join(str(error).split()), "fix what the message names")

@@ -14,7 +14,7 @@ from .finding import Finding, failed, ok, warning
 # Package -> (oldest supported, newest tested by scripts/test_versions.sh). pyproject.toml has the same oldest
 # versions.
 SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.19", "0.19.8"), "numpy": ("2.0", "2.5.5")}
-# a run refuses these releases because it relies on DeepSpeed internals for correct gradients
+# A run refuses this release and later ones, because correct gradients depend on DeepSpeed's internals.
 TOO_NEW = {"deepspeed": "0.20"}
 OLDEST_PYTHON = (3, 11)
 FILES_FAIL, FILES_WARN = 256, 4096
@@ -105,16 +105,16 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
         yield warning(
             "devices",
             f"torch was built for {built_for}, but this machine has no such device: ranks run on the CPU",
-            "none if the run is meant for the CPU",
+            "nothing to do if the run is meant for the CPU",
         )
     else:
         yield ok("devices", "CPU")
 
 
 def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
-    """Check for other packages named `megatron` on `paths`; one before ours would hide it.
+    """Check for other packages named `megatron` on `paths`; one before this project's would hide it.
 
-    ours: our folder of that name.
+    ours: folder of this project's package.
     """
     others, first = [], True
     for entry in paths:
@@ -129,7 +129,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
     if hiding:
         yield failed(
             "package megatron",
-            f"{hiding[0]} precedes ours in Python's path and hides it",
+            f"{hiding[0]} precedes this project's package in Python's path and hides it",
             "remove it from PYTHONPATH, uninstall it (pip uninstall megatron-core) or use another environment",
         )
     elif others:
@@ -139,7 +139,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
             "start scripts from this checkout, or use an environment without it",
         )
     else:
-        yield ok("package megatron", "only ours")
+        yield ok("package megatron", "only this project's")
 
 
 def compiler(wanted: bool) -> Iterator[Finding]:
@@ -186,7 +186,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
-    """Check free shared memory, through which data workers pass samples and NCCL messages. workers: --num-workers."""
+    """Check free shared memory, in which data workers pass samples and NCCL passes messages. workers: --num-workers."""
     if not Path(folder).is_dir():
         return
     free = shutil.disk_usage(folder).free

@@ -62,7 +62,7 @@ def hostfile(path: str) -> Iterator[Finding]:
         yield warning(
             "hostfile",
             "hosts have different numbers of slots",
-            "check that this is intended: parallel groups take ranks in order",
+            "check that this is intended: ranks are numbered host by host, so parallel groups may span hosts",
         )
 
 
@@ -71,7 +71,7 @@ def hosts_answer(
 ) -> Iterator[Finding]:
     """Check each host by ssh without a password: same versions, and `marker` visible on a shared disk.
 
-    versions: ours of Python, torch and DeepSpeed, in this order.
+    versions: this machine's Python, torch and DeepSpeed, in this order.
     """
     here = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
     others = [host.name for host in hosts if host.name not in here]
@@ -109,7 +109,7 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
         found.append(
             failed(
                 f"host {name}",
-                f"answers, but {sys.executable} or its packages are missing there",
+                f"answers, but {sys.executable} or its packages are missing on it",
                 "install the same environment at the same path",
             )
         )
@@ -171,7 +171,7 @@ def rank_0_is_here() -> Iterator[Finding]:
         yield failed(
             "MASTER_ADDR",
             f"{address} is not an address of this machine ({error.strerror}), which has RANK=0",
-            "set the address of the machine on which rank 0 runs, or unset both",
+            "set the address of the machine on which rank 0 runs, or unset MASTER_ADDR and RANK",
         )
 
 

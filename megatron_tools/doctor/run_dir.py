@@ -47,7 +47,9 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
     if holder is None:
         yield failed("run lock", f"{path} is damaged", "delete it if no run uses the directory")
     elif holder.is_gone(Holder.here(), path):
-        yield warning("run lock", f"{path} was left by {holder}, which has ended", "none: the next run takes it over")
+        yield warning(
+            "run lock", f"{path} was left by {holder}, which has ended", "nothing to do: the next run takes it over"
+        )
     else:
         yield failed(
             "run lock",
@@ -118,7 +120,7 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
 def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
     """Check that seed, split and corpora match the checkpoint, so that no consumed sample changes.
 
-    A note reports which learning-rate schedule continues.
+    The finding may also name the learning-rate schedule that the run continues.
     """
     from megatron.checkpointing.reader import plain_config
     from megatron.optim import settled
@@ -132,7 +134,8 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
             if there != here:
                 yield failed(
                     "resume",
-                    f"--{name} is {there} in the checkpoint but {here} here: the {seen} samples so far would differ",
+                    f"--{name} is {there} in the checkpoint but {here} in the settings: "
+                    f"the {seen} samples consumed so far would differ",
                     f"pass --{name} {there}, or --override-data to continue with other samples",
                 )
                 return

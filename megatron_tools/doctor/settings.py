@@ -38,7 +38,7 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
         ]
     words = f"a {family}" + ("" if "--family" in flags else " (--family selects another)")
     if run_config and Path(run_config).is_file():
-        words += f", from the given flags, not {run_config} (used for --run-dir without flags)"
+        words += f", from the given flags; {run_config} is used only if no flags are given"
     return config, [ok("settings", words)]
 
 
@@ -98,7 +98,7 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     if device_bytes is None:
         machine = memory.machine_bytes()
         free = None if machine is None else machine / ranks_here
-        there += f" {machine / 1e9:.1f} GB here" if machine is not None else " this machine"
+        there += f" {machine / 1e9:.1f} GB of this machine" if machine is not None else " this machine"
     else:
         there += f" {device_bytes / 1e9:.1f} GB"
     parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
@@ -111,6 +111,6 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     if free is not None and needed > free:
         yield failed("memory", words, remedy)
     elif free is not None and needed > 0.9 * free:
-        yield warning("memory", words + ", which leaves little", remedy)
+        yield warning("memory", words + ", which leaves less than a tenth free", remedy)
     else:
         yield ok("memory", words)

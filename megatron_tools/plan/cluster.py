@@ -22,7 +22,7 @@ class Link:
 class Cluster:
     """Hardware figures of a cluster.
 
-    kind: `cpu` or `accelerator`, which decides what layers keep. memory: of a device, in gigabytes of 10^9
+    kind: `cpu` or `accelerator`, which decides which activations layers keep. memory: of a device, in gigabytes of 10^9
     bytes.
     peak_tflops: dense matmul peak by dtype. memory_bandwidth: of a device's memory, in gigabytes per second.
     inside, between: links of a device within its node and to other nodes. sources: references for the figures.

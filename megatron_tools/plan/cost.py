@@ -26,7 +26,7 @@ FORWARD, BACKWARD = 1.0, 2.0  # relative durations of the passes in the timetabl
 class Efficiency:
     """Achieved fractions of data-sheet figures. One set of defaults serves all clusters, fitted to none of them.
 
-    matmul: fraction of the peak in wide matmuls. narrow: matmul width at which half of that is reached.
+    matmul: fraction of the peak in wide matmuls. narrow: matmul width at which half of `matmul` is reached.
     attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
     hidden_passes, inner_passes: how often a layer's forward pass reads or writes hidden states and the MLP's
     inner activations outside matmuls. score_passes: the same for attention scores, 0 for fused kernels.
@@ -71,7 +71,7 @@ class Seconds:
 class Cost:
     """Time and work of one step on `devices` devices.
 
-    model_flops: FLOPs of forward and backward pass. done_flops: the same with recomputation.
+    model_flops: FLOPs of forward and backward pass. done_flops: FLOPs including recomputation.
     """
 
     step: float
@@ -176,7 +176,7 @@ def stage_seconds(
         tokens = x.of_layer(layer)
         if layer.repeated:
             more = 1 if m.checkpoint_attention and not again else 0
-            if m.recompute_modules:  # repeats the QKV matmul and memory-bound operations
+            if m.recompute_modules:  # recomputation repeats the QKV matmul and memory-bound operations
                 qkv = (
                     2.0
                     * tokens
@@ -218,7 +218,7 @@ def stage_seconds(
 def boundary_bytes(stage: Stage, x: Shapes) -> float:
     """Return the bytes that a rank sends to the next stage per micro-batch.
 
-    These are its share of the hidden states, in a decoder also of the encoder's.
+    It sends its shard of the hidden states, and in a T5 decoder also its shard of the encoder's output.
     """
     tokens = x.of_layer(stage.layers[-1])
     states = tokens + (x.tokens[0] if x.config.is_t5 and tokens == x.tokens[1] else 0)

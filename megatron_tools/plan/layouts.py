@@ -64,7 +64,7 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout: settings, content and memory of each stage, and the cost of a step."""
+    """One layout: settings, layers and memory of each stage, and the cost of a step."""
 
     config: Config
     resolved: Resolved
@@ -104,8 +104,8 @@ def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEF
 class Wanted:
     """Request for a plan.
 
-    total, micro, gas: as in `solve_batch`, None where the search may choose. fixed: settings that the search must
-    keep.
+    total, micro, gas: samples per step, samples per micro-batch, micro-batches per step and replica; None if the
+    search may choose. fixed: settings that the search must keep.
     """
 
     config: Config

@@ -1,8 +1,8 @@
 """Find layouts of a model on a cluster that fit in memory, and predict their speed and training time in days.
 
-Give two of global batch, micro-batch and gas, or the global batch alone. Training flags describe the model
+Give two of --global-batch-size, --micro-batch-size and --gas, or the first alone. Training flags describe the model
 (--num-layers 24 ...); layout flags (--model-parallel-size 8, --zero-stage 1, --checkpoint-activations ...) fix
-that part of the search. See docs/scaling.md for what is counted and how accurate it is.
+that part of the search. See docs/scaling.md for what is counted and how accurate the predictions are.
 """
 
 import argparse
@@ -37,7 +37,7 @@ VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
 
 class _PlanParser(Parser):
-    """A parser that collects unknown flags, those of training, in `flags`."""
+    """Parser that collects training flags, which it does not know itself, in `flags`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         found, rest = self.parse_known_args(args, namespace)
@@ -116,8 +116,8 @@ def main(args: argparse.Namespace) -> None:
     found = search(wanted)
     print(
         f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} "
-        f"devices of {cluster.name}; {len(found)} layouts fit; GB of the peak stage, TFLOP/s per device including "
-        f"recomputation"
+        f"devices of {cluster.name}; {len(found)} layouts fit; the table has GB of the peak "
+        f"stage and TFLOP/s per device, with recomputation"
     )
     print("\n".join(ranked(found[: args.top], args.tokens)))
     chosen = _chosen(found, args.layout)
@@ -186,18 +186,18 @@ def build_parser() -> Parser:
         type=int,
         help="samples per micro-batch (default: chosen by the search)",
     )
-    add("--gas", type=int, help="micro-batches per step and replica (default: from the other two)")
+    add("--gas", type=int, help="micro-batches per step and replica (default: computed from the batch sizes)")
     add("--tokens", type=float, help="tokens to train on, e.g. 1e12; adds the duration of the run")
     add("--top", type=int, default=10, help="rows to print (default: 10)")
     add(
         "--layout",
         type=int,
         default=1,
-        help="row for --explain, --chart and --write (default: 1, the fastest)",
+        help="row of the table for --explain, --chart and --write (default: 1, the fastest)",
     )
-    add("--explain", action="store_true", help="print the arithmetic of that row")
-    add("--chart", metavar="FILE", help="draw the memory of that row by stage and kind (needs matplotlib)")
-    add("--write", metavar="DIR", help="write config.json, ds_config.json and run.sh of that row")
+    add("--explain", action="store_true", help="print the arithmetic of the row of --layout")
+    add("--chart", metavar="FILE", help="draw the memory of the row of --layout by stage and kind (needs matplotlib)")
+    add("--write", metavar="DIR", help="write config.json, ds_config.json and run.sh of the row of --layout")
     add("--published", action="store_true", help="compare predictions with published runs")
     return parser
 

@@ -14,7 +14,7 @@ from megatron.training.memory.sizes import parameters, stages_of
 from .cluster import load_cluster
 from .cost import DEFAULT, cost_of
 
-# Frameworks of that time kept attention scores in memory. Scaling, mask, softmax and dropout each read and
+# The frameworks of the published runs kept attention scores in memory. Scaling, mask, softmax and dropout each read and
 # write them.
 THEN = replace(DEFAULT, score_passes=5.0)
 ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"
@@ -22,7 +22,7 @@ ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"
 
 @dataclass(frozen=True)
 class Row:
-    """Published run. tflops: per device. micro: micro-batch size, an assumption if `assumed` names it."""
+    """Published run. tflops: per device. micro: micro-batch size, an assumption if `assumed` says so."""
 
     source: str
     name: str

@@ -81,7 +81,9 @@ def _ds_config(layout: Layout) -> str:
 
 
 def _script(layout: Layout, cluster: Cluster) -> str:
-    per_node = next(n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0)  # equal on all nodes
+    per_node = next(
+        n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0
+    )  # the same on each node
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f"--standalone --nproc-per-node {per_node}"

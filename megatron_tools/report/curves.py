@@ -12,7 +12,7 @@ MOST = 1500  # maximum points of a line; longer lines keep the minimum and maxim
 
 
 class Chart(NamedTuple):
-    """One chart. lines: see `line`. levels: horizontal lines for comparison. marks: highlighted iterations."""
+    """One chart. lines: results of `line`. levels: horizontal lines for comparison. marks: highlighted iterations."""
 
     name: str
     title: str
@@ -25,7 +25,7 @@ class Chart(NamedTuple):
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> list[tuple[float, float | None]]:
-    """Return about `most` points at most, in order: the first, last, least and greatest of each range."""
+    """Thin to about `most` points, in order: the first, last, smallest and largest of each range."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(4 * len(points) / most)

@@ -1,4 +1,4 @@
-"""Settings of runs side by side: all of them, marked if they differ between runs or from the defaults."""
+"""All settings of several runs side by side, each marked if it differs between runs or from the default."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ APART = {"run_dir", "save", "load"}  # paths that identify the run itself
 
 
 class Setting(NamedTuple):
-    """One setting of all runs. differs: between runs. changed: some run's value is not the default."""
+    """One setting of all runs. differs: its values in the runs differ. changed: some run's value is not the default."""
 
     section: str
     flag: str

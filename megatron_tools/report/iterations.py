@@ -1,4 +1,4 @@
-"""Iterations of recorded timelines, as executed schedules."""
+"""Conversion of recorded timelines to the schedules that a run executed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -30,11 +30,16 @@ class Iteration(NamedTuple):
 
 
 def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
-    """Return the training iterations that all stages of a replica have recorded; of model-parallel ranks the first."""
+    """Return the training iterations that all stages of a replica recorded.
+
+    Each stage is represented by its first model-parallel rank.
+    """
     stages = {r.about["stage"]: r for r in ranks if r.about["replica"] == replica and r.about["model"] == 0}
     missing = set(range(next(iter(stages.values())).about["stages"] if stages else 1)) - stages.keys()
     if missing:
-        raise ValueError(f"the timeline of stage {min(missing)} is missing: its rank wrote none, or to another disk")
+        raise ValueError(
+            f"the timeline of stage {min(missing)} is missing: its rank wrote none, or wrote it to another disk"
+        )
     steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
     for stage, rank in stages.items():
         for e in rank.events:

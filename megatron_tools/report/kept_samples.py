@@ -24,7 +24,7 @@ def checkpoints_of(run_dir: Path) -> list[tuple[int, Path]]:
 def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
     """Add the missing samples to samples.jsonl: a line for each checkpoint and prompt.
 
-    They are sampled with the defaults of tools/generate.py, in one process, because checkpoints fit any layout.
+    Sampling uses the defaults of tools/generate.py and one process, which can load a checkpoint of any layout.
     Raises ValueError if the run has kept no checkpoint.
     """
     path = run_dir / SAMPLES

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts of a page, and polls for updates while runs continue. Data come from script elements of the page.
+// Draws the charts of a page from the data in its script elements.
 const NS = "http://www.w3.org/2000/svg";
 const state = { x: "iteration", smooth: 0, hidden: new Set(), log: {}, zoom: null };
 const root = document.documentElement, tip = document.getElementById("tip"), page = document.getElementById("page");
@@ -224,7 +224,7 @@ function drawAll() {
   document.querySelectorAll(".card").forEach(card => card.setAttribute("aria-pressed", !state.hidden.has(+card.dataset.run)));
 }
 
-// The content of the page is new: read its data, and restore the state of its controls.
+// Read the data of the page, and set its controls to the current state.
 function begin() {
   const data = document.getElementById("about");
   about = data ? JSON.parse(data.textContent) : { names: [], axes: [] };
@@ -253,7 +253,7 @@ function theme(name) {
   try { localStorage.setItem("theme", name); } catch { /* a page from a file may have no storage */ }
 }
 
-try { const kept = localStorage.getItem("theme"); if (kept) root.dataset.theme = kept; } catch { /* as above */ }
+try { const kept = localStorage.getItem("theme"); if (kept) root.dataset.theme = kept; } catch { /* no storage */ }
 let last = 0;
 new ResizeObserver(() => { if (page.clientWidth !== last) { last = page.clientWidth; drawAll(); } }).observe(page);
 begin();

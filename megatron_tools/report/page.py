@@ -1,4 +1,4 @@
-"""A self-contained HTML page about runs: text and tables from here, charts drawn by page.js from embedded data."""
+"""A self-contained HTML page about runs: Python writes text and tables, page.js draws charts from embedded data."""
 
 import html
 import json

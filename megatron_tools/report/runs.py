@@ -58,7 +58,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
 class RunRead:
     """One run.
 
-    given: its settings as saved. config: the same, with paths relocated to the folder's current place.
+    given: its settings as saved. config: these settings with paths relocated to where the folder is now.
     baselines: unigram entropies in nats per token, by what they describe.
     """
 
@@ -87,7 +87,7 @@ class RunRead:
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
     def state(self, now: float | None = None) -> str:
-        """Return "finished", "running" or "stopped", judged by the rows."""
+        """Return "finished", "running" or "stopped", from the last iteration and the time of its row."""
         if self.iteration >= self.config.train.train_iters:
             return "finished"
         silence = (time.time() if now is None else now) - self.written

@@ -18,7 +18,7 @@ WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a st
 class Timetable(NamedTuple):
     """A traced iteration.
 
-    ideal: the same passes on stages that only wait for inputs. usual: seconds of the median iteration. kept:
+    ideal: the same passes if stages waited only for inputs. usual: seconds of the median iteration. kept:
     number of iterations in the trace.
     """
 
@@ -66,7 +66,7 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
 
 
 def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
-    """Return the schedule with median pass times, on stages that only wait for inputs."""
+    """Return the schedule with median pass times if stages waited only for inputs."""
     stages, chunks = int(about["stages"]), int(about["chunks"])
     chunks = chunks if stages > 1 else 1
     plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))

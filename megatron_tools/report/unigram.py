@@ -43,7 +43,7 @@ def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[C
 
 
 def of_text(config: dict[str, Any]) -> float | None:
-    """Return nats per token of the validation text, or None without one and for several corpora.
+    """Return the unigram loss of the validation text in nats per token; None without one or with several corpora.
 
     config: settings of a run.
     """
@@ -57,7 +57,7 @@ def of_text(config: dict[str, Any]) -> float | None:
 def of_targets(config: Config, samples: int) -> OfTargets | None:
     """Return unigram losses over the first `samples` validation samples of a T5.
 
-    Returns None as `of_text` does, and for corpora masked in preprocessing.
+    Returns None without validation samples, with several corpora, or for corpora masked in preprocessing.
     """
     from megatron.tasks import T5  # importing torch is slow, so other reports avoid it
     from megatron.tokenizer import load_tokenizer

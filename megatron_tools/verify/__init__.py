@@ -1,1 +1,1 @@
-"""Verification that a run computes the same values in another layout, and the first layer where it does not."""
+"""Verification that a run computes the same values in another layout; reports the first layer that differs."""

@@ -17,7 +17,7 @@ FLOOR = 1e-3  # errors of tiny gradients are relative to this share of the model
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that differs. name: a module or parameter within `layer`. error: relative."""
+    """A difference from one process. name: a module or parameter within `layer`. error: relative."""
 
     layer: str
     name: str
@@ -28,7 +28,7 @@ class Difference:
     def __str__(self) -> str:
         inside = self.name.removeprefix(self.layer).strip(".")
         where = (
-            f"layer {self.layer}" + (f", in it {inside}" if inside else "") + (f" ({self.kind})" if self.kind else "")
+            f"layer {self.layer}" + (f", module {inside}" if inside else "") + (f" ({self.kind})" if self.kind else "")
         )
         return f"{where}: {self.words}"
 
@@ -37,8 +37,8 @@ class Difference:
 class Verdict:
     """Result for one layout. Errors are the largest relative ones, None if nothing could be compared.
 
-    initial_values, forward, backward: the first difference in network order; for backward the last, closest to the
-    loss. state: the first persistent buffer that differs after the last step. others: number of further parameters
+    initial_values, forward: the first difference in network order. backward: the last one, closest to the loss.
+    state: the first persistent buffer that differs after the last step. others: number of further parameters
     with different gradients. stopped: why there is nothing to compare.
     """
 
@@ -77,7 +77,7 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
 
 
 class Comparison:
-    """Comparison of `other` with `one`, the run of a single process. tolerance: for relative differences."""
+    """Comparison of `other` with `one`, the run of a single process. tolerance: largest relative difference allowed."""
 
     def __init__(self, one: Records, other: Records, tolerance: float) -> None:
         self.one, self.other, self.tolerance = one, other, tolerance
@@ -101,7 +101,7 @@ class Comparison:
         return order
 
     def _when(self, parameter: str) -> tuple[int, str]:
-        """Return a parameter's place in network order: that of the innermost enclosing module that was called."""
+        """Return a parameter's sort key in network order: when its innermost called module was called, then its name."""
         name = parameter
         while name := name.rpartition(".")[0]:
             if name in self._order:
@@ -132,7 +132,9 @@ class Comparison:
         Differences inside a layer whose output agrees do not count.
         """
         if any(rank["context"] > 1 for rank in self.other.ranks):
-            found.not_compared.append("layer outputs, because context-parallel ranks hold other slices of the sequence")
+            found.not_compared.append(
+                "layer outputs, because context-parallel ranks hold different slices of the sequence"
+            )
             return
         errors = self._errors_of_outputs(found)
         layers = set(self.one.layers)
@@ -171,7 +173,7 @@ class Comparison:
                 continue
             errors[place] = error
         if unlike:
-            found.not_compared.append(f"outputs that cannot be combined over ranks, of {', '.join(unlike)}")
+            found.not_compared.append(f"outputs of {', '.join(unlike)}, which cannot be combined over ranks")
         return errors
 
     def _words(self, place: Place, error: float) -> str:
@@ -179,7 +181,10 @@ class Comparison:
         wholes = join_parts(parts, like)
         if wholes is None:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            return f"its output is {list(like.shape)} in one process but {shapes} here, neither copies nor shards"
+            return (
+                f"its output is {list(like.shape)} in one process but {shapes} in this layout, "
+                "neither copies nor shards"
+            )
         bad = [i for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
         of = (
             ""
@@ -187,7 +192,8 @@ class Comparison:
             else f" on model-parallel rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
         )
         return (
-            f"its output {list(like.shape)} differs by {error:.1e}{of} (micro-batch {place.micro}); all before it agree"
+            f"its output {list(like.shape)} differs by {error:.1e}{of} (micro-batch {place.micro}); "
+            f"all earlier outputs agree"
         )
 
     def _compare_gradients(self, found: Verdict) -> None:
@@ -198,14 +204,14 @@ class Comparison:
         for name in sorted(one, key=self._when):
             errors[name] = _worst(one[name][0], other.get(name), "the gradient of its weight", floor)
         for name in other.keys() - one.keys():
-            errors[name] = float("inf"), "its weight has a gradient here but none in one process"
+            errors[name] = float("inf"), "its weight has a gradient in this layout but none in one process"
         bad = [name for name, (error, _) in errors.items() if error > self.tolerance]
         found.gradient_error = max((error for error, _ in errors.values()), default=None)
         if bad:
             last = max(bad, key=self._when)
             error, words = errors[last]
             found.backward, found.others = (
-                self._difference(last, error, f"{words}; all after it agree"),
+                self._difference(last, error, f"{words}; all later gradients agree"),
                 len(bad) - 1,
             )
 
@@ -219,7 +225,7 @@ class Comparison:
                 words = (
                     f"the buffer {name} differs by {worst:.1e} after the last step"
                     if copies
-                    else "a buffer is missing here"
+                    else "a buffer is missing in this layout"
                 )
                 words += "; all-reduce its inputs over the replicas or model-parallel ranks"
                 found.state = self._difference(name, worst, words)
@@ -231,16 +237,16 @@ def _numbers(buffer: Tensor) -> Tensor:
 
 
 def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
-    """Return (largest error, sentence) of the ranks' copies [full] of `like` [full]."""
+    """Compare the ranks' copies [full] with `like` [full]; return the largest error and a sentence about it."""
     if not wholes:
-        return float("inf"), f"{what} is missing here"
+        return float("inf"), f"{what} is missing in this layout"
     if any(whole.shape != like.shape for whole in wholes):
         joined = join_parts(wholes, like)
         if joined is None:
             shapes = ", ".join(str(list(whole.shape)) for whole in wholes)
             return float(
                 "inf"
-            ), f"{what} is {list(like.shape)} in one process but {shapes} here; declare how it is split"
+            ), f"{what} is {list(like.shape)} in one process but {shapes} in this layout; declare how it is split"
         wholes = joined
     errors = [error_of(whole, like, floor) for whole in wholes]
     worst = max(errors)

@@ -25,7 +25,10 @@ MOST_BYTES = 2**31  # limit for the outputs that a rank keeps
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (global name, module) of each layer on this rank; without `named_layers`, of the model's children."""
+    """Return (global name, module) of each layer on this rank.
+
+    The layers of a model without a `named_layers` method are its children.
+    """
     named: Any = getattr(model, "named_layers", None)
     if named is not None:
         return list(named())
@@ -69,7 +72,7 @@ class Recorder:
         self._bytes, self._hooks = 0, list[Any]()
 
     def attach(self, engine: Engine) -> Engine:
-        """Attach to an engine, and return it."""
+        """Attach the recorder to an engine, and return the engine."""
         self._model = engine.deepspeed.module
         mesh = mpu.get_mesh()
         self.record: dict[str, Any] = {
@@ -193,8 +196,7 @@ def _plain(parameter: nn.Parameter) -> dict[str, Any]:
 def record_run(folder: Path, steps: int) -> Callable[[], None]:
     """Record subsequent runs in this process into `folder`. Return a function that undoes it.
 
-    A run gets its engine from `megatron.training.setup`, once. This is the only point of contact with
-    recording.
+    Recording replaces `megatron.training.setup.build_engine`, which a run calls once to get its engine.
     """
     home: Any = setup
     original = home.build_engine

@@ -74,7 +74,10 @@ class Records:
         }
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Return gradients like `initial_values`, in fp64, summed over replicas and the stages that hold them."""
+        """Return each parameter's gradient in fp64, summed over replicas and the stages that hold it.
+
+        A gradient is one whole tensor [full] if split, else one copy per model-parallel rank.
+        """
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
             for name, value in rank["gradients"].items():
@@ -111,7 +114,7 @@ class Records:
     def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
         """Yield the outputs of one pipeline's ranks.
 
-        A tied module on several stages is called on the earlier stages first.
+        Calls of a tied module on several stages are numbered from the earlier stages to the later ones.
         """
         every = [(each["chunk"], rank["pipe"], each) for rank in stages for each in rank["outputs"]]
         before: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)

@@ -27,7 +27,7 @@ NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 
 def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
-    """Return the flags of one layout; the script gets them after the user's flags, so they take precedence."""
+    """Return the script's flags for one layout: the user's flags, then flags that override them."""
     dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
     return [
         *args.flags, *dropout, *layout.flags(micros), "--train-iters", str(args.steps), "--precision", args.precision,
@@ -124,11 +124,15 @@ def build_parser() -> Parser:
         "--precision",
         choices=("fp32", "fp64"),
         default="fp32",
-        help="fp32, or fp64 for certainty, without ZeRO (default: fp32)",
+        help="fp32, or fp64 to rule out rounding, without ZeRO (default: fp32)",
     )
-    add("--tolerance", type=float, help="largest relative difference that agrees (default: 1e-4 in fp32, 1e-9 in fp64)")
+    add(
+        "--tolerance",
+        type=float,
+        help="largest relative difference that counts as agreement (default: 1e-4 in fp32, 1e-9 in fp64)",
+    )
     add("--keep-dropout", action="store_true", help="keep the dropout of the script's flags")
-    add("--timeout", type=float, default=600.0, help="most seconds per layout (default: 600)")
+    add("--timeout", type=float, default=600.0, help="maximum seconds per layout (default: 600)")
     return parser
 
 

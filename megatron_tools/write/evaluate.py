@@ -120,7 +120,7 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f'{args.cloze}, line {number}: not of the form {{"context": "...", "target": "..."}}'
             ) from None
-        # Encode both together, as in a text. A token across the boundary counts as part of the target.
+        # Encode context and target together, as in a corpus. A token across the boundary counts as part of the target.
         known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
         same = boundary(known, whole)
         if same == len(whole):

@@ -152,7 +152,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def streams(args: argparse.Namespace, is_t5: bool) -> bool:
-    """Return whether text is printed while it is generated. Raises ValueError for flags that contradict this."""
+    """Return whether text is printed while it is generated. Raises ValueError for flags that streaming excludes."""
     stream = args.stream or (args.interactive and not (args.json or args.num_beams or is_t5))
     if args.top_lift and (args.json or stream):
         raise ValueError("--top-lift cannot be combined with --json or --stream")
@@ -166,8 +166,8 @@ def streams(args: argparse.Namespace, is_t5: bool) -> bool:
 def main(args: argparse.Namespace) -> None:
     """Read prompts, continue each with the model's stepper, and print the texts.
 
-    `prompts` yields the prompts, and `Writer` encodes them and runs a stepper. One function prints whole texts,
-    another prints tokens as they are generated.
+    `prompts` yields the prompts, and `Writer` encodes them and generates tokens. `print_texts` prints whole texts,
+    `stream_texts` prints tokens as they are generated.
     """
     check(args)
     check_prompts(args)
@@ -194,10 +194,11 @@ def build_parser() -> Parser:
         "--batch-size",
         type=int,
         default=16,
-        help="prompts of --input per batch, grouped by length; texts and their order do not depend on it (default: 16)",
+        help="prompts of --input per batch, grouped by length; texts and their order do not depend on this number "
+        "(default: 16)",
     )
     add("--stream", action="store_true", help="print the text while it is generated")
-    add("--vocab-file", help="tokenizer (default: that of the training)")
+    add("--vocab-file", help="tokenizer (default: that of the training run)")
     add("--num-samples", type=int, default=1, help="texts per prompt (default: 1)")
     add("--max-new-tokens", type=int, default=64, help="longest continuation in tokens (default: 64)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 for greedy decoding (default: 0.8)")

@@ -87,7 +87,7 @@ class Stages:
 
 
 class _Stepper:
-    """Base of both models' steppers: the tokens so far and the layers' caches."""
+    """Base of GPT2Stepper and T5Stepper: the tokens so far and the layers' caches."""
 
     model: GPT2Model | T5Model
     tokens: Tensor
@@ -139,7 +139,7 @@ class GPT2Stepper(_Stepper):
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
-        """Start continuations; see `Stepper`."""
+        """Start `batch` continuations of each prompt. Return logits [b, v] of their first token."""
         self.tokens = _repeated(self.prompts, batch, next(self.model.parameters()).device)
         self.caches = _caches(self.model)
         return self._logits(self.tokens)
@@ -174,17 +174,17 @@ class ModelStepper:
         self.logits, self.prompt, self.positions = logits, prompt, positions
 
     def first(self, batch: int) -> Tensor:
-        """Start continuations; see `Stepper`."""
+        """Start `batch` continuations of each prompt. Return logits [b, v] of their first token."""
         self.tokens = torch.tensor([self.prompt] * batch)
         return self._last()
 
     def next(self, tokens: Tensor) -> Tensor:
-        """Append tokens; see `Stepper`."""
+        """Append tokens [b] and return logits [b, v] of the next ones."""
         self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1).to(self.tokens.device)], dim=1)
         return self._last()
 
     def reorder(self, rows: Tensor) -> None:
-        """Reorder continuations; see `Stepper`."""
+        """Set continuation i to the state of continuation rows[i], for every i."""
         self.tokens = self.tokens[rows.to(self.tokens.device)]
 
     def _last(self) -> Tensor:
@@ -207,7 +207,7 @@ class T5Stepper(_Stepper):
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
-        """Start continuations; see `Stepper`."""
+        """Start `batch` continuations of each prompt. Return logits [b, v] of their first token."""
         device = next(self.model.parameters()).device
         self.encoder_tokens = _repeated(self.sources, batch, device)
         self.tokens = torch.full((len(self.encoder_tokens), 1), self.start, device=device)
@@ -236,7 +236,7 @@ def _as_rows(prompt: Prompts) -> list[list[int]]:
 
 
 def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor:
-    """Return tokens [rows * times, s] with each row repeated in place. Rows that beam search exchanges are equal."""
+    """Return tokens [rows * times, s], each row repeated `times` times. Beam search only exchanges these equal rows."""
     return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
 
 

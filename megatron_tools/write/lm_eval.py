@@ -22,7 +22,7 @@ class Subject:
 
 
 class Harness(Subject):
-    """The model interface that lm-eval requires; each method takes a list of its requests."""
+    """The model interface that lm-eval requires; each method takes a list of lm-eval's requests."""
 
     @torch.no_grad()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -36,7 +36,7 @@ class Harness(Subject):
         known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
         if not continuation or not whole:
             return 0.0, True
-        # A token across the boundary counts as the continuation's, which gets at least one. So no request is free.
+        # A token across the boundary counts as the continuation's. At least one token does, so every request is scored.
         wanted = len(whole) - min(boundary(known, whole), len(whole) - 1)
         ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
         wanted = min(wanted, len(ids) - 1)

@@ -1,7 +1,8 @@
 """User input as model input: text to continue, a conversation to answer, or text for fill-in-the-middle.
 
 Names of special tokens in a text are encoded as text unless the user requests otherwise. In conversations and
-fill-in-the-middle this holds for all `marks`, so that untrusted input cannot forge a turn or a span.
+fill-in-the-middle this holds for every token in `Tokenizer.marks`, so that untrusted input cannot forge a turn or
+a span.
 """
 
 import itertools
@@ -47,8 +48,8 @@ class Question(NamedTuple):
 class Marks(NamedTuple):
     """Ids of the fill-in-the-middle tokens.
 
-    inside: the tokens that begin a text follow the first mark, as in `megatron.data.fim`, instead of preceding
-    it. spm: the suffix comes first.
+    inside: the tokens that begin a text (bos) follow the first of these tokens, as in `megatron.data.fim`, instead
+    of preceding it. spm: the suffix comes before the prefix.
     """
 
     prefix: int
@@ -148,7 +149,7 @@ def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
 def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of `ids` up to the end of the document, without hidden ids.
 
-    After a text prompt it is decoded together with the prompt, because some tokenizers (Llama 2's) would drop a
+    After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) would drop a
     leading space otherwise.
     """
     written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
@@ -156,7 +157,7 @@ def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> st
     if not isinstance(question.prompt, str):
         return tokenizer.decode(shown)
     read = question.tokens
-    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # the end of the encoder's input
+    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # omit the encoder's end token
         read = read[:-1]
     known, whole = tokenizer.decode(read), tokenizer.decode([*read, *shown])
     return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(shown)

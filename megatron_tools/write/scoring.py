@@ -64,9 +64,9 @@ def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, de
 
 
 def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
-    """Return the index in `whole` of the first id that differs from `context`, the ids of the text's beginning.
+    """Return how many leading ids `context` shares with `whole`, the ids of the context and its continuation.
 
-    A token that spans the end of the beginning thereby counts as part of what follows.
+    A token that spans the end of the context therefore counts as part of the continuation.
     """
     pairs = enumerate(zip(context, whole, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(context), len(whole)))
@@ -76,7 +76,7 @@ def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
 def completes(
     context: Sequence[int], target: Sequence[int], logits_of: Logits, longest: int, device: torch.device
 ) -> bool:
-    """Return whether greedy decoding yields `target` at every position (last-word cloze)."""
+    """Return whether greedy decoding after `context` yields exactly `target` (last-word cloze)."""
     tokens = torch.tensor([[*context, *target][-longest:]], dtype=torch.int64, device=device)
     best = logits_of(tokens[:, :-1])[0].argmax(dim=-1)
     return best[-len(target) :].tolist() == list(target)

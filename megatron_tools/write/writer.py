@@ -1,4 +1,4 @@
-"""A trained model that continues prompts: prompts -> questions -> stepper -> texts."""
+"""A trained model that continues prompts: it encodes them, generates tokens with a stepper and decodes them."""
 
 import argparse
 import itertools
@@ -31,13 +31,13 @@ class Writer:
     reader: Reader
 
     def question(self, asked: Prompt) -> Question:
-        """Return a prompt as tokens. Raises ValueError if fill-in-the-middle lacks special tokens."""
+        """Return a prompt as tokens. Raises ValueError if fill-in-the-middle tokens are needed but unknown."""
         if isinstance(asked, Infill) and self.reader.marks is None:
             raise ValueError("the model was not trained with --fim-rate; give --fim-tokens PREFIX MIDDLE SUFFIX")
         return self.reader.question(asked)
 
     def stepper(self, sources: list[list[int]]) -> Stepper:
-        """Return the model with these prompts, of equal length."""
+        """Return a stepper for these prompts, which have equal length."""
         if isinstance(self.model, GPT2Model):
             prefix = self.config.objective == "prefix-lm"
             return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages, prefix=prefix)
@@ -63,8 +63,8 @@ class Writer:
     def top_lift(self, question: Question, count: int) -> str:
         """Return a line with the tokens whose probability most exceeds their frequency in the training text.
 
-        They are next tokens, or the first tokens of a T5's first masked span. They are ranked by
-        p log(p / share), their term of the KL divergence from the training text, or by p without that text.
+        Candidates are all next tokens, or for a T5 all first tokens of the first masked span. They are ranked by
+        p log(p / share), their term of the KL divergence from the training text, or by p if that text is missing.
         """
         stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
         logits = stepper.first(1)

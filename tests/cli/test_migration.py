@@ -32,7 +32,7 @@ def test_a_line_of_megatrons_trains_as_ours_and_says_so_once(tmp_path: Path, fla
     assert (done.returncode, done.stderr) == (0, "")
     notes = [line for line in done.stdout.splitlines() if line.startswith("note: --")]
     assert len(notes) == len(set(notes)) == theirs.count("--")
-    assert "note: --global-batch-size 4 taken for --gas 2 (4 = --batch-size 2 x 1 replicas x --gas)" in notes
+    assert "note: --global-batch-size 4 translated to --gas 2 (4 = --batch-size 2 x 1 replicas x --gas)" in notes
     expected = losses(train_gpt2(2, tmp_path / "ours", *flags, *ours.split()))
     shown = [line.split("loss ")[1].split()[0] for line in done.stdout.splitlines() if "/3 | loss" in line]
     assert shown == [f"{loss:.4f}" for loss in expected] and len(shown) == 3
@@ -45,8 +45,8 @@ def test_what_is_refused_comes_in_one_message(tmp_path: Path, flags: list[str]) 
     assert done.stderr.splitlines() == [
         "pretrain_gpt2.py: 3 problems with the settings:",
         "  unknown argument --hiden-size; did you mean --hidden-size?",
-        "  --num-unique-layers 1 is not taken: layers do not share weights",
-        '  --loss-scale 128.0 is not taken: write "fp16": {"loss_scale": ...} in --deepspeed-config',
+        "  --num-unique-layers 1 is not accepted: layers do not share weights",
+        '  --loss-scale 128.0 is not accepted: write "fp16": {"loss_scale": ...} in --deepspeed-config',
     ]
     assert not (tmp_path / "run").exists()
 

@@ -205,7 +205,9 @@ def test_a_wrong_output_is_named(fault: type[Faulty], tmp_path: Path, tiny_data:
     assert (found.forward.layer, found.forward.name) == (f"{AT}", f"{AT}.extra")
     assert found.forward.kind == fault.__name__
     table = as_table([found], TOLERANCE["fp32"])
-    assert "DIFFERS" in table and f"the first layer that differs is layer {AT}, in it extra ({fault.__name__})" in table
+    assert (
+        "DIFFERS" in table and f"the first layer that differs is layer {AT}, module extra ({fault.__name__})" in table
+    )
 
 
 def test_a_gradient_that_is_not_summed_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

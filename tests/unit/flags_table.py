@@ -25,9 +25,9 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
     stop, colon = ("；", "：") if chinese else ("; ", ": ")
     if isinstance(outcome, Means) and outcome.unless:
         why = f"（{say(outcome.but)}）" if chinese else f" ({outcome.but})"
-        more = "，没有另外给出时还有" if chinese else ", and unless said otherwise"
+        more = "，没有另外给出时还有" if chinese else ", and unless given explicitly"
         if not outcome.settings:
-            return f"{'没有另外给出时为' if chinese else 'unless said otherwise'} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
+            return f"{'没有另外给出时为' if chinese else 'unless given explicitly'} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
         return f"`{_ours(outcome.settings)}`{more} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
     if isinstance(outcome, Means):
         return f"`{_ours(outcome.settings)}`" + (f"{stop}{say(outcome.but)}" if outcome.but else "")
@@ -70,7 +70,7 @@ def _values() -> dict[str, list[str]]:
 
 def english() -> list[str]:
     return [
-        _table("flag", "taken for", _rows((Means, ByValue, Depends)) | _values()),
+        _table("flag", "translated to", _rows((Means, ByValue, Depends)) | _values()),
         _table("flag", "has no effect, because", _rows((NoEffect,))),
         _table("flag", "is refused with this advice", _rows((Refused,))),
         _table("name", "here", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS)),
@@ -80,7 +80,7 @@ def english() -> list[str]:
 def chinese() -> list[str]:
     """Return the tables in Chinese. Raises KeyError for English text that flags_words.py does not translate."""
     return [
-        _table("参数", "当作", _rows((Means, ByValue, Depends), chinese=True) | _values()),
+        _table("参数", "翻译为", _rows((Means, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),
         _table("参数", "被拒绝，建议是", _rows((Refused,), chinese=True)),
         _table("名称", "这里", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS, chinese=True)),

@@ -81,9 +81,9 @@ def test_the_original_run_scripts_start(tmp_path: Path) -> None:
     assert notes == [
         "--data-impl mmap has no effect: .bin and .idx files are always memory-mapped",
         "--distributed-backend nccl has no effect: the device decides: NCCL between GPUs, gloo between CPUs",
-        "--fp16 taken for --precision fp16",
+        "--fp16 translated to --precision fp16",
         "--deepspeed has no effect: every run uses DeepSpeed",
-        "--deepspeed_config ds_config.json taken for --deepspeed-config ds_config.json",
+        "--deepspeed_config ds_config.json translated to --deepspeed-config ds_config.json",
     ]
     fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16}
     path = tmp_path / "ds_config_t5.json"
@@ -101,7 +101,7 @@ def test_all_that_is_refused_is_said_together() -> None:
         "3 problems with the settings:",
         "  unknown argument --hiden-size; did you mean --hidden-size?",
         "  unknown argument --xyzzy",
-        "  --num-unique-layers 1 is not taken: layers do not share weights",
+        "  --num-unique-layers 1 is not accepted: layers do not share weights",
     ]
 
 
@@ -116,11 +116,13 @@ def test_megatrons_line_is_ours() -> None:
         "--eval-iters 10 --exit-interval 500"
     )
     assert found == ours and none == []
-    assert "--global-batch-size 16 taken for --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
-    assert "--merge-file v/merges.txt has no effect: it is next to --vocab-file, where it is looked for" in notes
+    assert "--global-batch-size 16 translated to --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
+    assert (
+        "--merge-file v/merges.txt has no effect: merges are always read from this place next to --vocab-file" in notes
+    )
     for vocab in ("v", "v/gpt2-vocab.json"):
         assert "has no effect" in taken(f"--vocab-file {vocab} --merge-file v/gpt2-merges.txt")[1][0]
-    assert "--tokenizer-type GPT2BPETokenizer taken for --tokenizer-type auto" in notes
+    assert "--tokenizer-type GPT2BPETokenizer translated to --tokenizer-type auto" in notes
 
 
 LLAMA = """
@@ -144,7 +146,10 @@ def test_megatrons_llama_is_ours() -> None:
         "--max-position-embeddings 8192 --no-tie-embeddings --attention-dropout 0 --hidden-dropout 0 --batch-size 1 --precision bf16"
     )
     assert found == ours and none == []
-    assert "--window-size 4095,0 taken for --sliding-window 4096 (the count includes the token itself here)" in notes
+    assert (
+        "--window-size 4095,0 translated to --sliding-window 4096 (--sliding-window also counts the token itself)"
+        in notes
+    )
     assert "--group-query-attention has no effect: --num-key-value-heads sets the number of groups" in notes
     assert taken("--group-query-attention")[0].model.key_value_heads == 1
 
@@ -156,11 +161,11 @@ def test_a_gated_mlp_is_as_wide_as_megatrons(hidden: int) -> None:
     sizes = f"--hidden-size {hidden} --num-attention-heads 4"
     config, notes = taken(f"--swiglu {sizes}")
     assert (config.model.activation, config.model.ff_size) == ("swiglu", width)
-    why = "8/3 of --hidden-size, rounded down to a multiple of 64, as there"
-    assert notes == [f"--swiglu taken for --activation swiglu --ff-hidden-size {width} ({why})"]
+    why = "8/3 of --hidden-size, rounded down to a multiple of 64, as in Megatron-LM"
+    assert notes == [f"--swiglu translated to --activation swiglu --ff-hidden-size {width} ({why})"]
     for given in ("--ffn-hidden-size 640", "--ff-hidden-size 640"):
         config, notes = taken(f"--swiglu {given} {sizes}")
-        assert config.model.ff_size == 640 and notes[-1] == "--swiglu taken for --activation swiglu"
+        assert config.model.ff_size == 640 and notes[-1] == "--swiglu translated to --activation swiglu"
     assert taken(f"--swiglu --ff-hidden-size none {sizes}")[0].model.ff_size == 4 * hidden
     assert taken(f"--activation swiglu {sizes}")[0].model.ff_size == 4 * hidden, "our own flag says nothing of widths"
 
@@ -169,12 +174,14 @@ def test_a_width_in_a_file_wins_over_one_that_follows(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"swiglu": True, "hidden_size": 96}))
     config, notes = taken(f"--config {path}")
-    assert config.model.ff_size == 256 and notes[0].startswith(f"{path}: --swiglu taken for --activation swiglu --ff-")
+    assert config.model.ff_size == 256 and notes[0].startswith(
+        f"{path}: --swiglu translated to --activation swiglu --ff-"
+    )
     assert from_file(str(path)).model.ff_size == 256
     assert taken(f"--config {path} --hidden-size 192")[0].model.ff_size == 512, "of the width that the run has"
     assert taken(f"--config {path} --ff-hidden-size none")[0].model.ff_size == 384
     config, notes = taken(f"--config {path} --activation gelu")
-    assert config.model.ff_size == 384 and notes == [f"{path}: --swiglu taken for --activation swiglu"]
+    assert config.model.ff_size == 384 and notes == [f"{path}: --swiglu translated to --activation swiglu"]
     path.write_text(json.dumps({"ff_hidden_size": 640, "swiglu": True, "hidden_size": "96"}))
     with pytest.raises(ConfigError, match="--hidden-size must be int, got '96'"):
         taken(f"--config {path}")
@@ -187,11 +194,11 @@ def test_megatrons_way_to_llama_3_2() -> None:
         config, _ = taken(f"--use-rotary-position-embeddings --use-rope-scaling {line}")
         assert config == taken(f"{rope} --rope-scaling-factor {factor}")[0]
     assert taken("--use-rope-scaling --rope-scaling-factor 32")[1] == [
-        "--use-rope-scaling taken for --rope-scaling llama3 --rope-original-length 8192"
+        "--use-rope-scaling translated to --rope-scaling llama3 --rope-original-length 8192"
     ]
     assert taken("--config llama_1b --use-rope-scaling")[0].model.rope_scaling_factor == 32
     with pytest.raises(
-        ConfigError, match="--use-rope-scaling means --rope-scaling llama3, against --rope-scaling yarn"
+        ConfigError, match="--use-rope-scaling means --rope-scaling llama3, but --rope-scaling yarn is given"
     ):
         taken("--use-rope-scaling --rope-scaling yarn")
 
@@ -199,15 +206,15 @@ def test_megatrons_way_to_llama_3_2() -> None:
 @pytest.mark.parametrize(
     ("line", "ranks", "message"),
     [
-        ("--micro-batch-size 4 --batch-size 8", 1, "--micro-batch-size 4 means --batch-size 4, against --batch-size 8; leave one of them out"),
-        ("--fp16 --bf16", 1, "--bf16 means --precision bf16, against --fp16; leave one of them out"),
-        ("--global-batch-size 8 --gas 3", 1, "--global-batch-size 8 means --gas 2, against --gas 3; leave one"),
+        ("--micro-batch-size 4 --batch-size 8", 1, "--micro-batch-size 4 means --batch-size 4, but --batch-size 8 is given; leave one of them out"),
+        ("--fp16 --bf16", 1, "--bf16 means --precision bf16, but --fp16 is given; leave one of them out"),
+        ("--global-batch-size 8 --gas 3", 1, "--global-batch-size 8 means --gas 2, but --gas 3 is given; leave one"),
         ("--global-batch-size 30", 4, "it must be a multiple of 16 = --batch-size 4 x 4 replicas"),
         ("--global-batch-size 16 --model-parallel-size 2", 3, "3 ranks cannot be divided into replicas"),
         ("--train-samples 3", 1, "it is less than one global batch of 4 samples"),
         ("--lr-warmup-iters 30 --train-iters 20", 1, "between 0 and the 20 iterations of the decay"),
-        ("--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2", 2, "--num-layers 12 must be 2 or more times --pipe-parallel-size 2 x 5"),
-        ("--data-impl fast", 1, "--data-impl fast is not taken: it may be mmap, infer, lazy, cached"),
+        ("--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2", 2, "--num-layers 12 must be a multiple, at least twice, of --pipe-parallel-size 2 x 5"),
+        ("--data-impl fast", 1, "--data-impl fast is not accepted: choose one of mmap, infer, lazy, cached"),
         ("--merge-file a/b --vocab-file v/vocab.json", 1, "copy the file there"),
         ("--merge-file v/gpt2-merges.txt --vocab-file v/vocab.json", 1, "copy the file there"),
         ("--fp32-allreduce --fp16", 1, '"communication_data_type": "fp32" in --deepspeed-config'),
@@ -219,7 +226,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--window-size 8,8", 1, "only N,0 is supported"),
         ("--window-size (-1,0)", 1, "leave the flag out for full attention"),
         ("--position-embedding-type yarn", 1, "use --position-embedding rope --rope-scaling yarn"),
-        ("--position-embedding-type alibi", 1, "it may be rope, learned_absolute"),
+        ("--position-embedding-type alibi", 1, "choose one of rope, learned_absolute"),
         ("3 --lr 1", 1, "unknown argument 3"),
     ],
 )  # fmt: skip
@@ -251,14 +258,14 @@ def test_a_file_may_use_the_names_too(tmp_path: Path) -> None:
     path.write_text(json.dumps({"fp16": True, "bf16": False, "train": {"micro_batch_size": 2}, "ffn_hidden_size": 96}))
     config, notes = taken(f"--config {path} --gas 2")
     assert (config.train.precision, config.train.batch_size, config.model.ff_hidden_size) == ("fp16", 2, 96)
-    assert f"{path}: --micro-batch-size 2 taken for --batch-size 2" in notes
+    assert f"{path}: --micro-batch-size 2 translated to --batch-size 2" in notes
     assert taken(f"--config {path} --batch-size 6")[0].train.batch_size == 6, "a flag wins over a file"
     path.write_text(json.dumps({"global_batch_size": 8, "num_experts": 2, "micro_batch_size": 4, "batch_size": 2}))
     with pytest.raises(ConfigError) as error:
         taken(f"--config {path}")
     assert [line.split(f"{path}: ")[-1] for line in str(error.value).splitlines()[1:]] == [
-        "--num-experts 2 is not taken: there are no experts; all tokens share one MLP",
-        "--micro-batch-size 4 means --batch-size 4, against --batch-size 2; leave one of them out",
+        "--num-experts 2 is not accepted: there are no experts; all tokens share one MLP",
+        "--micro-batch-size 4 means --batch-size 4, but --batch-size 2 is given; leave one of them out",
         "--global-batch-size depends on other settings; give it as a flag",
     ]
 
@@ -267,7 +274,7 @@ def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
     config, notes = taken("--iterations-to-skip 0 10 20-29")
     assert parse_ranges(config.train.skip_iterations) == parse_ranges(("1", "11", "21-30"))
     assert notes == [
-        "--iterations-to-skip 0 10 20-29 taken for --skip-iterations 1 11 21-30 (iterations count from 0 there and from 1 here)"
+        "--iterations-to-skip 0 10 20-29 translated to --skip-iterations 1 11 21-30 (Megatron-LM counts iterations from 0, this project from 1)"
     ]
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"iterations_to_skip": [10, 11]}))
@@ -292,8 +299,11 @@ def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
     """--no-bias-gelu-fusion selects the exact (erf) GELU, as the conversion of Megatron-LM checkpoints does."""
     config, notes = taken(f"--no-bias-gelu-fusion {more}")
     assert config.model.activation == activation
-    taken_for = "taken for --activation gelu (there the fused GELU uses tanh and the other one erf)"
-    assert f"--no-bias-gelu-fusion {f'has no effect: it is --activation {activation}' if more else taken_for}" in notes
+    taken_for = "translated to --activation gelu (Megatron-LM's fused GELU uses tanh, its unfused one erf)"
+    assert (
+        f"--no-bias-gelu-fusion {f'has no effect: the run has --activation {activation}' if more else taken_for}"
+        in notes
+    )
 
 
 @pytest.mark.parametrize("words", ["--tie-word-embeddings False", "--tie_word_embeddings=false", "FILE"])
@@ -304,13 +314,13 @@ def test_a_false_turns_off_what_the_name_turns_on(words: str, tmp_path: Path) ->
     )
     config, notes = taken(words.replace("FILE", f"--config {path}"))
     assert not config.model.tie_embeddings and len(notes) == 1
-    assert notes[0].endswith("--tie-word-embeddings False taken for --no-tie-embeddings")
+    assert notes[0].endswith("--tie-word-embeddings False translated to --no-tie-embeddings")
     config, notes = taken(f"--config {path} --recompute-activations False --fp16 False")
     assert not config.model.checkpoint_attention and config.train.precision == Config().train.precision
-    assert notes[1:] == ["--recompute-activations False taken for --no-checkpoint-attention"]
+    assert notes[1:] == ["--recompute-activations False translated to --no-checkpoint-attention"]
     assert taken("--recompute-activations --recompute-activations False")[0] == taken("")[0], "the last one wins"
     with pytest.raises(
-        ConfigError, match="--tie-word-embeddings False means --no-tie-embeddings, against --tie-embeddings"
+        ConfigError, match="--tie-word-embeddings False means --no-tie-embeddings, but --tie-embeddings is given"
     ):
         taken("--tie-embeddings --tie-word-embeddings False")
 
@@ -336,7 +346,7 @@ def test_every_row_does_what_it_says(name: str) -> None:
         notes: list[str] = []
         argv, defaults = [name, *value.split()], {"num_layers": 24, "pipe_parallel_size": 2, "batch_size": 2}
         if isinstance(outcome, Refused):
-            with pytest.raises(ConfigError, match=f"^{name}.* is not taken: {re.escape(outcome.advice)}$"):
+            with pytest.raises(ConfigError, match=f"^{name}.* is not accepted: {re.escape(outcome.advice)}$"):
                 parse(argv, defaults, 2)
         else:
             try:

@@ -382,7 +382,7 @@ def test_a_file_a_layer_tells_how_many_there_should_be(tmp_path: Path) -> None:
         RankFiles(tmp_path, 2)
     assert RankFiles(tmp_path, 2, 2).layers == 2
     (tmp_path / "layer_03-model_00-model_states.pt").unlink()
-    with pytest.raises(ValueError, match="contains 1 layers, but the model has 2"):
+    with pytest.raises(ValueError, match="contains 1 layers, but its settings or --num-layers give 2"):
         RankFiles(tmp_path, 2, 2)
 
 

@@ -1,6 +1,6 @@
 """Flags of Megatron Core that Megatron-LM 1 and 2 lack, and other spellings of layout sizes.
 
-See flags.py.
+flags.py adds these rows to its table.
 """
 
 from .outcomes import SAME_LOSS, Means, NoEffect, Refused, Row, given, in_json, same
@@ -9,13 +9,13 @@ _NO_EXPERTS = Refused("there are no experts; all tokens share one MLP")
 _ONE_FORMAT = NoEffect("checkpoints have one format, which every layout reads")
 _CUTS = Refused("--partition-method decides how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
-_NO_FP8 = Refused("see --precision for the choices")
+_NO_FP8 = Refused("FP8 is not supported; see --precision for the choices")
 
 ROWS = (
     Row("--tensor-parallel-size --tp-size", same("model_parallel_size"), int),
     Row(
         "--pipeline-parallel-size --pp-size",
-        Means({"pipe_parallel_size": lambda n: 0 if n == 1 else n}, "1 there means no pipeline, which is 0 here"),
+        Means({"pipe_parallel_size": lambda n: 0 if n == 1 else n}, "1 means no pipeline in Megatron-LM; this project writes 0"),
         int,
     ),
     Row("--cp-size", same("context_parallel_size"), int),
@@ -28,7 +28,7 @@ ROWS = (
     Row("--pipeline-model-parallel-layout", _CUTS, str),
     Row(
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-        NoEffect("--partition-method balanced counts them"),
+        NoEffect("--partition-method balanced counts the embedding and the loss"),
     ),
     Row("--expert-model-parallel-size --expert-tensor-parallel-size --moe-router-topk --moe-ffn-hidden-size", _NO_EXPERTS, int),
     Row("--moe-router-load-balancing-type --moe-token-dispatcher-type", _NO_EXPERTS, str),
@@ -37,7 +37,7 @@ ROWS = (
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
     Row("--overlap-param-gather", NoEffect("the loss is the same; --zero-stage 1 gathers weights at the end of a step")),
     Row("--tp-comm-overlap", NoEffect("--async-tensor-model-parallel-allreduce does the overlap and is on by default")),
-    Row("--cp-comm-type", NoEffect("always an all-gather of keys and values"), list),
+    Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
     Row("--optimizer-cpu-offload", in_json("zero_optimization", "offload_optimizer")),
     Row("--cpu-offloading-num-layers", Refused("--offload-activations offloads the activations of all layers"), int),
     Row("--cross-entropy-loss-fusion --enable-cuda-graph --external-cuda-graph --te-rng-tracker", SAME_LOSS),
@@ -47,12 +47,12 @@ ROWS = (
     Row("--fp8-format --fp8-recipe", _NO_FP8, str),
     Row("--fp8-param-gather", _NO_FP8),
     Row("--lr-warmup-init", Refused("warmup always starts from 0"), float),
-    Row("--mock-data", Refused("give --data-path; corpus/sample.jsonl is a small text")),
+    Row("--mock-data", Refused("give --data-path; to try a run, preprocess corpus/sample.jsonl")),
     Row("--data-args-path --per-split-data-args-path", Refused("name corpora with --data-path, or with --train-data-path, --valid-data-path and --test-data-path"), str),
     Row("--no-mmap-bin-files", NoEffect(".bin and .idx files are always memory-mapped")),
     Row("--no-create-attention-mask-in-dataloader", NoEffect("always on: samples have no masks")),
     Row("--pretrained-checkpoint", Means({"load": given, "finetune": True}), str),
-    Row("--use-checkpoint-args", Refused("give that run's config.json with --config")),
+    Row("--use-checkpoint-args", Refused("give the config.json of the checkpoint's run with --config")),
     Row("--exit-on-missing-checkpoint", NoEffect("always on: --load without a checkpoint is an error")),
     Row("--ckpt-format --dist-ckpt-format", _ONE_FORMAT, str),
     Row(

@@ -37,17 +37,17 @@ def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
 
 def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | Refused:
     if not 0 <= rising <= of:
-        return Refused(f"it must lie between 0 and the {of} {unit} of the decay")
+        return Refused(f"it must lie between 0 and the {of} {unit} of the learning-rate decay")
     return Means({"warmup": rising / of}, f"{rising} of the {of} {unit} of the decay")
 
 
 def warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:
-    """Translate warmup iterations to a fraction of the decay."""
+    """Translate warmup iterations to --warmup, a fraction of the learning-rate decay."""
     return _share_of_decay(config, rising, config.lr_decay_iters, "iterations")
 
 
 def warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
-    """Translate warmup samples to a fraction of the decay."""
+    """Translate warmup samples to --warmup, a fraction of the learning-rate decay."""
     return _share_of_decay(config, rising, config.lr_decay_iters * config.train_batch_size(ranks), "samples")
 
 
@@ -55,7 +55,9 @@ def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
     """Translate `layers` per virtual stage to an interleaved schedule with a virtual pipeline size."""
     stages, total = config.parallel.stages, config.model.num_layers
     if layers < 1 or total % (stages * layers) or total == stages * layers:
-        return Refused(f"--num-layers {total} must be 2 or more times --pipe-parallel-size {stages} x {layers}")
+        return Refused(
+            f"--num-layers {total} must be a multiple, at least twice, of --pipe-parallel-size {stages} x {layers}"
+        )
     return Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
 
 
@@ -63,7 +65,7 @@ def merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
     """Accept a merges file where the tokenizer looks for it, refuse one elsewhere."""
     vocab = config.data.vocab_file
     if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
-        return NoEffect("it is next to --vocab-file, where it is looked for")
+        return NoEffect("merges are always read from this place next to --vocab-file")
     return Refused("merges are read from merges.txt next to --vocab-file; copy the file there")
 
 
@@ -84,13 +86,17 @@ def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
 
 def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
     """Accept 0.9, the fixed momentum of SGD, and refuse other values."""
-    return NoEffect("it is 0.9 here") if value == 0.9 else Refused("the momentum of --optimizer sgd is 0.9")
+    return (
+        NoEffect("the momentum of --optimizer sgd is always 0.9")
+        if value == 0.9
+        else Refused("the momentum of --optimizer sgd is 0.9")
+    )
 
 
 def gated_width(values: Mapping[str, Any]) -> int | None:
     """Return Megatron-LM's default inner size of a gated MLP, int(8/3 h / 64) * 64.
 
-    Returns None if hidden_size is no int, which validation refuses later.
+    Returns None if hidden_size is not an int; validation refuses it later.
     """
     h = values["hidden_size"]
     return h // 24 * 64 if type(h) is int else None
@@ -100,14 +106,14 @@ def groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
     """Translate --group-query-attention without --num-query-groups to one group, as Megatron-LM does."""
     if config.model.num_key_value_heads is not None:
         return NoEffect("--num-key-value-heads sets the number of groups")
-    return Means({"num_key_value_heads": 1}, "one group, the default there")
+    return Means({"num_key_value_heads": 1}, "one group, Megatron-LM's default")
 
 
 def norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:
     """Translate query and key norms to --qk-norm; refuse them unless --normalization is rmsnorm."""
     if config.model.normalization == "rmsnorm":
         return Means({"qk_norm": True})
-    return Refused("query and key norms are RMSNorm here; use --normalization rmsnorm for all norms")
+    return Refused("query and key norms are always RMSNorm; use --normalization rmsnorm for all norms")
 
 
 def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
@@ -115,7 +121,7 @@ def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refus
     kind = config.model.position_embedding
     if kind != "learned":
         return NoEffect(f"--position-embedding {kind} learns no positions")
-    return Refused("every model has positions: see --position-embedding")
+    return Refused("every model uses position embeddings; see --position-embedding")
 
 
 def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
@@ -125,4 +131,4 @@ def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
         return Refused(
             "only N,0 is supported: N earlier tokens and no later ones; leave the flag out for full attention"
         )
-    return Means({"sliding_window": int(before) + 1}, "the count includes the token itself here")
+    return Means({"sliding_window": int(before) + 1}, "--sliding-window also counts the token itself")

@@ -32,7 +32,7 @@ _EVENTS = NoEffect("metrics.jsonl and TensorBoard get every metric at each --log
 _WHOLE_LAYERS = Means({"checkpoint_activations": True})
 _SELECTIVE = Means({"checkpoint_attention": True})
 _ALWAYS = NoEffect("every run uses DeepSpeed")
-_REALM = Refused("there is no retrieval here")
+_REALM = Refused("there are no retrieval models")
 _ROPE = Means({"position_embedding": "rope"})
 
 
@@ -49,15 +49,22 @@ MEGATRON = (
     Row("--tensor-model-parallel-size", same("model_parallel_size"), int),
     Row(
         "--pipeline-model-parallel-size",
-        Means({"pipe_parallel_size": lambda n: 0 if n == 1 else n}, "1 there means no pipeline, which is 0 here"),
+        Means(
+            {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
+            "1 means no pipeline in Megatron-LM; this project writes 0",
+        ),
         int,
     ),
     Row("--micro-batch-size", same("batch_size"), int),
-    Row("--global-batch-size", Depends(accumulation, "--gas, by --batch-size and the replicas"), int),
+    Row(
+        "--global-batch-size",
+        Depends(accumulation, "--gas, computed from --batch-size and the number of replicas"),
+        int,
+    ),
     Row("--rampup-batch-size", Refused("the batch size is constant"), list),
     Row(
         "--num-layers-per-virtual-pipeline-stage",
-        Depends(stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, by --num-layers"),
+        Depends(stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, computed from --num-layers"),
         int,
     ),
     Row(
@@ -79,13 +86,16 @@ MEGATRON = (
     ),
     Row(
         "--no-scatter-gather-tensors-in-pipeline",
-        NoEffect("the loss is the same; every rank sends its slice of a message"),
+        NoEffect("the loss is the same; every rank always sends only its slice of a message"),
     ),
     Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", SAME_LOSS),
     Row("--empty-unused-memory-level", NoEffect("freed memory stays with the process"), int),
     Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval decides when garbage is collected")),
     Row("--lazy-mpu-init", Refused("process groups are created after all ranks have joined; leave this flag out"), str),
-    Row("--use-cpu-initialization", NoEffect("initial weights follow from --seed and their names on any device")),
+    Row(
+        "--use-cpu-initialization",
+        NoEffect("initial weights depend on --seed and the parameter names, not on the device"),
+    ),
     Row("--deepscale", _ALWAYS),
     Row("--deepspeed", ByValue({"True": _ALWAYS}, same("deepspeed_config")), object),
     Row("--deepspeed_config --deepscale_config", same("deepspeed_config"), str),
@@ -103,8 +113,8 @@ MEGATRON = (
     Row("--param-sharing-style", Refused("layers do not share weights"), str),
     Row("--num-experts", Refused("there are no experts; all tokens share one MLP"), int),
     Row("--apply-residual-connection-post-layernorm", Refused("norms come before attention and MLP (pre-LN)")),
-    Row("--bert-no-binary-head", Refused("there is no BERT here")),
-    Row("--onnx-safe", Refused("tools/convert_checkpoint.py writes for Hugging Face, which exports to ONNX"), str),
+    Row("--bert-no-binary-head", Refused("there is no BERT model")),
+    Row("--onnx-safe", Refused("export to Hugging Face with tools/convert_checkpoint.py, and from there to ONNX"), str),
     Row(
         "--init-method-xavier-uniform --data-parallel-random-init",
         Refused("weights are drawn from a normal distribution; see --init-method-std"),
@@ -115,19 +125,21 @@ MEGATRON = (
     Row("--transformer-impl", NoEffect("each model has one implementation"), str),
     # Llama
     Row("--num-query-groups", same("num_key_value_heads"), int),
-    Row("--group-query-attention", Depends(groups, "no effect with --num-key-value-heads, else one of them")),
+    Row(
+        "--group-query-attention", Depends(groups, "no effect with --num-key-value-heads, else --num-key-value-heads 1")
+    ),
     Row(
         "--swiglu",
         Means(
             {"activation": "swiglu"},
-            "8/3 of --hidden-size, rounded down to a multiple of 64, as there",
+            "8/3 of --hidden-size, rounded down to a multiple of 64, as in Megatron-LM",
             {"ff_hidden_size": gated_width},
         ),
     ),
     Row("--squared-relu --quick-geglu", Refused("see --activation for the choices")),
     Row("--apply-layernorm-1p", Refused("norm weights are stored as they are, not minus 1")),
     Row("--qk-layernorm", Depends(norms_of_heads, "--qk-norm with --normalization rmsnorm, refused otherwise")),
-    Row("--qk-l2-norm", Refused("--qk-norm always has a weight")),
+    Row("--qk-l2-norm", Refused("--qk-norm always has a learned weight")),
     Row("--add-qkv-bias", Means({"qkv_bias": True})),
     Row("--use-rotary-position-embeddings", _ROPE),
     Row(
@@ -148,7 +160,7 @@ MEGATRON = (
         Depends(no_learned_positions, "no effect with --position-embedding rope, refused otherwise"),
     ),
     Row("--rotary-base", same("rope_theta"), int),
-    Row("--rotary-interleaved", Refused("rotary pairs are the two halves of a head, as in Hugging Face")),
+    Row("--rotary-interleaved", Refused("rotary embeddings pair the two halves of a head, as in Hugging Face")),
     Row("--rotary-seq-len-interpolation-factor", Means({"rope_scaling": "linear", "rope_scaling_factor": given}), int),
     Row(
         "--use-rope-scaling",
@@ -177,13 +189,15 @@ MEGATRON = (
     Row("--recompute-num-layers", same("checkpoint_num_layers"), int),
     Row(
         "--distribute-checkpointed-activations --distribute-saved-activations --partition-activations",
-        NoEffect("with --sequence-parallel each model-parallel rank keeps a slice of the kept inputs"),
+        NoEffect("with --sequence-parallel each model-parallel rank stores only its slice of the checkpointed inputs"),
     ),
     Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations is all that is needed")),
-    Row("--contigious-checkpointing", NoEffect("kept inputs stay where they were computed")),
+    Row("--contigious-checkpointing", NoEffect("checkpointed inputs are not copied into one buffer")),
     Row("--checkpoint-in-cpu", Refused("use --offload-activations instead of --checkpoint-activations")),
     Row("--synchronize-each-layer", NoEffect("it only slows a run down")),
-    Row("--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures it')),
+    Row(
+        "--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures the backward pass')
+    ),
     # precision
     Row("--fp16", Means({"precision": "fp16"})),
     Row("--bf16", Means({"precision": "bf16"})),
@@ -198,7 +212,10 @@ MEGATRON = (
     ),
     Row("--apply-query-key-layer-scaling --no-query-key-layer-scaling --attention-softmax-in-fp32", _IN_FP32),
     Row("--fp16-lm-cross-entropy", Refused("the loss is computed in fp32")),
-    Row("--fp32-residual-connection", Refused("hidden states have --precision; use fp32 for everything")),
+    Row(
+        "--fp32-residual-connection",
+        Refused("hidden states are in --precision; --precision fp32 computes everything in fp32"),
+    ),
     Row(
         "--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion "
         "--bias-dropout-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion",
@@ -206,14 +223,20 @@ MEGATRON = (
     ),
     Row(
         "--no-bias-gelu-fusion",
-        Means({}, "there the fused GELU uses tanh and the other one erf", {"activation": "gelu"}),
+        Means({}, "Megatron-LM's fused GELU uses tanh, its unfused one erf", {"activation": "gelu"}),
     ),
     # length of the run and learning rate
-    Row("--train-samples", Depends(iterations("train_iters"), "--train-iters, by the global batch"), int),
-    Row("--lr-decay-samples", Depends(iterations("lr_decay_iters"), "--lr-decay-iters, by the global batch"), int),
+    Row(
+        "--train-samples", Depends(iterations("train_iters"), "--train-iters, computed from the global batch size"), int
+    ),
+    Row(
+        "--lr-decay-samples",
+        Depends(iterations("lr_decay_iters"), "--lr-decay-iters, computed from the global batch size"),
+        int,
+    ),
     Row("--lr-warmup-fraction", same("warmup"), float),
-    Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, by the iterations of the decay"), int),
-    Row("--lr-warmup-samples", Depends(warmup_samples, "--warmup, by the samples of the decay"), int),
+    Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, as a fraction of the decay's iterations"), int),
+    Row("--lr-warmup-samples", Depends(warmup_samples, "--warmup, as a fraction of the decay's samples"), int),
     Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
     Row(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
@@ -221,7 +244,7 @@ MEGATRON = (
     ),
     Row(
         "--iterations-to-skip",
-        Means({"skip_iterations": counted_from_1}, "iterations count from 0 there and from 1 here"),
+        Means({"skip_iterations": counted_from_1}, "Megatron-LM counts iterations from 0, this project from 1"),
         list,
     ),
     Row("--check-weight-hash-across-dp-replicas-interval", same("check_replicas"), int),
@@ -257,7 +280,7 @@ MEGATRON = (
         "--no-save-optim",
         NoEffect("checkpoints always contain the optimizer; --no-load-optim skips it on loading"),
     ),
-    Row("--no-save-rng", NoEffect("dropout follows from --seed and the iteration; no generator is saved")),
+    Row("--no-save-rng", NoEffect("dropout depends on --seed and the iteration; no random generator state is saved")),
     Row("--tensorboard-log-interval --tensorboard-queue-size", _EVENTS, int),
     Row(
         "--log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard "
@@ -266,8 +289,8 @@ MEGATRON = (
     ),
     Row("--log-params-norm --log-num-zeros-in-grad", Refused("only the gradient norm is logged")),
     Row("--exit-signal-handler", NoEffect("SIGTERM always saves and ends the run")),
-    Row("--adlr-autoresume", Refused("SIGTERM saves and ends the run, the same command continues")),
-    Row("--adlr-autoresume-interval", Refused("SIGTERM saves and ends the run, the same command continues"), int),
+    Row("--adlr-autoresume", Refused("on SIGTERM the run saves and exits; the same command resumes it")),
+    Row("--adlr-autoresume-interval", Refused("on SIGTERM the run saves and exits; the same command resumes it"), int),
     # REALM
     Row("--ict-head-size --indexer-batch-size --indexer-log-interval", _REALM, int),
     Row("--ict-load --bert-load --titles-data-path --block-data-path", _REALM, str),

@@ -8,10 +8,12 @@ _TANH = Means({"activation": "gelu-tanh"})
 ROWS = (
     # DeepSpeed
     Row("--train-micro-batch-size-per-gpu", same("batch_size"), int),
-    Row("--train-batch-size", Depends(accumulation, "--gas, by --batch-size and the replicas"), int),
+    Row(
+        "--train-batch-size", Depends(accumulation, "--gas, computed from --batch-size and the number of replicas"), int
+    ),
     Row("--gradient-accumulation-steps", same("gas"), int),
     Row("--gradient-clipping", same("clip_grad"), float),
-    Row("--warmup-num-steps", Depends(warmup_iterations, "--warmup, by the iterations of the decay"), int),
+    Row("--warmup-num-steps", Depends(warmup_iterations, "--warmup, as a fraction of the decay's iterations"), int),
     Row("--steps-per-print", same("log_interval"), int),
     # Hugging Face
     Row("--num-hidden-layers --n-layer --n-layers", same("num_layers"), int),
@@ -28,7 +30,7 @@ ROWS = (
                 "gelu": Means({"activation": "gelu"}),
                 **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), _TANH),
                 "relu": Means({"activation": "relu"}),
-                "silu": Means({"activation": "swiglu"}, "gated, as in a Llama"),
+                "silu": Means({"activation": "swiglu"}, "gated, as in Llama"),
             },
             Refused("see --activation for the choices"),
         ),

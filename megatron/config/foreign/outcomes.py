@@ -18,7 +18,7 @@ class Means:
 
     but: note on what differs from the original project.
     unless: further settings that apply only where the user leaves them at their defaults. Each is a constant or
-    a function of all flat settings. `but` then describes these.
+    a function of all flat settings. If present, `but` describes them.
     """
 
     settings: Mapping[str, Any]
@@ -28,14 +28,14 @@ class Means:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Flag without effect here; `why` is the explanation shown."""
+    """Flag without effect in this project; `why` is the explanation shown."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Flag without a counterpart here; `advice` is the text shown."""
+    """Flag without a counterpart in this project; `advice` is the text shown."""
 
     advice: str
 
@@ -66,8 +66,8 @@ Outcome = Means | NoEffect | Refused | ByValue | Depends
 class Row:
     """Row of the translation table.
 
-    names: flags, separated by spaces. takes: type of the value; None for a switch, list for several words,
-    object for an optional value.
+    names: flags, separated by spaces. takes: type of the value; None for a flag without value, list for
+    several words, object for an optional value.
     """
 
     names: str

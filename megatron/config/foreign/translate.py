@@ -14,7 +14,7 @@ from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
 Change = Callable[[Config, Mapping[str, Any]], Config]
 _USUAL = {f.name: f.default for _, _, f in settings()}
 
-SAID = {"true": True, "false": False}  # Some launchers write these words after a switch.
+SAID = {"true": True, "false": False}  # Some launchers write these words after a flag without value.
 
 
 class _Keep(argparse.Action):
@@ -29,7 +29,7 @@ class _Keep(argparse.Action):
         if row.takes in (None, object):
             value = True if values is None else SAID.get(values.lower(), values)
             if row.takes is None and not isinstance(value, bool):
-                parser.error(f"{option_string} takes no value, it was given {values}")
+                parser.error(f"{option_string} takes no value, but was given {values}")
             values = value
         setattr(namespace, self.dest, {**kept, self.theirs: values})
 
@@ -62,8 +62,8 @@ def flag_of(key: str) -> str | None:
 def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
     """Return `; did you mean --x?` for an unknown flag, chosen from our flags `ours` and foreign flags.
 
-    For a close foreign flag the answer is its replacement here.
-    strange: consider foreign flags even if their replacement is not in `ours`.
+    If the closest flag is a foreign one, our replacement for it is suggested.
+    strange: also consider foreign flags whose replacement is not in `ours`.
     """
     dashed = "--" + name.lstrip("-").replace("_", "-")
     ours = list(ours)
@@ -87,16 +87,16 @@ def _flags_for(theirs: str) -> set[str]:
 
 
 def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
-    """Return the end of a suggestion for a foreign flag: our flags instead, or the flag with its refusal."""
+    """Return what to suggest for a foreign flag: the flags that replace it, or its name and why it is refused."""
     outcome = FLAGS[theirs].outcome
     if isinstance(outcome, ByValue):
         found = [each for each in [*outcome.values.values(), outcome.other] if isinstance(each, Means)]
-        outcome = found[0] if found else Refused(f"it may be {', '.join(outcome.values)}")
+        outcome = found[0] if found else Refused(f"choose one of {', '.join(outcome.values)}")
     if isinstance(outcome, Means) and (flags := [flag(setting) for setting in outcome.settings]):
-        elsewhere = f" ({theirs} elsewhere)" if theirs != given else ""
+        elsewhere = f" ({theirs} in other projects)" if theirs != given else ""
         return f"{' and '.join(flags)}{elsewhere}?" if set(flags) <= set(ours) else f"{theirs}?"
     if isinstance(outcome, Refused):
-        return f"{theirs}? It is not taken: {outcome.advice}"
+        return f"{theirs}? It is not accepted: {outcome.advice}"
     return f"{theirs}?"
 
 
@@ -139,13 +139,13 @@ class Translation:
             if own.get(setting) in values:
                 there, ours = own[setting], values[own[setting]]
                 self.values[setting] = ours
-                self.notes.append(f"{written(flag(setting), there)} taken for {written(flag(setting), ours)}")
+                self.notes.append(f"{written(flag(setting), there)} translated to {written(flag(setting), ours)}")
 
     def add(self, name: str, value: Any) -> None:
         """Translate a flag of FLAGS; one that depends on other settings is deferred to `settle`.
 
-        False turns off the settings that a switch would turn on. For other flags False is a program's default
-        and is ignored.
+        False turns off the settings that a switch would turn on. For other flags, False is the other project's
+        default and is ignored.
         """
         outcome = FLAGS[name].outcome
         if value is False:
@@ -179,7 +179,7 @@ class Translation:
                 self.notes.append(_taken(given, taken, outcome.but if more else ""))
             else:
                 settled = " and ".join(written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless)
-                self.notes.append(f"{given} has no effect: it is {settled}")
+                self.notes.append(f"{given} has no effect: the run has {settled}")
             found |= more
         return found
 
@@ -198,10 +198,10 @@ class Translation:
     def _take(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
         said = written(name, value) if value is not False else f"{name} False"
         if isinstance(outcome, ByValue):
-            refused = outcome.other or Refused(f"it may be {', '.join(outcome.values)}")
+            refused = outcome.other or Refused(f"choose one of {', '.join(outcome.values)}")
             outcome = outcome.values.get(str(value), refused)
         if isinstance(outcome, Refused):
-            self.problems.append(f"{said} is not taken: {outcome.advice}")
+            self.problems.append(f"{said} is not accepted: {outcome.advice}")
         elif isinstance(outcome, NoEffect):
             self.notes.append(f"{said} has no effect: {outcome.why}")
         elif isinstance(outcome, Means):
@@ -209,7 +209,7 @@ class Translation:
             for setting, v in new.items():
                 if self.values.get(setting, v) != v:
                     other = self._said_by.get(setting) or written(flag(setting), self.values[setting])
-                    self.problems.append(f"{said} means {_ours(new)}, against {other}; leave one of them out")
+                    self.problems.append(f"{said} means {_ours(new)}, but {other} is given; leave one of them out")
                     return {}
             self.values |= new
             self._said_by |= dict.fromkeys(new, said)
@@ -226,4 +226,4 @@ def _ours(new: Mapping[str, Any]) -> str:
 
 
 def _taken(said: str, new: Mapping[str, Any], but: str) -> str:
-    return f"{said} taken for {_ours(new)}" + (f" ({but})" if but else "")
+    return f"{said} translated to {_ours(new)}" + (f" ({but})" if but else "")
