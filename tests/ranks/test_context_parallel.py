@@ -30,13 +30,13 @@ class Case(NamedTuple):
     groups: int = HEADS
     documents: str = ""
     window: int | None = None
-    unfused: tuple[str, ...] = ()
+    reference_ops: tuple[str, ...] = ()
     again: bool = False
 
 
 CASES = [
-    Case(*sizes, reference_ops=unfused, again=again)
-    for *sizes, unfused, again in itertools.product(
+    Case(*sizes, reference_ops=reference_ops, again=again)
+    for *sizes, reference_ops, again in itertools.product(
         (1, HEADS), ("", "long", "tiny", "torn"), (None, 5, 30), ((), ("document-attention",)), (False, True)
     )
 ]
@@ -84,7 +84,9 @@ def reference(case: Case) -> list[Tensor]:
 
 def _attention(case: Case, p: float = 0.0) -> Attention:
     sizes = {"num_attention_heads": HEADS, "hidden_size": HEADS * D, "num_key_value_heads": case.groups}
-    config = ModelConfig(**sizes, attention_dropout=p, reference_ops=case.unfused, checkpoint_attention=case.again)  # type: ignore[arg-type]
+    config = ModelConfig(
+        **sizes, attention_dropout=p, reference_ops=case.reference_ops, checkpoint_attention=case.again
+    )  # type: ignore[arg-type]
     return Attention(config, "here", 0.02, causal=True).double()
 
 
