@@ -54,7 +54,10 @@ def _start_worker(settings: dict[str, Any]) -> None:
 
 
 def _prints(text: str | None) -> Prints:
-    """Return the fingerprints for deduplication, computed in workers because a single process compares them."""
+    """Return a document's fingerprints for deduplication.
+
+    Workers compute them, because a single process compares those of all documents.
+    """
     if text is None:
         return Prints()
     return Prints(fingerprint(text) if _Worker.exact else 0, sketch(text) if _Worker.near else None)
@@ -156,9 +159,9 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
 
 @contextmanager
 def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
-    """Open a file of lines that appears only when it is complete; yield None without a path.
+    """Open a text file for writing that gets its name `path` only when it is complete; yield None without a path.
 
-    After an error, a file that existed before remains unchanged.
+    After an error, an existing file of this name remains unchanged.
     """
     if path is None:
         yield None

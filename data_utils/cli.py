@@ -1,4 +1,4 @@
-"""Code shared by all command-line tools. Usage errors exit with 2, failures with 1, with one sentence on stderr."""
+"""Code shared by all command-line tools. Usage errors exit with 2 and failures with 1, after a sentence on stderr."""
 
 import argparse
 import contextlib
@@ -43,7 +43,10 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return known and unknown arguments. With unknown ones, `usages` collects the usage of tool and subcommand."""
+        """Return (namespace, unknown arguments).
+
+        If there are unknown arguments, `namespace.usages` collects the usage lines of the tool and its subcommand.
+        """
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             found.usages = getattr(found, "usages", "") + self.format_usage()
@@ -54,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-# Flags of other projects' tools, with our flag or an explanation.
+# Flag of another project's tool -> the flag of this project's tools, or an explanation.
 FOREIGN_FLAGS = {
     "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
     "--dataset-impl": ".bin and .idx files are always memory-mapped; remove it",
@@ -138,7 +141,7 @@ def write_json(path: str, content: object) -> None:
 def run(
     main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> None:
-    """Run a tool. Exit with 0, or with 1 after a one-sentence error message."""
+    """Parse the command line and run a tool; if the tool fails, print a one-sentence error and exit with 1."""
     args = parser.parse_args(argv)
     with guarded("the work continues", "stderr"), _named_stdout():
         _run(main, parser, args)

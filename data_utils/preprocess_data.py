@@ -1,8 +1,8 @@
 """Tokenize text files into .bin/.idx pairs for training, one pair for each key.
 
-The output does not depend on the number of workers, nor memory on the size of the input. Each worker has a few
-chunks of about a megabyte in flight, and no document may exceed --max-document-mb. A killed run resumes where
-it stopped when it is started again.
+The output does not depend on the number of workers. Memory does not grow with the size of the input: each
+worker has a few chunks of about a megabyte in flight, and no document may exceed --max-document-mb. A killed
+run resumes where it stopped when the same command is run again.
 """
 
 import argparse
@@ -52,11 +52,11 @@ JOURNAL_SECONDS = 10.0
 
 
 class Part(NamedTuple):
-    """A chunk's contribution to one of the outputs."""
+    """Tokens of one chunk for one of the output pairs."""
 
     ids: NDArray[Any]  # all tokens, concatenated
-    lengths: NDArray[np.int32]  # tokens of each sequence
-    sequences: NDArray[np.int32]  # sequences of each document
+    lengths: NDArray[np.int32]  # number of tokens of each sequence
+    sequences: NDArray[np.int32]  # number of sequences of each document
 
 
 class Tokens(NamedTuple):
@@ -80,7 +80,7 @@ class _Worker:
 
 
 def _start_worker(args: argparse.Namespace) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each core already has a process
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes already use all cores
     _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
     _Worker.start = np.array(_Worker.tokenizer.start, dtype=np.int32)
     _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
@@ -127,7 +127,7 @@ def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
 
 
 def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
-    """Return the three parts of CPM's T5 corpora. A document's position in the input seeds its masked spans."""
+    """Return contexts, targets and offsets, a CPM corpus for T5. A document's position in the input seeds its spans."""
     args, tokenizer = _Worker.args, _Worker.tokenizer
     made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
     for number, ids in enumerate(tokenizer.encode_batch(texts)):
@@ -138,7 +138,7 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
             part.append(piece)
     return [
         Part(
-            # Ids after the vocabulary mark spans, and a document may have any number of spans.
+            # Sentinel ids follow the vocabulary, and a document may have any number of spans, so ids need int32.
             fit(np.concatenate(pieces), np.dtype(np.int32), "the output") if pieces else np.empty(0, np.int32),
             np.array([len(piece) for piece in pieces], dtype=np.int32),
             np.ones(len(pieces), dtype=np.int32),
@@ -286,9 +286,9 @@ class _Output:
         self._journaled = self.count["documents"]
 
     def keep(self, journal: Journal) -> int:
-        """Save all complete chunks after an error, so that a new run can resume; at least those in the journal remain.
+        """After an error, save all complete chunks for a run that resumes; return the number of documents kept.
 
-        Returns the number of documents kept.
+        If saving fails, the chunks of the last journal entry are kept.
         """
         with contextlib.suppress(OSError, ValueError):  # a full disk, or files that are already closed
             if self._whole:
@@ -327,7 +327,7 @@ def _write_sidecar(
     builders: list[IndexedDatasetBuilder],
     count: dict[str, int],
 ) -> None:
-    """Write the sidecar, against which training and tools/inspect_data.py check the data."""
+    """Write PREFIX.json (the sidecar), against which training and tools/inspect_data.py check the data."""
     content = {
         "tokenizer": tokenizer.name,
         "fingerprint": tokenizer.fingerprint,
