@@ -29,10 +29,10 @@ def is_triple(prefix: str) -> bool:
 
 
 class CPMTripleDataset(T5Samples):
-    """Dataset with samples like those of `T5Dataset`, cut from concatenated contexts of `encoder` tokens.
+    """Dataset of T5 samples (see `T5Samples`), which are windows of `encoder` tokens of the concatenated contexts.
 
-    A sample ends at a span for which the decoder or the sentinels have no room. The rest becomes padding on
-    both sides, so no target is cut.
+    A sample ends before the first span that does not fit into the decoder or for which no sentinel is left. Encoder
+    and decoder are padded from there on, so no target is truncated.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ def settings_beside(path: Path) -> dict[str, Any]:
 
 
 def token_beside(path: Path, key: str) -> str | None:
-    """Return the name of a special token in tokenizer_config.json, such as that of eos_token, or None.
+    """Return the token name under `key` (such as eos_token) in tokenizer_config.json, or None.
 
     Raises TokenizerError if the value is neither a string nor a token object.
     """
@@ -64,7 +64,7 @@ def added_beside(path: Path) -> dict[str, int]:
 def placeholder_of(file: str) -> dict[str, Any]:
     """Return a tokenizer.json that every library rejects, with an error that shows its `version`.
 
-    Without it transformers would silently build a different or an empty tokenizer from `file`.
+    Without this placeholder, transformers would silently build a different or an empty tokenizer from `file`.
     """
     version = f"none: {file} beside it is read by megatron.tokenizer, not by transformers"
     return {"version": version, PLACEHOLDER: file, "added_tokens": [], "model": {}}
@@ -114,7 +114,7 @@ def refuse_missing_tokens(
 ) -> None:
     """Raise TokenizerError for an added token that the vocabulary lacks or has under a different id.
 
-    known: predicate for names that the vocabulary need not hold, such as sentinels.
+    known: predicate for token names that the vocabulary may lack, such as sentinels.
     """
     for token, i in added_beside(path).items():
         if id_of(token) != i and not (known and known(token)):
