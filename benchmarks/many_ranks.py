@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers: int) -> dict[str, Any]:
-    """Measure in this process, which can do it only once."""
+    """Measure the start-up cost of one rank in this process; a process can do this only once."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -104,7 +104,10 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 
 
 class T5Dataset(T5Samples):
-    """Dataset that masks spans when a sample is read; padding occurs only if more documents end in it than it has spans."""
+    """Dataset that masks spans when a sample is read.
+
+    A sample has padding only if more documents end in it than it has spans.
+    """
 
     def __init__(
         self,
