@@ -64,7 +64,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     tds.init_distributed("fake")
     dist.new_group = new_group
-    tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store, and there is none
+    tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store that all ranks share
     with contextlib.suppress(ImportError):  # an older checkout creates groups one by one
         from tds import groups, neighbours
 

@@ -1,4 +1,4 @@
-"""Speed of two ranks: data parallel against DDP and DeepSpeed, tensor parallel against DTensor, pipeline against both.
+"""Speed of two ranks, compared with DDP and DeepSpeed (data parallel), DTensor (tensor parallel) or torch (pipeline).
 
     python benchmarks/parallel.py --kind dp --rounds 7
     python benchmarks/parallel.py --kind tp --rounds 7
@@ -137,7 +137,7 @@ def _token_loss(out: Any, target: Any) -> Any:
 
 
 def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
-    """Return the steps of the peers that pipeline `_nano`'s layers over two stages of equal depth."""
+    """Return the steps of torch's and DeepSpeed's pipelines of `_nano`'s layers, in two stages of equal depth."""
     import torch
     import torch.distributed as dist
     from _nano import nano_layers
@@ -254,7 +254,7 @@ def main() -> None:
         found_ours[f"ours, {flags}"] = ours(args, f"{layout} {flags}")
     samples = MICROS if pipeline else args.batch
     text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
-    torch.manual_seed(0)  # all peers start from the same weights
+    torch.manual_seed(0)  # all ranks draw the same initial weights
     steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
     kept = {name: _kept(step) for name, step in steps.items()} if args.kind == "cp" else {}
     device_module.keep_freed_memory(torch.device("cpu"))  # so that all contenders, not only "ours", run with it

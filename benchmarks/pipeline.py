@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def stage_class(args: argparse.Namespace, rank: int) -> Any:
-    """Return a module class that sleeps for its forward pass, its input's gradient and its weight's gradient."""
+    """Return a module class that only sleeps in its forward pass, for its input's gradient and for its weight's."""
     import torch
     from torch import Tensor, nn
 

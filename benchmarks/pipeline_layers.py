@@ -73,7 +73,7 @@ def build_layers(args: argparse.Namespace) -> list[Any]:
 
 
 def contenders(args: argparse.Namespace) -> tuple[dict[str, Step], Any]:
-    """Return one function per contender that runs one training step, and our engine."""
+    """Return one function per contender that runs one training step, and this project's engine."""
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn

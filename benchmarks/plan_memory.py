@@ -99,7 +99,7 @@ def measure(flags: str, steps: int = 3) -> int:
 
 
 def predict(ranks: int, flags: str) -> Any:
-    """Return the planner's `Memory` of the stage that needs the most."""
+    """Return the planner's `Memory` of the stage that needs the most memory."""
     from megatron.config.command_line import parse
     from megatron.config.ds_config import resolve
     from megatron.training.memory.per_rank import rank_memory

@@ -1,4 +1,4 @@
-"""Clean raw text files into one .jsonl: fixed, filtered, deduplicated and shuffled, with a report."""
+"""Clean raw text files: fix, filter, deduplicate and shuffle documents, and write one .jsonl file and a report."""
 
 import argparse
 import gzip

@@ -201,7 +201,7 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     settings.pop("chat_date")  # a resumed run may continue on another day
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
-    # The columns that are read decide where chunks end.
+    # Chunks contain only the columns that are read, so the set of these columns determines where chunks end.
     columns = {source.path: other_columns(source.path) for source in sources if kind(source.path) == ".parquet"}
     return {**job, "columns": columns} if any(columns.values()) else job
 
@@ -256,7 +256,7 @@ class _Output:
                     raise ValueError(
                         f"{name}.bin.part is missing; delete {args.output_prefix}.part.json to start again"
                     )
-                state = {}  # the run was killed while it renamed its files
+                state = {}  # the earlier run was killed while it renamed its files, so start again
         states = state.get("builders", [None] * len(self.names))
         self.builders = [
             IndexedDatasetBuilder(name, dtype, "part", state)

@@ -64,7 +64,7 @@ def _is_han(text: str, read_as: str, was: str) -> bool:
 
 
 def _becomes_common(text: str) -> bool:
-    """Return True if common Chinese characters are rare, but frequent after encoding to Big5 and decoding as GB18030."""
+    """Return True if common Chinese characters are rare, but frequent when encoded to Big5 and decoded as GB18030."""
     if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
         return False
     decoded = text.encode("big5", "replace").decode("gb18030", "replace")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-MOST = 1 << 20  # most decompressed bytes at a time
+MOST = 1 << 20  # maximum number of decompressed bytes in memory per file
 MOST_OF_XZ = 1 << 30  # memory limit for the dictionary that the header of an .xz requests
 NEVER = b"\xff"  # byte that no UTF-8 contains; marks input that is invalid in the file's encoding
 

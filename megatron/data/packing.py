@@ -1,4 +1,4 @@
-"""Packing of whole records into windows.
+"""Packing of whole records, such as conversations, into windows of fixed length.
 
 Best-fit decreasing (Krell et al. 2021) looks at lengths only, so it decides once which lengths share a window.
 Each epoch permutes the records of equal length. So all epochs have equally many windows, and window n is

@@ -106,7 +106,7 @@ class SampleOrder:
             return self._latest[1]
         if number not in self._epochs:
             small = self.documents + self.per_epoch <= SMALL
-            self._latest = _NONE  # release it before the next epoch is allocated
+            self._latest = _NONE  # release the old epoch before the next one is allocated
             while len(self._epochs) >= (2 if small else 1):
                 self._epochs.popitem(last=False)
             self._epochs[number] = self._in_memory(number) if small or not self._folder else self._in_file(number)
@@ -115,7 +115,7 @@ class SampleOrder:
         return self._latest[1]
 
     def release_pages(self) -> None:
-        """Drop this process's pages of the current epoch if it is memory-mapped."""
+        """Release this process's resident pages of the current epoch if the epoch is memory-mapped."""
         for array in self._latest[1]:
             order_file.release_pages(array)
 

@@ -9,7 +9,7 @@ from .base import TokenizerError, read_object
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-# Tokenizer classes that assign special-token roles even without a tokenizer_config.json, by model_type.
+# model_type of config.json -> default tokenizer class, if it assigns special-token roles without tokenizer_config.json.
 CLASSES = {
     "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer",
     "mt5": "T5Tokenizer",
@@ -38,7 +38,7 @@ def token_beside(path: Path, key: str) -> str | None:
 
 
 def named_beside(path: Path) -> set[str]:
-    """Return the names of all tokens that tokenizer_config.json gives a role, such as eos_token, or calls special."""
+    """Return the names of tokens that tokenizer_config.json lists under a role (such as eos_token) or as special."""
     settings = settings_beside(path)
     found: list[Any] = [token for key, token in settings.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):

@@ -24,7 +24,7 @@ LONGEST_WORD = 200  # CPM's limit; longer words become <unk>
 
 
 def is_cpm_model(path: Path) -> bool:
-    """Return whether a sentencepiece model contains CPM's marks for space and newline."""
+    """Return whether a sentencepiece model contains CPM's characters for space and newline, U+2582 and U+2583."""
     model = open_model(str(path))
     return all(model.id_to_piece(model.piece_to_id(mark)) == mark for mark in (SPACE, NEWLINE))
 

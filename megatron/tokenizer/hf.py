@@ -97,7 +97,7 @@ class HFTokenizer(Tokenizer):
         with no_panic(path):
             self.start = _start_of(tokenizer, self.eod)
             self._words = _Words(tokenizer, self.specials)
-        self._contents = None if more else self._words  # None: _contents and _named are created on first use
+        self._contents = None if more else self._words  # None: created on first use, as is _named
         self._named: Any = None
 
     @property

@@ -76,7 +76,7 @@ def _load_jieba() -> Any:
 
 @lru_cache(maxsize=1 << 17)
 def _cut_between(text: str) -> str:
-    """Split text without Han characters and dictionary words as jieba does."""
+    """Split a text that contains no Han characters and no dictionary words into words, as jieba does."""
     words: list[str] = []
     for i, part in enumerate(_ASCII.split(text)):
         if i % 2:
@@ -124,7 +124,7 @@ class _RjiebaSegmenter:
         return SEPARATOR.join(parts)
 
     def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
-        """Segment the blocks around the doubtful spans with jieba and the text between them with rjieba."""
+        """Segment the blocks around `doubtful` spans with jieba, as rjieba could differ there, and the rest with rjieba."""
         at = 0
         for start, end in doubtful:
             if start < at:
@@ -143,7 +143,7 @@ class _RjiebaSegmenter:
         return char in _LETTERS or _HAN.match(char) is not None
 
     def _cut_plain(self, text: str, into: list[str]) -> None:
-        """Segment text that contains no doubtful dictionary word."""
+        """Segment text that contains no dictionary word on which rjieba could differ from jieba."""
         parts = _HAN.split(text)  # other text (maybe empty) at even indices, Han runs at odd ones
         if len(parts) == 1:
             into += [_cut_between(text)] if text else []

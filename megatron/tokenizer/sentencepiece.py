@@ -88,7 +88,7 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
 
     def _llama_differences(self, has_bytes: bool) -> list[str]:
-        """Return how the ids differ from those of the bare model, as parts of the fingerprint."""
+        """Return how tokenizer_config.json changes the ids of the `.model`, as parts of the fingerprint."""
         ways = ["marks of spaces are spaces"] if has_bytes else []
         ways += ["user-defined symbols cut a text"] if self._symbols else []
         if not self._prefixes:
