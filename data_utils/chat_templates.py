@@ -72,7 +72,7 @@ def messages_of(record: object) -> tuple[Message, ...]:
     Raises ValueError for any other record and for one without an assistant's message.
     """
     if not isinstance(record, dict):
-        raise ValueError("not an object with messages")
+        raise ValueError("the record is not an object with messages")
     if "messages" in record:
         found = turns_of(record["messages"])
     elif "instruction" in record and "output" in record:
@@ -108,7 +108,7 @@ def _check(message: Message) -> None:
     try:
         message.content.encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair, which is not valid Unicode") from None
+        raise ValueError("the text contains half of a surrogate pair, which is not valid Unicode") from None
 
 
 class ChatML:
@@ -207,7 +207,7 @@ class JinjaTemplate:
             before = self._render(messages[:number], True)
             after = self._render(messages[: number + 1], False)
             if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
-                raise ValueError("the chat template does not render a conversation turn by turn")
+                raise ValueError("the chat template does not render turn by turn: a turn changes the text before it")
             said = after[len(before) :]
             marked = said.rstrip()
             said = marked if len(marked) > len(message.content.rstrip()) else said

@@ -93,11 +93,14 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--input", nargs="+", required=True,
         help="files, folders or globs of .jsonl, .ndjson, .json, .csv, .txt or .parquet, plain or .gz, .bz2, .xz, "
-        ".zst; FILE@2 reads FILE twice",
+        ".zst; FILE@2 reads FILE twice, FILE@0.5 a random half of its documents",
     )  # fmt: skip
     add("--encoding", default="utf-8", help="encoding of the input, such as gb18030 or utf-16 (default: utf-8)")
     add(
-        "--on-error", choices=("stop", "skip"), default="stop", help="action for an unreadable document (default: stop)"
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="whether an unreadable document stops the tool or is skipped (default: stop)",
     )
     add(
         "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,

@@ -294,7 +294,7 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
         raise ValueError(f"not text, but mostly zero bytes{looks_like(raw)}")
     if kind(source.path) == ".txt":
         if callable(keys):
-            raise ValueError("plain text, but a record is needed (.jsonl, .csv or .parquet)")
+            raise ValueError("a .txt file contains no records with messages; convert it to .jsonl, .csv or .parquet")
         return (_OUTER_BLANK_LINES.sub("", _BREAK.sub("\n", text.removeprefix("\ufeff"))),) * len(keys)
     try:
         record = json.loads(text.removeprefix("\ufeff"))
@@ -321,7 +321,7 @@ def _check_pairs(value: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair, which is not valid Unicode") from None
+        raise ValueError("the text contains half of a surrogate pair, which is not valid Unicode") from None
 
 
 def texts(

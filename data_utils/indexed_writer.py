@@ -168,7 +168,7 @@ class _Log:
                 self._hash(block)
         if digest is not None and digest != self.digest():
             self.close()
-            raise ValueError(f"{path} is damaged: its SHA-256 differs from that of what was written")
+            raise ValueError(f"{path} is damaged: its SHA-256 differs from that of the data that was written")
 
     def write(self, content: bytes) -> None:
         with naming(self.path):

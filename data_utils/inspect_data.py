@@ -184,12 +184,14 @@ def merge_pairs(args: argparse.Namespace) -> None:
             f"only some of {', '.join(prefixes)} have a loss mask (PREFIX{LOSS}); merge pairs of one --objective"
         )
     if len({about.get("chat_template") for about in abouts if about}) > 1:
-        raise ValueError(f"{', '.join(prefixes)} were made with different chat templates; use the same one")
+        raise ValueError(
+            f"{', '.join(prefixes)} were made with different chat templates; preprocess them again with the same one"
+        )
     dates = sorted({about["chat_date"] for about in abouts if about.get("chat_date")})
     if len(dates) > 1:
-        print(f"note: the chat templates rendered {len(dates)} dates; the sidecar records the last, {dates[-1]}")
+        print(f"note: the pairs were rendered with {len(dates)} dates; the new sidecar records the last, {dates[-1]}")
     if dates and any(is_undated(about) for about in abouts):
-        print(f"note: in some of these pairs the chat template rendered no date; the sidecar records {dates[-1]}")
+        print(f"note: the chat template rendered no date in some of the pairs; the new sidecar records {dates[-1]}")
     builder, *others = (
         merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
     )
@@ -288,9 +290,9 @@ def build_parser() -> Parser:
     made.add_argument("prefix", type=prefix_of, help=pair)
     made.add_argument("--split", default="98,1,1", help="shares of the documents (default: 98,1,1)")
     made.add_argument(
-        "--output", help="prefix of the new pairs before _train, _valid and _test (default: that of the old one)"
+        "--output", help="prefix of the new pairs before _train, _valid and _test (default: prefix of the given pair)"
     )
-    made = command("sample", sample, "show a sample as the run reads it")
+    made = command("sample", sample, "show a sample as a training run reads it")
     made.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
     made.add_argument("--run-dir", required=True, help="folder of the run")
     made.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")

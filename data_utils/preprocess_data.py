@@ -307,7 +307,7 @@ class _Output:
             )
         for builder in self.builders:
             builder.publish()
-        skipped = f", {self.count['bad_lines']} bad and {self.count['empty']} empty skipped"
+        skipped = f", {self.count['bad_lines']} unreadable and {self.count['empty']} empty documents skipped"
         learned = f", {self.count['targets']} of which count in the loss" if self.sft else ""
         print(
             f"{self.count['documents']} documents, {self.count['tokens']} tokens{learned} -> "
@@ -349,7 +349,7 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     input_flags(parser)
-    add("--output-prefix", required=True, help="path of the output, without its extension")
+    add("--output-prefix", required=True, help="path prefix of the output files, such as data/corpus")
     add("--vocab-file", required=True, help="tokenizer: a file or folder from tools/train_tokenizer.py or Hugging Face")
     add("--tokenizer-type", choices=KINDS, default="auto", help="tokenizer type (default: detected from the file)")
     add(
@@ -371,8 +371,9 @@ def build_parser() -> Parser:
     add(
         "--objective", choices=("text", "sft", "cpm-t5"), default="text",
         help="type of corpus (default: text); sft: conversations, as records with messages or with instruction, input "
-        "and output, written to PREFIX_sft with the loss mask PREFIX_sft_loss; cpm-t5: documents with spans masked "
-        "now, written to PREFIX_context, _target and _target_offset (T5 can also mask a text corpus while reading)",
+        "and output, written to PREFIX_sft with the loss mask PREFIX_sft_loss; cpm-t5: documents whose spans this tool "
+        "masks, written to PREFIX_KEY_document_context, _target and _target_offset (T5 can also mask spans of a text "
+        "corpus during training)",
     )  # fmt: skip
     add(
         "--chat-template", default="chatml",
@@ -381,7 +382,7 @@ def build_parser() -> Parser:
     add(
         "--chat-date",
         help="sft: date that strftime_now returns in a chat template, as 2024-07-26 or 2024-07-26T15:30:00 (default: "
-        "start of the tool); recorded in the sidecar",
+        "the current time); recorded in the sidecar",
     )
     add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="cpm-t5: mean number of tokens in a span (default: 3)")

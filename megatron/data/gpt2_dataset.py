@@ -112,6 +112,6 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_
         if low < 0 or high >= vocab_size:
             bad = high if high >= vocab_size else low
             raise DatasetError(
-                f"{indexed.prefix}.bin contains token id {bad}, outside the vocabulary of {vocab_size}, so it was made "
-                f"with another tokenizer; preprocess the text again or pass its --vocab-file"
+                f"{indexed.prefix}.bin contains token id {bad}, outside the vocabulary of {vocab_size} tokens, so it "
+                f"was made with another tokenizer; preprocess the text again or pass the --vocab-file of the corpus"
             )

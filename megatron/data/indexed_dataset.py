@@ -84,7 +84,9 @@ class IndexedDataset:
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes such pairs")
         size = os.path.getsize(index_path)
         if size < HEADER.size:
-            raise DatasetError(f"{index_path} is truncated: it has {size} bytes, the header alone {HEADER.size}")
+            raise DatasetError(
+                f"{index_path} is truncated: it has {size} bytes, but the header alone has {HEADER.size}"
+            )
         raw = np.memmap(index_path, mode="r", dtype=np.uint8)
         magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC or version != VERSION or code not in DTYPES:

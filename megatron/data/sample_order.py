@@ -75,7 +75,7 @@ class SampleOrder:
         self.per_epoch = max((tokens - overlap) // length, 0)
         if not self.per_epoch:
             raise ValueError(
-                f"{tokens} tokens do not fill one sample of {length} + {overlap}; "
+                f"{tokens} tokens do not fill one sample of {length} + {overlap} tokens; "
                 f"use a larger corpus or a smaller --seq-length"
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()

@@ -56,8 +56,8 @@ class _Endless(Dataset[Any]):
             return self.dataset[n]
         except IndexError as error:
             raise ValueError(
-                f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must support [n] for any "
-                f"n >= 0, as epochs follow each other"
+                f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must return a sample for "
+                f"any n >= 0, as training continues after an epoch"
             ) from error
 
 

@@ -133,7 +133,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         """Return a summary: how many records are used, truncated and skipped, and how full the windows are."""
         cut = f", {self.cut} of them truncated to {self._seq_length + 1} tokens" if self.cut else ""
         left = (
-            f"; {self.left_out} skipped, as none of their tokens that fit counts in the loss" if self.left_out else ""
+            f"; {self.left_out} skipped, as no token that fits in a window counts in the loss" if self.left_out else ""
         )
         return (
             f"{self.records - self.left_out} records{cut}, in {self.order.per_epoch} windows that are "

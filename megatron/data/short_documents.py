@@ -75,10 +75,11 @@ def fit_documents(
     still = max(_unused(ends, made) for ends in every)
     mean = min(float(np.mean(sizes)) for sizes in corpora)
     note = (
-        f"documents are short ({mean:.0f} tokens) and each ends with a masked span: a sample is {made.tokens} tokens "
-        f"of text with room for {made.room} spans, as {plan.tokens} with {plan.spans} would drop {lost:.0%} of the text"
+        f"documents are short ({mean:.0f} tokens) and each ends with a masked span, so samples have {made.tokens} "
+        f"tokens of text with room for {made.room} spans; {plan.tokens} tokens with {plan.spans} spans would drop "
+        f"{lost:.0%} of the text"
     )
-    more = f"; {still:.1%} is still dropped" if still > TOLERATED else ""
+    more = f"; {still:.1%} of the text is still dropped" if still > TOLERATED else ""
     return made, note + more + _longer(made, plan, decoder, sentinels)
 
 

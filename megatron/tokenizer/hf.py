@@ -197,8 +197,8 @@ def _check_beside(path: Path, tokenizer: Any) -> None:
     prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
     if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
         raise TokenizerError(
-            f"{path.with_name(SETTINGS)} sets add_prefix_space {settings['add_prefix_space']}, but {path.name} does "
-            f"not; make both agree"
+            f"{path.with_name(SETTINGS)} sets add_prefix_space {settings['add_prefix_space']}, but {path.name} sets it "
+            f"to {prefix}; make both agree"
         )
 
 

@@ -25,7 +25,7 @@ class SentinelTokenizer(Tokenizer):
         self.pad = tokenizer.specials.get("<pad>", size)
         size = max(size, self.pad + 1)
         if own and len(own) < count:
-            raise ValueError(f"the tokenizer has only {len(own)} sentinels; set --num-sentinels {len(own)}")
+            raise ValueError(f"the tokenizer has only {len(own)} sentinels; set --num-sentinels to at most {len(own)}")
         new_ids = range(size, size + count)
         self.sentinels = own[:count] or (tuple(reversed(new_ids)) if convention == "t5" else tuple(new_ids))
         self.vocab_size = size if own else size + count
