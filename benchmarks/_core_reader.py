@@ -1,7 +1,7 @@
-"""Read megatron-core's datasets in a separate process, because its package has the same name as ours.
+"""Read megatron-core's datasets in a separate process, because both its package and this one are named `megatron`.
 
-Run as `_core_reader.py gpt|t5 PREFIX SEQ VOCAB`. For each line on stdin it reads that many samples and answers
-with the CPU-seconds spent.
+Run as `_core_reader.py gpt|t5 PREFIX SEQ VOCAB`. Each line on stdin is a number of samples; the process reads them
+and prints the CPU-seconds spent.
 """
 
 import sys
@@ -34,10 +34,7 @@ def gpt(prefix: str, seq: int, vocab: int):  # type: ignore[no-untyped-def]
 
 
 def t5(prefix: str, seq: int, vocab: int):  # type: ignore[no-untyped-def]
-    """Return megatron-core's T5 dataset.
-
-    The sample index, which its compiled helper would build, is built here.
-    """
+    """Return megatron-core's T5 dataset, with a sample index built in Python instead of by its compiled helper."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 

@@ -1,4 +1,4 @@
-"""Our training step as `pretrain()` runs it, without the data pipeline: from flags to a step."""
+"""The training step that this project's `pretrain()` runs, built from flags and without the data pipeline."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,9 +7,9 @@ import _alternate  # noqa: F401  puts the packages on the path
 
 
 class Ours(NamedTuple):
-    """Our engine and its step.
+    """Training engine of this project, and a function that runs one of its steps.
 
-    engine: from `megatron.training.engine`; step: one optimizer step, always on the same batch.
+    engine: from `megatron.training.engine`. step: runs one optimizer step, always on the same batch.
     """
 
     config: Any
@@ -35,9 +35,9 @@ def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
 
 
 def ours(flags: str) -> Ours:
-    """Build our engine from flags; GPT-2 is a pipeline if the flags ask for one.
+    """Build this project's training engine from command-line flags.
 
-    After its first step the process keeps freed memory, as in `train()`.
+    After the first step the process keeps freed memory, as in `train()`, unless the flags disable that.
     """
     import torch
 

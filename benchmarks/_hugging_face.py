@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, Llama and T5 in our sizes and without dropout, the peers of our models."""
+"""Hugging Face's GPT-2, Llama and T5 without dropout, with which this project's models are compared."""
 
 from typing import Any
 

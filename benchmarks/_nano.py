@@ -37,7 +37,7 @@ class _Embedding(nn.Module):
 
 
 def nano_layers(vocab: int, positions: int, hidden: int, layers: int, heads: int) -> list[nn.Module]:
-    """Return the same model as a list of layers for pipelines, tokens [b, s] -> logits.
+    """Return a nanoGPT-style GPT-2 as a list of layers for pipelines, tokens [b, s] -> logits.
 
     Embeddings are untied, as torch's pipelines require.
     """
@@ -46,7 +46,7 @@ def nano_layers(vocab: int, positions: int, hidden: int, layers: int, heads: int
 
 
 class Nano(nn.Module):
-    """The model: text [b, s + 1] -> mean loss, a scalar."""
+    """GPT-2 in the style of nanoGPT: text [b, s + 1] -> mean loss, a scalar."""
 
     def __init__(
         self, vocab: int, positions: int, hidden: int, layers: int, heads: int, split_qkv: bool = False

@@ -3,9 +3,9 @@
     git worktree add ../before COMMIT
     python benchmarks/before.py ../before --sections train-fp32 dp pp -- --rounds 3
 
-Each round runs a section's command in both checkouts in turn. Each uses its own code and this Python; arguments
-after -- go to both. Rows whose name begins with "ours" and that both print are compared by their first number. It is a
-speed, or a time if the column mentions ms, % or seconds.
+Each round runs a section's command in both checkouts, one after the other, each with its own code and with this
+Python; arguments after -- are passed to both. Rows that both checkouts print and whose name begins with "ours" are
+compared by their first number. This number is a time if its column mentions ms, % or seconds, else a speed.
 """
 
 import os
@@ -22,9 +22,9 @@ TIME = re.compile(r"\bms\b|%|\bs\b|seconds|\+")
 
 
 def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
-    """Return {row: (column, first number)}, empty if the command fails.
+    """Run a section's command in a checkout; return {row: (column, first number)}.
 
-    It fails in a checkout older than the section.
+    The result is empty if the command fails, for example in a checkout that is older than the section.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)

@@ -1,13 +1,13 @@
-"""Checkpoints against `torch.save` and DeepSpeed: GB/s of saving and loading, and how long training is blocked.
+"""Checkpoints compared with `torch.save` and DeepSpeed: GB/s of saving and loading, and how long training is blocked.
 
     python benchmarks/checkpoint.py --rounds 5
     python benchmarks/checkpoint.py --rounds 5 --ranks 2
 
 All contenders save the same weights and Adam moments (fp32) and load them back into the same engine, in turn within
-every round. Every save writes new files; the previous ones are deleted. Ours writes checksums, verifies them on
-loading and waits for the disk. The others do none of this, except "torch.save, fsync", which waits for the disk.
-The last table is about asynchronous saves: how long training is blocked relative to a step, and how much slower
-steps are while a save is being written.
+every round. Every save writes new files; the previous ones are deleted. "ours", the checkpoint of this project, writes
+checksums, verifies them on loading and waits until the data is on disk. The other contenders do none of this, except
+"torch.save, fsync", which waits for the disk. The last table is about asynchronous saves: how long training is blocked
+relative to a step, and how much slower steps are while a save is being written.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
 
 
 def background(engine: Any, config: Any, step: Step, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of a step, of the stall of an asynchronous save, of a step during it, and of the whole save."""
+    """Return seconds by measurement: a step, the stall by an asynchronous save, a step during a save, a whole save."""
     from megatron.checkpointing import Saver, TrainState
 
     saver = Saver(str(folder / "background"), engine, config, "", background=True)

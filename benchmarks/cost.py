@@ -1,9 +1,9 @@
-"""The time of a step as the work grows, and the time that a run takes to its first step.
+"""Time of a step as the work per step grows, and time from the launch of a run to the end of its first step.
 
     python benchmarks/cost.py --sections linear startup
 
-linear: seconds of a step over layers, over tokens (samples of a micro-batch) and over micro-batches, with the
-least-squares line and its R². startup: from the launch of two ranks to the end of the first step.
+linear: seconds of a step for growing numbers of layers, of tokens (samples of a micro-batch) and of micro-batches, with
+the least-squares line and its R². startup: seconds from the launch of two ranks to the end of the first step.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Plot the loss curves of two or more runs, and how far each is from the first.
+"""Plot the loss curves of two or more runs, and the difference between each run and the first.
 
     python benchmarks/curves.py fp32=runs/a bf16=runs/b "fp32, another seed=runs/c" --out docs/images/bf16.png
 

@@ -1,11 +1,11 @@
-"""The data path against its peers: text to tokens, start-up, reading samples.
+"""Speed of the data pipeline compared with other libraries: text to tokens, start-up, reading samples.
 
     python benchmarks/data.py --corpus zh_docs.jsonl --rounds 5
     python benchmarks/data.py --sections preprocess startup read
 
 Without --corpus a synthetic Chinese-like text is generated. Contenders take turns within every round. Rates are per
-CPU-second of all processes of a contender: the median, and the lowest and highest round. Peak memory is that of its
-largest process.
+CPU-second of all processes of a contender: the median, and the lowest and highest round. Peak memory is that of a
+contender's largest process.
 """
 
 import argparse
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
 
 def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> Callable[[], tuple[float, int, int]]:
-    """Return a function that measures our preprocessor: (CPU-seconds without start-up, tokens, peak kB)."""
+    """Return a function that measures preprocess_data.py: (CPU-seconds without start-up, tokens, peak kB)."""
     nearly_nothing = folder / "nearly_nothing.jsonl"
     if not nearly_nothing.exists():  # one short document per chunk, so that all workers really start
         nearly_nothing.write_text(('{"text": "\u4f60\u597d"}\n' + " " * 1_100_000 + "\n") * 4)
@@ -121,7 +121,7 @@ def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> 
 
 
 def run_script(script: str, argv: list[str]) -> Callable[[], tuple[float, int, int]]:
-    """Return a function that measures a peer: (CPU-seconds without start-up, tokens, peak kB)."""
+    """Return a function that measures a script of another library: (CPU-seconds without start-up, tokens, peak kB)."""
 
     def run() -> tuple[float, int, int]:
         with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
@@ -135,7 +135,7 @@ def run_script(script: str, argv: list[str]) -> Callable[[], tuple[float, int, i
 
 
 def measured(command: list[str]) -> tuple[float, int, str]:
-    """Run a command; return (CPU-seconds of it and all its children, kB of the largest process, its output)."""
+    """Run a command; return (CPU-seconds of all its processes, peak kB of the largest process, its output)."""
     wrapper = (
         "import json, resource, subprocess, sys\n"
         "done = subprocess.run(sys.argv[1:], capture_output=True, text=True)\n"

@@ -1,9 +1,9 @@
-"""Attention within documents: computed document by document, against one mask for all of them.
+"""Speed of attention within documents: computed document by document, compared with one attention mask for all.
 
     python benchmarks/documents.py --tokens 16 100 400
 
-Times a forward and a backward pass of a small GPT-2 and of a small T5 with relative positions, in turn with
-`--reference-ops document-attention`. Peak memory is measured in a separate process for each.
+Times a forward and a backward pass of a small GPT-2 and of a small T5 with relative positions, alternately with and
+without `--reference-ops document-attention`, which selects the mask. Peak memory is measured in separate processes.
 """
 
 import statistics

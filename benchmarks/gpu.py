@@ -1,12 +1,13 @@
-"""One accelerator in bf16 against Hugging Face and compiled plain torch: tokens/s, MFU, memory, time by operation.
+"""Training on one accelerator in bf16, compared with Hugging Face and compiled plain torch: tokens/s, MFU, memory.
 
     python benchmarks/gpu.py --models gpt2_1.3B
     python benchmarks/gpu.py --models gpt2_345M --batch 8 --rounds 7 --turns 2
     python benchmarks/gpu.py --dry-run          tiny models on any device, a CPU included: a smoke test
 
-Needs torch, DeepSpeed and numpy, and transformers for one of the peers. The other peer is a compiled GPT-2 in the
-style of nanoGPT. Both train with autocast, fused AdamW and the same clipping. MFU counts 6 N + attention
-(`megatron.training.metrics.flops_per_token`) against the device's dense bf16 peak
+Needs torch, DeepSpeed and numpy. This project, with and without --compile, is compared with Hugging Face's model, if
+transformers is installed, and for GPT-2 with a compiled model in the style of nanoGPT. Both of these train with
+autocast, fused AdamW and the same gradient clipping. MFU is 6 N + attention FLOPs per token
+(`megatron.training.metrics.flops_per_token`) relative to the device's dense bf16 peak
 (`megatron.ranks.device.PEAK_TFLOPS`). Contenders run one after another, each in its own process with all of the
 device's memory; every second turn runs them in reverse order. Memory is the peak that torch allocated. Contenders
 that run out of memory or exceed --minutes are reported and skipped.

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers: int) -> dict[str, Any]:
-    """Measure in this process, which can do it only once."""
+    """Measure the start-up cost of one rank in this process; a process can do this only once."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -64,7 +64,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     tds.init_distributed("fake")
     dist.new_group = new_group
-    tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store, and there is none
+    tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store that all ranks share
     with contextlib.suppress(ImportError):  # an older checkout creates groups one by one
         from tds import groups, neighbours
 

@@ -1,4 +1,4 @@
-"""Two ranks against peers: data parallel (DDP, DeepSpeed), tensor parallel (DTensor), pipeline (torch, DeepSpeed).
+"""Speed of two ranks, compared with DDP and DeepSpeed (data parallel), DTensor (tensor parallel) or torch (pipeline).
 
     python benchmarks/parallel.py --kind dp --rounds 7
     python benchmarks/parallel.py --kind tp --rounds 7
@@ -7,10 +7,11 @@
     python benchmarks/parallel.py --kind cp --rounds 7 --seq 4096 --batch 1 --layers 2
 
 All contenders run on the same two gloo processes, one thread each, and make their steps in turn. For pp-dp there are
-four processes: two replicas of two stages. "alone" is our model on each rank without communication, the ideal of dp.
-Half its time is the ideal of tp, cp and pp, where both ranks share one batch. cp has no peer; it also prints the
-activations kept on a rank for the backward pass. With pp a step has 8 micro-batches of one sample, and torch's
-schedule does not clip gradients. benchmarks/pipeline_layers.py runs identical layers in every pipeline engine.
+four processes: two replicas of two stages. "ours" is this project. "alone" is this project's model on each rank without
+communication, the ideal for dp. Half its time is the ideal for tp, cp and pp, where both ranks share one batch. No
+other library is measured for cp; it also prints the bytes of activations that a rank keeps for the backward pass. With
+pp a step has 8 micro-batches of one sample, and torch's schedule does not clip gradients.
+benchmarks/pipeline_layers.py runs identical layers in every pipeline engine.
 """
 
 import argparse
@@ -59,7 +60,10 @@ def _loop(model: Any, loss_of: Callable[[], Any]) -> Step:
 
 
 def ours(args: argparse.Namespace, more: str) -> Step:
-    """Return a step that first enters the mesh its layers were built in, since other models may be built later."""
+    """Return a step of this project that first enters the mesh in which its layers were built.
+
+    Other contenders that are built later change the current mesh.
+    """
     from megatron.mpu import mesh
 
     step = _engine.ours(_flags(args, more)).step
@@ -133,7 +137,7 @@ def _token_loss(out: Any, target: Any) -> Any:
 
 
 def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
-    """Return the steps of the peers that pipeline `_nano`'s layers over two stages of equal depth."""
+    """Return the steps of torch's and DeepSpeed's pipelines of `_nano`'s layers, in two stages of equal depth."""
     import torch
     import torch.distributed as dist
     from _nano import nano_layers
@@ -158,7 +162,7 @@ def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
 
 
 def deepspeed_pipeline(args: argparse.Namespace, text: Any) -> dict[str, Step]:
-    """Return the step of DeepSpeed's pipeline engine on the same layers, with a replica for every two ranks."""
+    """Return the step of DeepSpeed's pipeline engine on `_nano`'s layers, with two stages in each replica."""
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -201,7 +205,7 @@ def _nano(args: argparse.Namespace, split_qkv: bool = False) -> Any:
 
 
 def _kept(step: Step) -> int:
-    """Return the bytes of activations that a first step keeps for its backward pass on this rank."""
+    """Run a first step; return the bytes of activations that it keeps for the backward pass on this rank."""
     import torch
     from torch import nn
 
@@ -250,10 +254,10 @@ def main() -> None:
         found_ours[f"ours, {flags}"] = ours(args, f"{layout} {flags}")
     samples = MICROS if pipeline else args.batch
     text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
-    torch.manual_seed(0)  # all peers start from the same weights
+    torch.manual_seed(0)  # all ranks draw the same initial weights
     steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
     kept = {name: _kept(step) for name, step in steps.items()} if args.kind == "cp" else {}
-    device_module.keep_freed_memory(torch.device("cpu"))  # for all contenders, not only ours
+    device_module.keep_freed_memory(torch.device("cpu"))  # so that all contenders, not only "ours", run with it
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:
         tokens = samples * args.seq * (2 if "dp" in args.kind else 1)

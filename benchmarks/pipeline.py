@@ -1,12 +1,13 @@
-"""Overhead of a pipeline engine, with stages that only sleep, so that compute cannot hide it on a small machine.
+"""Overhead of pipeline engines, measured with stages that only sleep, so that computation does not hide the overhead.
 
     python benchmarks/pipeline.py --stages 4 --megabytes 1
     python benchmarks/pipeline.py --stages 4 --megabytes 8 --jitter 0.5
     python benchmarks/pipeline.py --stages 4 --schedules all
 
-Contenders are ours, stock DeepSpeed's PipelineEngine and the schedules of torch.distributed.pipelining, in turn within
-every round on the same processes. The table shows the time of a step over the ideal of 1F1B, (micro-batches + stages
-- 1) x (forward + backward), and the ideal of each contender's own schedule, whose bubble may be smaller.
+Contenders are this project's engine ("ours"), stock DeepSpeed's PipelineEngine and the schedules of
+torch.distributed.pipelining, in turn within every round on the same processes. The table shows by how much the time of
+a step exceeds the ideal of 1F1B, (micro-batches + stages - 1) x (forward + backward), and by how much the ideal of each
+contender's own schedule does, whose bubble may be smaller.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def stage_class(args: argparse.Namespace, rank: int) -> Any:
-    """Return a module class that sleeps for its forward pass, its input's gradient and its weight's gradient."""
+    """Return a module class that only sleeps in its forward pass, for its input's gradient and for its weight's."""
     import torch
     from torch import Tensor, nn
 
@@ -139,7 +140,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
 
 
 def ideals(args: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds of a step with free communication, by schedule."""
+    """Return the seconds of a step if communication took no time, by schedule."""
     from tds.schedule import schedule_of
     from tds.timetable import times
 

@@ -1,11 +1,12 @@
-"""Pipelines of real layers: tokens per second, CPU-seconds per token, bytes sent.
+"""Pipeline engines on real layers: tokens per second, CPU-seconds per token, bytes sent.
 
     python benchmarks/pipeline_layers.py --stages 2
     python benchmarks/pipeline_layers.py --stages 2 --two-gradients
 
-The same GPT-2 layers (embedding, blocks of causal attention and MLP, output layer) run under ours, stock DeepSpeed and
-torch.distributed.pipelining, in turn within every round on the same processes. With --two-gradients layers carry two
-streams, as an encoder-decoder does: two tensors with gradients cross every stage boundary, and each block reads both.
+The same GPT-2 layers (embedding, blocks of causal attention and MLP, output layer) run under this project's engine
+("ours"), stock DeepSpeed and torch.distributed.pipelining, in turn within every round on the same processes. With
+--two-gradients layers pass on two tensors, as in an encoder-decoder: two tensors with gradients cross every stage
+boundary, and each block reads both.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def build_layers(args: argparse.Namespace) -> list[Any]:
 
 
 def contenders(args: argparse.Namespace) -> tuple[dict[str, Step], Any]:
-    """Return one function per contender that runs one training step, and our engine."""
+    """Return one function per contender that runs one training step, and this project's engine."""
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn

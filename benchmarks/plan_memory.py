@@ -1,4 +1,4 @@
-"""The planner's predicted peak memory against that of real gloo ranks: how far to trust `tools/plan.py`.
+"""Peak memory predicted by `tools/plan.py`, compared with the peak measured on gloo ranks.
 
     python benchmarks/plan_memory.py
     python benchmarks/plan_memory.py --only gpt2-bf16-zero1 t5-fp32-pp4
@@ -72,7 +72,7 @@ def flags_of(case: str, folder: str) -> str:
 
 
 def measure(flags: str, steps: int = 3) -> int:
-    """Return this rank's peak of live bytes."""
+    """Run some steps with the profiler; return this rank's peak of live bytes."""
     import torch
 
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
@@ -89,8 +89,8 @@ def measure(flags: str, steps: int = 3) -> int:
     live = most = 0
     for event in sorted(events, key=lambda e: e["ts"]):
         at, size = event["args"]["Addr"], event["args"]["Bytes"]
-        # The profiler misses what gloo's threads release; such memory is gone at the latest when its address is
-        # reused.
+        # The profiler misses releases by gloo's threads. When an address is allocated again, the memory that was
+        # there before must have been released.
         live += (size if size > 0 else 0) - alive.pop(at, 0)
         if size > 0:
             alive[at] = size
@@ -99,7 +99,7 @@ def measure(flags: str, steps: int = 3) -> int:
 
 
 def predict(ranks: int, flags: str) -> Any:
-    """Return the planner's `Memory` of the stage that needs the most."""
+    """Return the planner's `Memory` of the stage that needs the most memory."""
     from megatron.config.command_line import parse
     from megatron.config.ds_config import resolve
     from megatron.training.memory.per_rank import rank_memory

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Three small runs on the bundled corpus and the page that compares them, which docs/images/report.png shows; minutes on two cores.
-#   bash benchmarks/report.sh [FOLDER]      then open FOLDER/report.html (runs/report if not given)
+# Train three small models on the bundled corpus and write a page that compares them, as in docs/images/report.png.
+# Takes minutes on two cores. FOLDER is runs/report by default.
+#   bash benchmarks/report.sh [FOLDER]      then open FOLDER/report.html
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-runs/report} PATH=$PWD/.venv/bin:$PATH

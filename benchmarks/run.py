@@ -1,14 +1,14 @@
-"""Training speed and peak memory of one process against peers on the same work.
+"""Training speed and peak memory of one process, compared with other implementations on the same work.
 
     python benchmarks/run.py --precision fp32 --rounds 5
     python benchmarks/run.py --precision bf16 --model t5
     python benchmarks/run.py --only none --flags="--reference-ops cross-entropy" --flags=--no-keep-freed-memory
 
 Every contender is a process of its own. In every round each makes its steps while the others wait, so that background
-load affects all of them alike. Ours is what `pretrain()` drives: DeepSpeed's engine with its gradient clipping and
-fused AdamW. The peers are Hugging Face's model and a GPT-2 in the style of nanoGPT, plain and compiled, in a plain
-loop with the same clipping and AdamW. bf16 means autocast with fp32 weights for the peers, and bf16 with fp32 master
-weights for ours.
+load affects all of them alike. "ours" is the engine that `pretrain()` drives: DeepSpeed's engine with its gradient
+clipping and fused AdamW. It is compared with Hugging Face's model and a GPT-2 in the style of nanoGPT, plain and
+compiled, in a plain loop with the same clipping and AdamW. bf16 means bf16 weights with fp32 master weights for "ours",
+and autocast with fp32 weights for the others.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespa
 def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
     """Build a contender, then make `args.steps` steps on each request.
 
-    Replies with their seconds and, at the end, with the peak memory in MB.
+    Replies with the seconds of these steps and, at the end, with the peak memory in MB.
     """
     import torch
 

@@ -149,7 +149,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 def bars(rows: list[dict[str, str]]) -> tuple[str, list[tuple[str, float, float, float]]]:
     """Return (column, (name, median, lowest, highest) of each row).
 
-    The column is the ratio to peers if there is one, else the first with a spread.
+    The column is "ours / it" (the ratio of speeds) if there is one, else the first column with a spread.
     """
     columns = sorted(list(rows[0])[1:], key=lambda column: "ours / it" not in column)
     for column in columns:

@@ -1,14 +1,15 @@
-"""Does T5 learn? Ours and transformers' on the same samples, against the unigram entropy of masked text.
+"""Check that T5 learns: train this project's and transformers' T5 on the same samples and compare their losses.
 
     python benchmarks/t5_learns.py --data-path runs/t5/data/corpus_text_document --vocab-file runs/t5/tokenizer.model \\
         --iters 200 --json found.json --out docs/images/t5_learns.png
     python benchmarks/t5_learns.py --json found.json --out docs/images/t5_learns.png      plots earlier results
 
-Each run uses one core. Sizes and samples are those of configs/models/t5_tiny.json; flags after `--` change them. All
-contenders have the same fused AdamW, warm-up, cosine decay and clipping, no dropout, and 16 samples a step. They are
-evaluated on the validation split, on labels that are neither sentinels nor ends. transformers' T5 runs once with its
-own initialisation (embeddings of standard deviation 1) and once with ours (0.02, output projections scaled by depth,
-query projections divided by the square root of the head size).
+A model that learns falls below the unigram entropy of the masked text. Each run uses one core. Sizes and samples are
+those of configs/models/t5_tiny.json; flags after `--` change them. All contenders have the same fused AdamW, warm-up,
+cosine decay and clipping, no dropout, and 16 samples a step. They are evaluated on the validation split, on labels that
+are neither sentinels nor end tokens. transformers' T5 runs once with its own initialisation (embeddings of standard
+deviation 1) and once with that of this project (standard deviation 0.02, output projections scaled by depth, query
+projections divided by the square root of the head size).
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any, cast
 import _hugging_face
 from _alternate import ROOT, new_parser
 
-BATCH, EVALUATED = 16, 160  # samples in a step, and in the validation
+BATCH, EVALUATED = 16, 160  # number of samples in a step, and in an evaluation
 COLOURS = {"ours": "#c2410c", "ours, scores not divided": "#f0a35e", "transformers": "#1d4ed8"}
 COLOURS |= {"transformers, our initial values": "#7ba6e8"}
 Forward = Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""A profile of a training step, ours and the peers', by kind of operator.
+"""Profile of a training step by kind of operator, for this project and the implementations it is compared with.
 
     python benchmarks/where.py --precision bf16
     python benchmarks/where.py --model llama --ff 2048 --precision bf16
@@ -36,7 +36,7 @@ def kind_of(operator: str) -> str:
 
 
 def seconds_by_kind(name: str, args: argparse.Namespace) -> list[Counter[str]]:
-    """Return, for each step of a contender, seconds by kind of operator, without the operators that it calls."""
+    """Return, for each step of a contender, the self time of operators in seconds, by kind of operator."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -56,7 +56,7 @@ def seconds_by_kind(name: str, args: argparse.Namespace) -> list[Counter[str]]:
 
 def main() -> None:
     args = run.arguments(__doc__)
-    # Each contender needs its own process, since ours changes how the allocator keeps memory.
+    # Each contender needs its own process, since "ours" changes how the allocator keeps memory.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         found = {name: pool.submit(seconds_by_kind, name, args).result() for name in run.contenders(args)}
     print(f"| ms of a step, median (lowest to highest) |{'|'.join(f' {name} ' for name in found)}|")

@@ -1,1 +1,1 @@
-"""Data preparation: from raw text files to an iterator of clean documents."""
+"""Data preparation: clean text files, train tokenizers, tokenize corpora, inspect the results."""

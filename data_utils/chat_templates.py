@@ -1,10 +1,10 @@
-"""Chat templates: a conversation as tokens, with a mask for the assistant's tokens, which alone are trained on.
+"""Chat templates: convert a conversation to tokens and a loss mask that is 1 only for the assistant's tokens.
 
-A template writes roles and markup around message contents. Names in the template's own markup
-(`Tokenizer.marks`) become special tokens. Names in contents stay text, so that no content can forge a turn. The
-assistant's content may hold added tokens that are neither special nor part of a turn's frame, such as <think>.
-A Jinja template does not separate markup from contents, so with Jinja every role's content may hold such
-tokens.
+A template writes roles and markup around message contents. Token names in this markup, such as <|im_start|>,
+become special tokens. Token names in messages are encoded as text, so that no message can forge a turn. The
+assistant's messages may contain added tokens that are neither special nor delimit turns, such as <think>. The
+output of a Jinja template does not separate markup from contents, so with Jinja messages of every role may
+contain such added tokens.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from megatron.tokenizer.load import file_of
 
 from .jinja_sandbox import BOUNDED, EndlessTemplate, limited, refuse_large
 
-DATES = "strftime_now"  # the function with which a template writes a date
+DATES = "strftime_now"  # function with which a Jinja template renders the current date
 ROLES = ("system", "user", "assistant")
-BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's marks around a turn
-# Token names that templates may use besides the messages, if tokenizer_config.json defines them.
+BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's tokens around a turn
+# Keys of tokenizer_config.json whose token names a template may use as variables.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -37,7 +37,10 @@ class Message(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Part of a rendered conversation. counts: it is trained on. markup: names in it become special tokens."""
+    """Part of a rendered conversation.
+
+    counts: the tokens of `text` count in the loss. markup: token names in `text` become special tokens.
+    """
 
     text: str
     counts: bool
@@ -45,10 +48,10 @@ class Piece(NamedTuple):
 
 
 class Template(Protocol):
-    """How a conversation is rendered.
+    """Protocol of a chat template, which renders a conversation as text.
 
-    source: identifies the template. date: the time in ISO 8601 that the template renders as now, None if it
-    does not use one.
+    source: `chatml` or the Jinja source. date: the time (ISO 8601) that the template renders as the current
+    time, None if it renders no time.
     """
 
     source: str
@@ -59,7 +62,7 @@ class Template(Protocol):
         ...
 
     def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """Return the conversation up to where the assistant's next answer begins."""
+        """Return the prompt: the conversation up to the point where the assistant's next answer begins."""
         ...
 
 
@@ -69,7 +72,7 @@ def messages_of(record: object) -> tuple[Message, ...]:
     Raises ValueError for any other record and for one without an assistant's message.
     """
     if not isinstance(record, dict):
-        raise ValueError("not an object with messages")
+        raise ValueError("the record is not an object with messages")
     if "messages" in record:
         found = turns_of(record["messages"])
     elif "instruction" in record and "output" in record:
@@ -105,7 +108,7 @@ def _check(message: Message) -> None:
     try:
         message.content.encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair, which is not valid Unicode") from None
+        raise ValueError("the text contains half of a surrogate pair, which is not valid Unicode") from None
 
 
 class ChatML:
@@ -116,10 +119,10 @@ class ChatML:
     jinja = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
         "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )  # the same template for transformers
+    )  # this template as Jinja source, for exported tokenizers
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """Return the rendered conversation in pieces; see Template."""
+        """Return the rendered conversation in pieces; the assistant's content and <|im_end|> count in the loss."""
         found: list[Piece] = []
         for role, content in messages:
             own = role == "assistant"
@@ -128,19 +131,19 @@ class ChatML:
         return tuple(found)
 
     def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """Return the conversation with the header of an answer; see Template."""
+        """Return the prompt: the conversation, then `<|im_start|>assistant`, after which the model answers."""
         return *self.pieces(messages), Piece(f"{BEGIN}assistant\n", False, True)
 
 
 class JinjaTemplate:
     """A Jinja template, as in Hugging Face tokenizers.
 
-    The assistant's text is located by rendering the conversation up to each of its turns, then again with that
-    turn. White space after the token that ends a turn is not trained on.
-    tokenizer: its special tokens, and other names in the frame of a turn, are forbidden in contents, because
-    Jinja does not separate markup from contents. variables: values that the template may use besides the
-    messages, such as eos_token. now: the time for strftime_now; None leaves this function undefined. Raises
-    TokenizerError without jinja2 or for an invalid template.
+    The text of an assistant's turn is the difference between the conversation rendered up to this turn and
+    including it. White space after the token that ends a turn is not trained on.
+    tokenizer: messages must not contain the names of its special tokens or of tokens that delimit turns, because
+    the rendered text does not separate markup from contents.
+    variables: values that the template may use besides the messages, such as eos_token. now: time that strftime_now
+    formats; None leaves this function undefined. Raises TokenizerError without jinja2 or for an invalid template.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
@@ -152,7 +155,7 @@ class JinjaTemplate:
             raise TokenizerError("this chat template needs the package jinja2: pip install jinja2") from None
 
         class Generation(jinja2.ext.Extension):
-            """The `generation` tags with which some templates mark the assistant's text; their content is kept."""
+            """Jinja extension that drops the `generation` tags around the assistant's text and keeps their content."""
 
             tags = {"generation"}
 
@@ -194,7 +197,7 @@ class JinjaTemplate:
             raise TokenizerError(f"the chat template is invalid: {error}") from None
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """Return the pieces; see Template. Raises ValueError if a turn changes what was rendered before it."""
+        """Return the rendered conversation in pieces. Raises ValueError if a turn changes the text of earlier turns."""
         self._refuse_names(messages)
         whole, at = self._render(messages, False), 0
         found: list[Piece] = []
@@ -204,7 +207,7 @@ class JinjaTemplate:
             before = self._render(messages[:number], True)
             after = self._render(messages[: number + 1], False)
             if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
-                raise ValueError("the chat template does not render a conversation turn by turn")
+                raise ValueError("the chat template does not render turn by turn: a turn changes the text before it")
             said = after[len(before) :]
             marked = said.rstrip()
             said = marked if len(marked) > len(message.content.rstrip()) else said
@@ -213,7 +216,7 @@ class JinjaTemplate:
         return tuple(piece for piece in (*found, Piece(whole[at:], False, True)) if piece.text)
 
     def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """Return the prompt as one piece; see Template."""
+        """Return the prompt, up to the point where the assistant's next answer begins, as one piece."""
         self._refuse_names(messages)
         return (Piece(self._render(messages, True), False, True),)
 
@@ -225,11 +228,11 @@ class JinjaTemplate:
 
     @functools.cached_property
     def _forbidden_names(self) -> Pattern[str]:
-        """Pattern of the token names that no content may hold.
+        """Pattern of the token names that messages must not contain.
 
         These are the special tokens, the tokens around user and system turns, and the tokens that open and
-        close an assistant's turn. Only the first opening token counts: a template may follow it with tokens
-        that an answer may hold, such as <think>.
+        close an assistant's turn. If several tokens open a turn, only the first one is forbidden: the others may
+        occur in answers, such as <think>.
         """
         system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
@@ -238,7 +241,7 @@ class JinjaTemplate:
             opening = self._marks.search(self._render([asked], True).removeprefix(before))
         except EndlessTemplate:
             raise
-        except ValueError:  # the template requires more messages than these
+        except ValueError:  # the template rejects a conversation of only two messages
             return self._marks
         with contextlib.suppress(ValueError):  # some templates reject system messages
             around += self._render([system, asked], False)
@@ -254,9 +257,9 @@ class JinjaTemplate:
 
 
 def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
-    """Return the template `chatml`, the tokenizer's own (`tokenizer`), or that of a Jinja file.
+    """Return the chat template `name`: `chatml`, `tokenizer` (the tokenizer's own) or the path of a Jinja file.
 
-    date: see template_from. Raises TokenizerError if there is no such template.
+    date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError without such a template.
     """
     if name == "chatml":
         return ChatML()
@@ -274,25 +277,25 @@ def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | 
 
 
 def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
-    """Return the template with this source (see Template). date: the time to render as now, in ISO 8601; default: now.
+    """Return the template with this source, which is `chatml` or Jinja source.
 
-    Raises TokenizerError for an invalid template.
+    date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError for an invalid template.
     """
     return _template(source, tokenizer, vocab_file, datetime.fromisoformat(date) if date else datetime.now())
 
 
 def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
-    """Return the template named in a corpus's sidecar.
+    """Return the chat template recorded in `about`, the sidecar (PREFIX.json) of a corpus.
 
-    A sidecar without a date predates support for strftime_now, so its template is rendered without that
-    function. Raises TokenizerError for an invalid template.
+    If the sidecar has no `chat_date`, the template renders no date or the corpus predates support for
+    strftime_now, so this function stays undefined. Raises TokenizerError for an invalid template.
     """
     date = about.get("chat_date")
     return _template(str(about["chat_template"]), tokenizer, vocab_file, datetime.fromisoformat(date) if date else None)
 
 
 def is_undated(about: Mapping[str, Any]) -> bool:
-    """Return whether a sidecar's template renders a date that the sidecar does not record."""
+    """Return whether a corpus's chat template renders a date that its sidecar `about` does not record."""
     return DATES in str(about.get("chat_template")) and not about.get("chat_date")
 
 
@@ -316,7 +319,10 @@ def own_template(vocab_file: str) -> str | None:
 
 
 class ChatEncoder:
-    """Encoder of rendered pieces. append_eod: a conversation that ends with the assistant gets a trained `eod`."""
+    """Encoder of rendered conversations as token ids and a loss mask.
+
+    append_eod: end a conversation whose last turn is the assistant's with `eod`, which counts in the loss.
+    """
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
         self._tokenizer, self._append_eod = tokenizer, append_eod
@@ -324,7 +330,7 @@ class ChatEncoder:
         self._own = any_of(name for name in tokenizer.marks if name not in (*tokenizer.specials, BEGIN, END))
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
-        """Return (token ids, loss mask with 1 for trained tokens). Adjacent text with equal mask is encoded as one."""
+        """Return (token ids, loss mask); adjacent pieces that both count in the loss, or both not, are joined first."""
         pieces = list(pieces)
         spare = pieces[-1].text.isspace() and not pieces[-1].counts
         ends = self._append_eod and pieces[-2 if spare and len(pieces) > 1 else -1].counts
@@ -360,19 +366,19 @@ class ChatEncoder:
         return ids, counts
 
     def _parts(self, piece: Piece) -> list[str]:
-        """Return text and token names in alternation."""
+        """Split a piece into text (even indices) and token names (odd indices)."""
         if not piece.markup and not piece.counts:
             return [piece.text]
         return (self._marks if piece.markup else self._own).split(piece.text)
 
 
 def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Return the names in a built-in template that the tokenizer has no token for; they are encoded as text."""
+    """Return ChatML's token names that the tokenizer lacks and thus encodes as text; [] for other templates."""
     return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
 
 
 def ignores_generation_prompt(template: Template) -> bool:
-    """Return whether prompts lack the header of an answer, so that the model must generate the header first."""
+    """Return whether the template ignores add_generation_prompt, so that the model must write the assistant header."""
     question = [Message("user", "a")]
     try:
         prompt, conversation = (
@@ -384,7 +390,7 @@ def ignores_generation_prompt(template: Template) -> bool:
 
 
 def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
-    """Return the id that ends an assistant's turn, or None if the template ends it with text."""
+    """Return the id of the token that ends an assistant's turn, or None if plain text ends the turn."""
     pieces = template.pieces([Message("user", "a"), Message("assistant", "a")])
     ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
     last = [i for i, counted in zip(ids, counts, strict=True) if counted][-1]

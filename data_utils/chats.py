@@ -20,7 +20,7 @@ from megatron.tokenizer import Tokenizer
 
 
 def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:
-    """Return the chat template that the flags name. Raises TokenizerError."""
+    """Return the chat template of --chat-template. Raises TokenizerError if it is missing or invalid."""
     return load_template(args.chat_template, tokenizer, args.vocab_file, args.chat_date)
 
 
@@ -34,7 +34,7 @@ def sidecar_entries(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str,
 
 
 def with_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:
-    """Return the flags with the date that chat templates use: the given one, that of the resumed run, or now."""
+    """Return the flags with `chat_date` set: the value of --chat-date, else the date of the resumed run, else now."""
     if args.objective != "sft":
         return args
     now = args.chat_date or state.get("chat_date") or datetime.now().isoformat(timespec="seconds")
@@ -42,7 +42,7 @@ def with_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Na
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that contradict each other."""
+    """Raise ValueError for flags that contradict each other and for an invalid --chat-date."""
     if args.objective == "sft" and (args.split_sentences or args.keys != ["text"]):
         raise ValueError("--objective sft reads whole conversations; remove --split-sentences and --keys")
     if args.objective != "sft" and (args.chat_template != "chatml" or args.chat_date is not None):
@@ -58,7 +58,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Print notes about missing special tokens, dates and prompts of the template.
+    """Print notes about a chat template: the date that it renders, missing prompts, missing special tokens.
 
     Raises ValueError for a --chat-date that the template does not use.
     """
@@ -87,7 +87,7 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 def encode(
     encoder: ChatEncoder, found: Sequence[tuple[Piece, ...]]
 ) -> tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.int32]]:
-    """Return (all ids, loss mask, tokens of each conversation)."""
+    """Return (concatenated ids of all conversations, loss mask of these ids, number of tokens of each conversation)."""
     ids: list[int] = []
     counts: list[int] = []
     lengths: list[int] = []

@@ -1,7 +1,7 @@
 """Cleaning rules for documents: each rule fixes a document or drops it with a reason.
 
-A rule is a function (text, limits) -> text, or raises Drop. Rules run in the order of RULES, and each can be
-switched off.
+A rule is a function (text, limits) -> text that raises Drop to drop the document. Rules run in the order of
+RULES, and each can be disabled.
 """
 
 import re
@@ -29,7 +29,7 @@ class Drop(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Thresholds of the rules. Shares are fractions of the characters, for `repeated` of the lines."""
+    """Thresholds of the cleaning rules; all shares except min_script are fractions of a document's characters."""
 
     min_chars: int = 16
     max_chars: int = 10_000_000
@@ -39,7 +39,7 @@ class Limits:
     max_encoded: float = 0.2
     max_urls: float = 0.5
     script: str = "Han"
-    min_script: float = 0.0  # fraction of the letters; 0 switches the rule off
+    min_script: float = 0.0  # smallest fraction of letters that belong to `script`; 0 disables the rule
 
 
 Rule = Callable[[str, Limits], str]
@@ -75,31 +75,31 @@ def mojibake(text: str, limits: Limits) -> str:
 
 
 def html(text: str, limits: Limits) -> str:
-    """Drop markup."""
+    """Drop a document with much HTML markup."""
     if html_characters(text) > limits.max_markup * len(text):
         raise Drop("html")
     return text
 
 
 def base64(text: str, limits: Limits) -> str:
-    """Drop base64 and similar encoded bytes."""
+    """Drop a document with much base64 or similarly encoded data."""
     if encoded_characters(text) > limits.max_encoded * len(text):
         raise Drop("base64")
     return text
 
 
 def urls(text: str, limits: Limits) -> str:
-    """Drop lists of URLs."""
+    """Drop a document that consists mainly of lists of URLs."""
     if url_characters(text) > limits.max_urls * len(text):
         raise Drop("urls")
     return text
 
 
 def repeated(text: str, limits: Limits) -> str:
-    """Keep one of three or more equal consecutive lines, and one of a phrase that repeats within a line.
+    """Reduce three or more equal consecutive lines to one, and a phrase that repeats within a line to one copy.
 
-    In code, equal lines are kept. Drops a text that consisted mostly of such phrases or still repeats too many
-    lines.
+    Equal lines of code are kept. Drops a document if too much of it was repeated phrases, or if it still has too
+    many repeated lines.
     """
     lines = text.split("\n")
     shortened = [collapse_phrases(line) for line in lines]
@@ -153,7 +153,11 @@ DEFAULT_RULES = tuple(name for name in RULES if name != "nfkc")
 
 
 class Outcome(NamedTuple):
-    """Result of the rules. text: None if dropped, for `reason`. changed: names of the rules that changed it."""
+    """Result of cleaning one document.
+
+    text: the cleaned document, None if it is dropped. reason: why it is dropped. changed: names of the rules that
+    changed it.
+    """
 
     text: str | None
     reason: str = ""

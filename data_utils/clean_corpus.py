@@ -1,4 +1,4 @@
-"""Clean raw text files into one .jsonl: fixed, filtered, deduplicated and shuffled, with a report."""
+"""Clean raw text files: fix, filter, deduplicate and shuffle documents, and write one .jsonl file and a report."""
 
 import argparse
 import gzip
@@ -54,7 +54,10 @@ def _start_worker(settings: dict[str, Any]) -> None:
 
 
 def _prints(text: str | None) -> Prints:
-    """Return the fingerprints for deduplication, computed in workers because a single process compares them."""
+    """Return a document's fingerprints for deduplication.
+
+    Workers compute them, because a single process compares those of all documents.
+    """
     if text is None:
         return Prints()
     return Prints(fingerprint(text) if _Worker.exact else 0, sketch(text) if _Worker.near else None)
@@ -156,9 +159,9 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
 
 @contextmanager
 def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
-    """Open a file of lines that appears only when it is complete; yield None without a path.
+    """Open a text file for writing that gets its name `path` only when it is complete; yield None without a path.
 
-    After an error, a file that existed before remains unchanged.
+    After an error, an existing file of this name remains unchanged.
     """
     if path is None:
         yield None
@@ -191,47 +194,48 @@ def build_parser() -> Parser:
     input_flags(parser)
     add("--output", required=True, help="output file, .jsonl or .jsonl.gz")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
-    add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="rules to skip")
+    add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="cleaning rules to skip")
     add(
-        "--on",
-        nargs="+",
-        default=[],
-        choices=["nfkc"],
-        help="rules to add; nfkc is Unicode normalisation, which changes punctuation",
-    )
-    add("--min-chars", type=int, default=limits.min_chars, help="fewest characters of a document (default: 16)")
-    add("--max-chars", type=int, default=limits.max_chars, help="most characters of a document (default: 10,000,000)")
+        "--on", nargs="+", default=[], choices=["nfkc"],
+        help="cleaning rules to add; nfkc is Unicode normalisation, which changes punctuation",
+    )  # fmt: skip
     add(
-        "--max-repeated", type=float, default=limits.max_repeated, help="largest share of repeated lines (default: 0.3)"
-    )
+        "--min-chars", type=int, default=limits.min_chars,
+        help="minimum length of a document in characters (default: 16)",
+    )  # fmt: skip
     add(
-        "--max-mojibake",
-        type=float,
-        default=limits.max_mojibake,
-        help="largest share of broken characters (default: 0.003)",
-    )
-    add("--max-markup", type=float, default=limits.max_markup, help="largest share of HTML characters (default: 0.1)")
+        "--max-chars", type=int, default=limits.max_chars,
+        help="maximum length of a document in characters (default: 10,000,000)",
+    )  # fmt: skip
     add(
-        "--max-encoded",
-        type=float,
-        default=limits.max_encoded,
-        help="largest share of base64 characters (default: 0.2)",
-    )
+        "--max-repeated", type=float, default=limits.max_repeated,
+        help="largest share of characters in repeated lines or phrases (default: 0.3)",
+    )  # fmt: skip
     add(
-        "--max-urls",
-        type=float,
-        default=limits.max_urls,
+        "--max-mojibake", type=float, default=limits.max_mojibake,
+        help="largest share of characters that a wrong encoding produced (default: 0.003)",
+    )  # fmt: skip
+    add(
+        "--max-markup", type=float, default=limits.max_markup,
+        help="largest share of characters in HTML tags (default: 0.1)",
+    )  # fmt: skip
+    add(
+        "--max-encoded", type=float, default=limits.max_encoded,
+        help="largest share of characters in base64 data (default: 0.2)",
+    )  # fmt: skip
+    add(
+        "--max-urls", type=float, default=limits.max_urls,
         help="largest share of characters in lists of URLs (default: 0.5)",
-    )
-    add("--script", default=limits.script, help="Unicode script for --min-script (default: Han)")
+    )  # fmt: skip
+    add("--script", default=limits.script, help="Unicode script that --min-script requires (default: Han)")
     add(
-        "--min-script", type=float, default=limits.min_script, help="smallest share of letters of --script (default: 0)"
-    )
+        "--min-script", type=float, default=limits.min_script,
+        help="smallest share of letters that belong to --script (default: 0)",
+    )  # fmt: skip
     add(
-        "--near-duplicates",
-        action="store_true",
+        "--near-duplicates", action="store_true",
         help="also drop near duplicates (MinHash; slower, 2 kB of memory per document)",
-    )
+    )  # fmt: skip
     add("--similarity", type=float, default=0.8, help="smallest Jaccard similarity of near duplicates (default: 0.8)")
     add("--dropped", help=".jsonl file for the dropped documents and the reasons")
     add("--no-shuffle", action="store_true", help="keep the order of the input")

@@ -1,4 +1,4 @@
-"""Code shared by all command-line tools. Usage errors exit with 2, failures with 1, with one sentence on stderr."""
+"""Code shared by all command-line tools. Usage errors exit with 2 and failures with 1, after a sentence on stderr."""
 
 import argparse
 import contextlib
@@ -42,7 +42,10 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return known and unknown arguments. With unknown ones, `usages` collects the usage of tool and subcommand."""
+        """Return (namespace, unknown arguments).
+
+        If there are unknown arguments, `namespace.usages` collects the usage lines of the tool and its subcommand.
+        """
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             found.usages = getattr(found, "usages", "") + self.format_usage()
@@ -53,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-# Flags of other projects' tools, with our flag or an explanation.
+# Flag of another project's tool -> the flag of this project's tools, or an explanation.
 FOREIGN_FLAGS = {
     "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
     "--dataset-impl": ".bin and .idx files are always memory-mapped; remove it",
@@ -89,11 +92,14 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--input", nargs="+", required=True,
         help="files, folders or globs of .jsonl, .ndjson, .json, .csv, .txt or .parquet, plain or .gz, .bz2, .xz, "
-        ".zst; FILE@2 reads FILE twice",
+        ".zst; FILE@2 reads FILE twice, FILE@0.5 a random half of its documents",
     )  # fmt: skip
     add("--encoding", default="utf-8", help="encoding of the input, such as gb18030 or utf-16 (default: utf-8)")
     add(
-        "--on-error", choices=("stop", "skip"), default="stop", help="action for an unreadable document (default: stop)"
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="whether an unreadable document stops the tool or is skipped (default: stop)",
     )
     add(
         "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,
@@ -137,7 +143,7 @@ def write_json(path: str, content: object) -> None:
 def run(
     main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> None:
-    """Run a tool. Exit with 0, or with 1 after a one-sentence error message."""
+    """Parse the command line and run a tool; if the tool fails, print a one-sentence error and exit with 1."""
     args = parser.parse_args(argv)
     with guarded("the work continues", "stderr"), _named_stdout():
         _run(main, parser, args)

@@ -24,7 +24,7 @@ from .records import is_array, records, too_long, unread_columns
 from .streams import BadLine, InputError, blocks, is_utf8, looks_like
 
 CHUNK_BYTES = 1 << 20
-LARGEST_DOCUMENT = 1 << 23  # bytes; bounds the memory use
+LARGEST_DOCUMENT = 1 << 23  # bytes; limits the memory of a worker
 SKIPPED_BYTES = 1 << 26  # bytes of an overlong document skipped at once
 
 # A blank line may contain spaces, including U+3000 of Chinese text. Line ends of all systems are accepted.
@@ -42,11 +42,11 @@ Take = Callable[[Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes `start` to `start + length` of a file; `content` holds them unless they can be read by offset.
+    """Bytes `start` to `start + length` of a file; `content` holds them if they cannot be read by offset.
 
-    lines: number, from 1, of the first line of `content`, or of each of its lines; None if it is counted on
+    lines: line number, from 1, of the first line or of every line of `content`; None if lines are counted on
     demand.
-    bad: documents found unreadable during cutting, by their offsets in `content`.
+    bad: unreadable documents found while the file was cut into chunks, as (offset in `content`, error).
     For compressed files `start` counts decompressed bytes.
     """
 
@@ -92,7 +92,7 @@ def _line_number(path: str, offset: int) -> int:
     return 1 + before + bisect.bisect_left(_line_ends(path, changed, full), rest)
 
 
-# Cached, else a file with many bad lines would be read again for each of them.
+# The counts are cached, or a file with many bad lines would be read again for each bad line.
 @lru_cache(maxsize=1 << 16)
 def _lines_of(path: str, changed: int, block: int) -> int:
     with open(path, "rb") as file:
@@ -117,7 +117,7 @@ def _too_long(path: str, line: int, largest: int, hint: str = "") -> BadLine:
 
 
 def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUMENT) -> Iterator[Chunk]:
-    """Cut one file into chunks of about `size` bytes; none of them holds a document of more than `largest`.
+    """Cut one file into chunks of about `size` bytes; no chunk contains a document of more than `largest` bytes.
 
     Raises InputError if the file as a whole cannot be read.
     """
@@ -156,7 +156,7 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 
 def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest: int) -> int | None:
-    """Return the first document end at or after `at_least`; None if there is none within `largest` bytes."""
+    """Return the offset of the first document end at or after `at_least`; None if there is none in `largest` bytes."""
     delimiter, at, carried = _delimiter(path), at_least, b""
     while at < total:
         file.seek(at)
@@ -175,7 +175,7 @@ def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest
 
 
 def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
-    """Return the end of the last delimiter within `size` bytes of `start`, relative to `start`; 0 if none."""
+    """Return the end of the last delimiter in the `size` bytes after `start`, relative to `start`; 0 if none."""
     file.seek(start)
     ends = [found.end() for found in _delimiter(path).finditer(file.read(size + 4096)) if found.start() < size]
     return ends[-1] if ends else 0
@@ -189,7 +189,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         cut = (ends[0] if skipping else ends[-1]) if ends else 0
         bad: Bad = ()
         if not ends and (skipping or len(held) > largest):
-            # Keep only the final line breaks of an overlong document, as a delimiter may start there.
+            # Keep only the final line breaks of an overlong document, as they may begin a delimiter.
             bad = () if skipping else ((0, _too_long(source.path, line, largest)),)
             cut = len(held.rstrip(b" \t\r\n"))
             skipping = True
@@ -236,7 +236,7 @@ def documents(
 
     keys: names of keys, or a function that extracts the result from a record and raises ValueError if it
     cannot.
-    seed: selects, with `draw`, the documents of a source with a fractional weight.
+    seed, draw: select documents at random if the file has a fractional weight.
     """
     content, bad = chunk.read(), dict(chunk.bad)
     for start, end in _split_documents(_delimiter(chunk.path), content):
@@ -259,7 +259,7 @@ def documents(
 
 
 def _unread(path: str, keys: Sequence[str] | Take) -> str:
-    """Return an addition to a record's error that names wanted parquet columns without text."""
+    """Return a hint for a record's error: the requested parquet columns that are not read because they lack text."""
     if kind(path) != ".parquet":
         return ""
     columns = unread_columns(path).items()
@@ -294,7 +294,7 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
         raise ValueError(f"not text, but mostly zero bytes{looks_like(raw)}")
     if kind(source.path) == ".txt":
         if callable(keys):
-            raise ValueError("plain text, but a record is needed (.jsonl, .csv or .parquet)")
+            raise ValueError("a .txt file contains no records with messages; convert it to .jsonl, .csv or .parquet")
         return (_OUTER_BLANK_LINES.sub("", _BREAK.sub("\n", text.removeprefix("\ufeff"))),) * len(keys)
     try:
         record = json.loads(text.removeprefix("\ufeff"))
@@ -321,7 +321,7 @@ def _check_pairs(value: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair, which is not valid Unicode") from None
+        raise ValueError("the text contains half of a surrogate pair, which is not valid Unicode") from None
 
 
 def texts(

@@ -1,4 +1,4 @@
-"""Random numbers for the documents of a file: a pure function of the seed, the file and the offset."""
+"""Random numbers for the documents of a file: a pure function of seed, file number and byte offset."""
 
 import hashlib
 import struct
@@ -17,7 +17,7 @@ def uniform(seed: int, file: int, offset: int) -> float:
 
 
 def crc32(seed: int, file: int, offset: int) -> float:
-    """Return the number that earlier versions drew; only used to finish jobs that they began.
+    """Return the random number of earlier versions; used only to finish jobs that those versions started.
 
     CRC-32 is linear: a change of the seed flips the same bits of every number, so these draws are not
     independent.
@@ -29,5 +29,5 @@ DRAWS: dict[str, Draw] = {"blake2b": uniform, "crc32": crc32}
 
 
 def draw_of(journal: Mapping[str, Any] | None) -> str:
-    """Return the name of a job's random draws: the default for a new job, or the one in its journal."""
+    """Return the key in DRAWS of a job's random function: the one in its journal, or the default for a new job."""
     return "blake2b" if journal is None else str(journal.get("draw", "crc32"))

@@ -12,7 +12,7 @@ from .streams import COMPRESSED, InputError, is_utf8
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".parquet")
 KINDS = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
 REPORT = ".report.json"  # suffix that tools/clean_corpus.py appends to the name of its output
-NAMED = 3  # skipped files that a message names
+NAMED = 3  # number of skipped files that a message lists by name
 
 
 class Source(NamedTuple):
@@ -32,8 +32,8 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
     """Return the text files that `inputs` name, in the order of the inputs and sorted by name within each.
 
     An input is a file, a folder or a glob pattern, and may end with `@WEIGHT`. Folders are searched
-    recursively, through links, without hidden entries. say: receives messages about skipped files: other kinds,
-    reports of tools/clean_corpus.py, and links to files that are already read.
+    recursively, following links, without hidden entries. say: called with a message about skipped files, which are
+    files of other types, reports of tools/clean_corpus.py, and links to files that were already found.
     Raises InputError for an input that does not exist, cannot be read or is of an unknown kind.
     """
     is_utf8(encoding)
@@ -59,13 +59,13 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
 
 
 def absent(inputs: Sequence[str]) -> list[str]:
-    """Return the inputs that are no existing path, no pattern and not `-`; each may end with `@WEIGHT`."""
+    """Return the inputs that do not exist, except glob patterns and `-`; an input may end with `@WEIGHT`."""
     names = [_weight(given)[0] for given in inputs]
     return [name for name in names if name != "-" and not glob.has_magic(name) and not os.path.exists(name)]
 
 
 def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[Path]:
-    """Return the files in `given` and in its folders, also through links; each once, as links may form cycles."""
+    """Return the files in `given` and below its folders, following links; each file once, as links may form cycles."""
     search, found = _Search(), list[Path]()
     for path in sorted(given, key=lambda path: (len(path.parts), path)):
         found += search.files(path)
@@ -83,7 +83,7 @@ class _Search:
 
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
-        # A link to a file counts as a separate file, like a copy. The parent is resolved here because a pattern
+        # A link to a file counts as a separate file, like a copy, so only the parent folder is resolved. A pattern
         # may match a path through more links than the system follows.
         place = os.path.join(os.path.realpath(path.parent), path.name)
         if not os.path.isdir(place):
@@ -153,7 +153,7 @@ def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], enco
 
 
 def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[str]:
-    """Return the files of a readable kind in `given` and its folders, sorted; report those that are skipped."""
+    """Return the files of supported types in `given` and below its folders, sorted; report skipped files to `say`."""
     every = sorted(map(str, _existing_files(_find_all(where, given, say))))
     reports = [path for path in every if _is_report(path)]
     if reports:
@@ -167,7 +167,7 @@ def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
 
 
 def _is_report(path: str) -> bool:
-    """Return True for a corpus's report; `x.report.json` without a corpus name before it may be text."""
+    """Return True for a report of tools/clean_corpus.py, such as x.jsonl.report.json; x.report.json may be text."""
     return path.endswith(REPORT) and kind(path.removesuffix(REPORT)) is not None
 
 

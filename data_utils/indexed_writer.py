@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from megatron.atomic import naming, process_name
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION
 
-BLOCK = 1 << 26  # bytes of a .bin per checksum
+BLOCK = 1 << 26  # bytes of a file per checksum
 AT_ONCE = 1 << 20  # index entries in memory at once
 
 
 class IndexedDatasetBuilder:
-    """Writer of a pair. As a context manager it removes its files after an error.
+    """Writer of a `.bin/.idx` pair. As a context manager it deletes its files after an error.
 
-    state: result of `state()` of an earlier writer to the same prefix; anything written after it is truncated.
-    suffix: suffix of the temporary files.
+    state: result of `state()` of an earlier writer to the same prefix, from which to resume; data written after
+    that call is discarded. suffix: suffix of the temporary files.
     Raises ValueError for ids that the dtype cannot hold, and if temporary files do not match the state.
     """
 
@@ -89,7 +89,7 @@ class IndexedDatasetBuilder:
         return {**counts, "digests": [log.digest() for log in logs]}
 
     def finalize(self) -> None:
-        """Write the index and rename both files; only then does the pair exist."""
+        """Write the index, then rename both temporary files to their final names."""
         self.prepare()
         self.publish()
 
@@ -115,7 +115,7 @@ class IndexedDatasetBuilder:
 
     def publish(self) -> None:
         """Rename the prepared files to their final names."""
-        # An old index must never exist beside new data.
+        # An old .idx must never exist next to a new .bin.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         os.replace(self._names["bin"], self.prefix + ".bin")
         os.replace(self._names["idx"], self.prefix + ".idx")
@@ -148,13 +148,13 @@ class IndexedDatasetBuilder:
 class _Log:
     """Append-only file with the SHA-256 of each full block.
 
-    size: bytes to keep of an existing file. digest: `digest()` at that size. Raises ValueError if the file does
-    not match.
+    size: bytes to keep of an existing file. digest: expected `digest()` of these bytes. Raises ValueError if the
+    file is shorter or differs.
     """
 
     def __init__(self, path: str, size: int | None = None, digest: str | None = None) -> None:
         if size is not None and os.path.getsize(path) < size:
-            # Extending the file would add zeros, which are valid tokens.
+            # truncate() would extend the file with zeros, which are valid tokens.
             raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but {size} were written: it is truncated")
         self.path, self.size = path, size or 0
         self._position = 0  # bytes covered by the checksums
@@ -168,7 +168,7 @@ class _Log:
                 self._hash(block)
         if digest is not None and digest != self.digest():
             self.close()
-            raise ValueError(f"{path} is damaged: its SHA-256 differs from that of what was written")
+            raise ValueError(f"{path} is damaged: its SHA-256 differs from that of the data that was written")
 
     def write(self, content: bytes) -> None:
         with naming(self.path):

@@ -47,7 +47,7 @@ ABOUT_TOKENS = (
 
 
 def sidecar(prefix: str) -> dict[str, Any]:
-    """Return the sidecar that the preprocessor wrote for a pair, or {} without one."""
+    """Return the content of a pair's sidecar (PREFIX.json), which the preprocessor wrote; {} if there is none."""
     # The three pairs of CPM's T5 corpora share one sidecar, and so do the two pairs of conversations.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
@@ -56,7 +56,7 @@ def sidecar(prefix: str) -> dict[str, Any]:
 
 
 def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
-    """Return the corpora on which a run learned conversations, each as (prefix, sidecar).
+    """Return the corpora of a fine-tuning run (--objective sft), each as (prefix, sidecar).
 
     Corpora whose sidecar records no chat template are omitted.
     """
@@ -88,14 +88,14 @@ def info(args: argparse.Namespace) -> None:
 
 
 def _with_loss(prefix: str) -> list[str]:
-    """Return the pair and, if there is one, the pair with its loss mask."""
+    """Return the prefix of a pair and, if it exists, the prefix of the pair that holds its loss mask."""
     return [prefix, prefix + LOSS] if os.path.exists(f"{prefix}{LOSS}.idx") else [prefix]
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Check a pair, the two pairs of conversations, or the three of CPM's T5 corpora (`verify`).
+    """Check a pair, both pairs of a conversation corpus, or the three pairs of a CPM corpus for T5 (`verify`).
 
-    Raises DatasetError with all problems.
+    Raises DatasetError that lists all problems.
     """
     whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
     prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}_{part}" for part in TRIPLE]
@@ -105,7 +105,7 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
-    """Return the problems of a pair. Without any, print a confirmation."""
+    """Return the problems found in a pair; print a confirmation if there are none."""
     indexed, about = IndexedDataset(prefix), sidecar(prefix)
     name = Path(prefix).name
     problems: list[str] = []
@@ -184,12 +184,14 @@ def merge_pairs(args: argparse.Namespace) -> None:
             f"only some of {', '.join(prefixes)} have a loss mask (PREFIX{LOSS}); merge pairs of one --objective"
         )
     if len({about.get("chat_template") for about in abouts if about}) > 1:
-        raise ValueError(f"{', '.join(prefixes)} were made with different chat templates; use the same one")
+        raise ValueError(
+            f"{', '.join(prefixes)} were made with different chat templates; preprocess them again with the same one"
+        )
     dates = sorted({about["chat_date"] for about in abouts if about.get("chat_date")})
     if len(dates) > 1:
-        print(f"note: the chat templates rendered {len(dates)} dates; the sidecar records the last, {dates[-1]}")
+        print(f"note: the pairs were rendered with {len(dates)} dates; the new sidecar records the last, {dates[-1]}")
     if dates and any(is_undated(about) for about in abouts):
-        print(f"note: in some of these pairs the chat template rendered no date; the sidecar records {dates[-1]}")
+        print(f"note: the chat template rendered no date in some of the pairs; the new sidecar records {dates[-1]}")
     builder, *others = (
         merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
     )
@@ -218,7 +220,7 @@ def split_pair(args: argparse.Namespace) -> None:
 
 
 def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
-    """Write the sidecar of a pair and of the other pairs that share it."""
+    """Write one sidecar for the pairs of one corpus, such as a pair of tokens and its loss mask."""
     builder = builders[0]
     content = {key: about[key] for key in ABOUT_TOKENS if key in about}
     if content:
@@ -228,7 +230,7 @@ def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, A
 
 
 def sample(args: argparse.Namespace) -> None:
-    """Print a sample as the run sees it (`sample`)."""
+    """Print a sample as the training run reads it (`sample`)."""
     path = Path(args.run_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: --run-dir {args.run_dir} is not the folder of a run")
@@ -288,9 +290,9 @@ def build_parser() -> Parser:
     made.add_argument("prefix", type=prefix_of, help=pair)
     made.add_argument("--split", default="98,1,1", help="shares of the documents (default: 98,1,1)")
     made.add_argument(
-        "--output", help="prefix of the new pairs before _train, _valid and _test (default: that of the old one)"
+        "--output", help="prefix of the new pairs before _train, _valid and _test (default: prefix of the given pair)"
     )
-    made = command("sample", sample, "show a sample as the run reads it")
+    made = command("sample", sample, "show a sample as a training run reads it")
     made.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
     made.add_argument("--run-dir", required=True, help="folder of the run")
     made.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")

@@ -15,7 +15,7 @@ BOUNDED = frozenset(("**", "*", "+", "%"))  # operators that `refuse_large` chec
 
 
 class EndlessTemplate(ValueError):
-    """A template takes longer, or creates larger values, than any conversation needs."""
+    """Error for a template that takes longer, or creates larger values, than any conversation needs."""
 
 
 @contextlib.contextmanager
@@ -38,9 +38,12 @@ def limited() -> Iterator[None]:
 
 
 def refuse_large(operator: str, left: Any, right: Any) -> None:
-    """Raise EndlessTemplate if an operation's result would be huge. Timers cannot interrupt operations in C."""
+    """Raise EndlessTemplate if an operation's result would be huge.
+
+    The time limit does not suffice, because a timer cannot interrupt an operation that runs in C.
+    """
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
-        raise EndlessTemplate(f"the chat template formats with {left[:40]!r}, whose width is unbounded")
+        raise EndlessTemplate(f"the chat template uses the format {left[:40]!r}, whose result may be of any length")
     bits = max((value.bit_length() for value in (left, right) if isinstance(value, int)), default=0)
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if abs(left) > 1 else 0

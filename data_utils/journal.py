@@ -22,7 +22,7 @@ def _locked(path: str) -> TextIO:
             lock.close()
             raise ValueError(f"another run is writing the same output; it holds the lock {path}") from None
         except FileNotFoundError:
-            pass  # the holder removed the file meanwhile, so the next process would lock a different one
+            pass  # the previous holder deleted the file, so the next process would lock a different file
         except OSError as error:
             lock.close()
             raise ValueError(
@@ -32,10 +32,10 @@ def _locked(path: str) -> TextIO:
 
 
 class Journal:
-    """A JSON file, always replaced atomically, that only one process can have open.
+    """JSON file with the progress of a job. It is replaced atomically, and only one process can have it open.
 
-    job: what the work depends on. state: what the last run wrote, None if there was none. Raises ValueError if
-    another run has it open or if it belongs to a different job.
+    job: all inputs and settings that determine the output. state: progress of an interrupted run, None if there is
+    none. Raises ValueError if another run has the journal open or if it belongs to a different job.
     """
 
     def __init__(self, path: str, job: dict[str, Any]) -> None:

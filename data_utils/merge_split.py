@@ -41,7 +41,7 @@ def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[I
 
 
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
-    """Append documents to `builder`, a few million tokens at a time."""
+    """Append documents of a pair to `builder`, a few million tokens at a time."""
     for some in _runs(indexed, documents):
         first, last = int(indexed.document_index[some.start]), int(indexed.document_index[some.stop])
         sizes = indexed.sizes[first:last]
@@ -52,7 +52,7 @@ def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuild
 
 
 def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
-    """Yield ranges of consecutive documents of about AT_ONCE tokens at most, or of one larger document."""
+    """Yield ranges of consecutive documents with at most AT_ONCE tokens; a longer document has its own range."""
     at = documents.start
     while at < documents.stop:
         window = range(at, min(at + AT_ONCE // 16, documents.stop))

@@ -1,4 +1,4 @@
-"""Early check for missing files, which reports all of them at once. A single one is reported when it is opened."""
+"""Early check that reports all missing input files at once. A single missing file is reported when it is opened."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from .files import absent
 
 
 def refuse_missing(args: argparse.Namespace) -> None:
-    """Raise MissingFiles with a line for each, if two or more of --input, --vocab-file and --load do not exist."""
+    """Raise MissingFiles, which lists them, if two or more files of --input, --vocab-file and --load do not exist."""
     given = vars(args)
     words = given.get("input")
     problems = [

@@ -37,14 +37,14 @@ class _Process:
 def connect(address: str) -> Any:
     """Connect to a Ray cluster and return the package ray.
 
-    address: of a cluster, `auto` for the cluster of this machine, `local` to start one.
+    address: address of a cluster, `auto` for the cluster of this machine, or `local` to start one.
     Raises InputError if Ray or the cluster is missing.
     """
     try:
         import ray
     except ImportError:
         raise InputError("--ray needs the package ray: pip install ray") from None
-    # Actors need this process's import path. Ray starts them before it knows what they will run.
+    # Ray starts worker processes before it knows which code they will run, so they get the import path at once.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
     how: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -67,7 +67,7 @@ def ordered_map_on_ray(
     settings: tuple[Any, ...],
     address: str,
 ) -> Iterator[Result]:
-    """Yield the results of `work` in order, as parallel.ordered_map does, from processes of a Ray cluster.
+    """Yield the results of `work` for all items, in the items' order, computed by processes of a Ray cluster.
 
     `work` and `start` must be top-level functions of a module or of the running script.
     """

@@ -19,7 +19,7 @@ AHEAD = 3  # items in flight for each worker
 
 
 def _begin(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
-    """Initialise a worker that ends with its parent; a pool ensures that only if the parent exits normally."""
+    """Initialise a worker and make it end with its parent; the pool ends workers only if the parent exits normally."""
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -39,7 +39,7 @@ def ordered_map(
     settings: tuple[Any, ...],
     cluster: str | None = None,
 ) -> Iterator[Result]:
-    """Yield `map(work, items)` computed by `workers` processes (0: in this one).
+    """Yield the results of `map(work, items)`, computed by `workers` processes (0: by this process).
 
     Each process first calls `start(*settings)`. cluster: address of a Ray cluster to run on (on_ray.py).
     Raises what `work` raises, and RuntimeError if a worker dies.

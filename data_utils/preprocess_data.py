@@ -1,8 +1,8 @@
 """Tokenize text files into .bin/.idx pairs for training, one pair for each key.
 
-The output does not depend on the number of workers, nor memory on the size of the input. Each worker has a few
-chunks of about a megabyte in flight, and no document may exceed --max-document-mb. A killed run resumes where
-it stopped when it is started again.
+The output does not depend on the number of workers. Memory does not grow with the size of the input: each
+worker has a few chunks of about a megabyte in flight, and no document may exceed --max-document-mb. A killed
+run resumes where it stopped when the same command is run again.
 """
 
 import argparse
@@ -52,11 +52,11 @@ JOURNAL_SECONDS = 10.0
 
 
 class Part(NamedTuple):
-    """A chunk's contribution to one of the outputs."""
+    """Tokens of one chunk for one of the output pairs."""
 
     ids: NDArray[Any]  # all tokens, concatenated
-    lengths: NDArray[np.int32]  # tokens of each sequence
-    sequences: NDArray[np.int32]  # sequences of each document
+    lengths: NDArray[np.int32]  # number of tokens of each sequence
+    sequences: NDArray[np.int32]  # number of sequences of each document
 
 
 class Tokens(NamedTuple):
@@ -80,7 +80,7 @@ class _Worker:
 
 
 def _start_worker(args: argparse.Namespace) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each core already has a process
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes already use all cores
     _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
     _Worker.start = np.array(_Worker.tokenizer.start, dtype=np.int32)
     _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
@@ -127,7 +127,7 @@ def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
 
 
 def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
-    """Return the three parts of CPM's T5 corpora. A document's position in the input seeds its masked spans."""
+    """Return contexts, targets and offsets, a CPM corpus for T5. A document's position in the input seeds its spans."""
     args, tokenizer = _Worker.args, _Worker.tokenizer
     made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
     for number, ids in enumerate(tokenizer.encode_batch(texts)):
@@ -138,7 +138,7 @@ def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
             part.append(piece)
     return [
         Part(
-            # Ids after the vocabulary mark spans, and a document may have any number of spans.
+            # Sentinel ids follow the vocabulary, and a document may have any number of spans, so ids need int32.
             fit(np.concatenate(pieces), np.dtype(np.int32), "the output") if pieces else np.empty(0, np.int32),
             np.array([len(piece) for piece in pieces], dtype=np.int32),
             np.ones(len(pieces), dtype=np.int32),
@@ -201,7 +201,7 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     settings.pop("chat_date")  # a resumed run may continue on another day
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
-    # The columns that are read decide where chunks end.
+    # Chunks contain only the columns that are read, so the set of these columns determines where chunks end.
     columns = {source.path: other_columns(source.path) for source in sources if kind(source.path) == ".parquet"}
     return {**job, "columns": columns} if any(columns.values()) else job
 
@@ -256,7 +256,7 @@ class _Output:
                     raise ValueError(
                         f"{name}.bin.part is missing; delete {args.output_prefix}.part.json to start again"
                     )
-                state = {}  # the run was killed while it renamed its files
+                state = {}  # the earlier run was killed while it renamed its files, so start again
         states = state.get("builders", [None] * len(self.names))
         self.builders = [
             IndexedDatasetBuilder(name, dtype, "part", state)
@@ -286,9 +286,9 @@ class _Output:
         self._journaled = self.count["documents"]
 
     def keep(self, journal: Journal) -> int:
-        """Save all complete chunks after an error, so that a new run can resume; at least those in the journal remain.
+        """After an error, save all complete chunks for a run that resumes; return the number of documents kept.
 
-        Returns the number of documents kept.
+        If saving fails, the chunks of the last journal entry are kept.
         """
         with contextlib.suppress(OSError, ValueError):  # a full disk, or files that are already closed
             if self._whole:
@@ -307,7 +307,7 @@ class _Output:
             )
         for builder in self.builders:
             builder.publish()
-        skipped = f", {self.count['bad_lines']} bad and {self.count['empty']} empty skipped"
+        skipped = f", {self.count['bad_lines']} unreadable and {self.count['empty']} empty documents skipped"
         learned = f", {self.count['targets']} of which count in the loss" if self.sft else ""
         print(
             f"{self.count['documents']} documents, {self.count['tokens']} tokens{learned} -> "
@@ -327,7 +327,7 @@ def _write_sidecar(
     builders: list[IndexedDatasetBuilder],
     count: dict[str, int],
 ) -> None:
-    """Write the sidecar, against which training and tools/inspect_data.py check the data."""
+    """Write PREFIX.json (the sidecar), against which training and tools/inspect_data.py check the data."""
     content = {
         "tokenizer": tokenizer.name,
         "fingerprint": tokenizer.fingerprint,
@@ -349,7 +349,7 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     input_flags(parser)
-    add("--output-prefix", required=True, help="path of the output, without its extension")
+    add("--output-prefix", required=True, help="path prefix of the output files, such as data/corpus")
     add("--vocab-file", required=True, help="tokenizer: a file or folder from tools/train_tokenizer.py or Hugging Face")
     add("--tokenizer-type", choices=KINDS, default="auto", help="tokenizer type (default: detected from the file)")
     add(
@@ -371,8 +371,9 @@ def build_parser() -> Parser:
     add(
         "--objective", choices=("text", "sft", "cpm-t5"), default="text",
         help="type of corpus (default: text); sft: conversations, as records with messages or with instruction, input "
-        "and output, written to PREFIX_sft with the loss mask PREFIX_sft_loss; cpm-t5: documents with spans masked "
-        "now, written to PREFIX_context, _target and _target_offset (T5 can also mask a text corpus while reading)",
+        "and output, written to PREFIX_sft with the loss mask PREFIX_sft_loss; cpm-t5: documents whose spans this tool "
+        "masks, written to PREFIX_KEY_document_context, _target and _target_offset (T5 can also mask spans of a text "
+        "corpus during training)",
     )  # fmt: skip
     add(
         "--chat-template", default="chatml",
@@ -381,7 +382,7 @@ def build_parser() -> Parser:
     add(
         "--chat-date",
         help="sft: date that strftime_now returns in a chat template, as 2024-07-26 or 2024-07-26T15:30:00 (default: "
-        "start of the tool); recorded in the sidecar",
+        "the current time); recorded in the sidecar",
     )
     add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="cpm-t5: mean number of tokens in a span (default: 3)")

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-EVERY = 30.0  # seconds between two lines if stderr is no terminal
+EVERY = 30.0  # seconds between two lines if stderr is not a terminal
 
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Progress(Generic[T]):
     """Progress of an iterable, or of work reported with `update`.
 
-    total: units of the whole work, if known. initial: units done before. disable: show nothing.
+    total: units of the whole work, if known. initial: units done by an earlier run. disable: show nothing.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
 EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
 TAGS = 5  # fewer tags occur also in texts about HTML
-PROBE = 8  # length of the sample that is searched in the rest of a line
+PROBE = 8  # characters of a sample whose occurrences in its line are counted to detect repetition
 MIN_REPEATS = 10
 
 
@@ -39,8 +39,8 @@ def broken_characters(text: str) -> int:
 def is_misread(text: str) -> bool:
     """Return True if the text was decoded throughout with a wrong encoding.
 
-    Detects UTF-8 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Decoding it the other way
-    gives Chinese. Where invalid bytes were dropped, a mixture of many scripts remains.
+    Detects UTF-8 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Such text becomes Chinese when
+    it is encoded again and decoded correctly. If invalid bytes were dropped, a mixture of many scripts remains.
     """
     if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20 and _is_han(
         "".join(_LATIN.findall(text)), "latin-1", "gb18030"
@@ -64,7 +64,7 @@ def _is_han(text: str, read_as: str, was: str) -> bool:
 
 
 def _becomes_common(text: str) -> bool:
-    """Return True if common characters are absent but frequent after re-decoding Big5 as GB18030."""
+    """Return True if common Chinese characters are rare, but frequent when encoded to Big5 and decoded as GB18030."""
     if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
         return False
     decoded = text.encode("big5", "replace").decode("gb18030", "replace")
@@ -121,14 +121,14 @@ def _is_ruler(phrase: str) -> bool:
 
 
 def looks_like_code(lines: Sequence[str]) -> bool:
-    """Return True if a third of the lines are indented or end like lines of code."""
+    """Return True if more than a third of the lines are indented or end like lines of code."""
     full = [line for line in lines if line.strip()]
     like = sum(line.startswith(("  ", "\t")) or line.endswith(_CODE_END) for line in full)
     return 3 * like > len(full)
 
 
 def collapse_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, with only one of three or more equal ones in a row."""
+    """Yield the lines, with three or more equal consecutive lines reduced to one."""
     row: list[str] = []
     for line in lines:
         if row and line != row[0]:

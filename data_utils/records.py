@@ -14,7 +14,7 @@ from typing import Any
 
 from .streams import BadLine, InputError, blocks, open_text
 
-Record = tuple[int, bytes]  # (number of its first line, of parquet its row, from 1; JSON)
+Record = tuple[int, bytes]  # (number of the record's first line, or row for parquet, from 1; the record as JSON)
 BLOCK = 1 << 20
 
 
@@ -25,7 +25,7 @@ def is_array(path: str, encoding: str) -> bool:
 
 
 def too_long(largest: int, ends: str) -> str:
-    """Return the error for a document above --max-document-mb."""
+    """Return the error for a document above --max-document-mb. ends: what ends a document in its file format."""
     return f"the document exceeds --max-document-mb ({largest} bytes); a document ends with {ends}"
 
 
@@ -67,7 +67,7 @@ class _Lines:
             self.open ^= part.count('"') % 2 == 1
             if len(part) <= self._largest or part.endswith(("\n", "\r")):
                 break
-            part, line = self._file.readline(self._largest + 1), ""  # an overlong line is not kept
+            part, line = self._file.readline(self._largest + 1), ""  # an overlong line is read but not stored
         return line
 
     def skip_record(self) -> None:
@@ -119,7 +119,7 @@ def _pyarrow(path: str) -> Any:
 
 
 def _parquet_rows(path: str) -> Iterator[Record]:
-    """Yield the rows of a parquet file: its columns of text, and of lists and structs that hold text."""
+    """Yield the rows of a parquet file as JSON, with the columns of text and of lists and structs that contain text."""
     pyarrow = _pyarrow(path)
     number = 0
     try:
@@ -136,7 +136,7 @@ def _parquet_rows(path: str) -> Iterator[Record]:
 
 
 def _is_readable(types: Any, column: Any) -> bool:
-    """Return True if an Arrow type is text, or consists of JSON's types with some text in it."""
+    """Return True for an Arrow type that contains text and otherwise only types that JSON can represent."""
     leaves = list(_leaves(types, column))
     texts = [leaf for leaf in leaves if _is_text(types, leaf)]
     plain = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
@@ -144,7 +144,7 @@ def _is_readable(types: Any, column: Any) -> bool:
 
 
 def _leaves(types: Any, column: Any) -> Iterator[Any]:
-    """Yield the types inside lists, structs and dictionaries of values."""
+    """Yield the leaf types of nested lists, structs and dictionary-encoded columns."""
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
     if types.is_struct(column):
         for field in column:
@@ -160,7 +160,7 @@ def _is_text(types: Any, column: Any) -> bool:
 
 
 def unread_columns(path: str) -> dict[str, str]:
-    """Return name and Arrow type of the columns of a parquet file that are not read."""
+    """Return the columns of a parquet file that are not read, as name -> Arrow type."""
     return _unread_columns(path, os.stat(path).st_mtime_ns)
 
 
@@ -171,7 +171,7 @@ def _unread_columns(path: str, changed: int) -> dict[str, str]:
 
 
 def other_columns(path: str) -> list[str]:
-    """Return the columns of a parquet file that are read although not plain strings; earlier versions ignored them."""
+    """Return the parquet columns that are read although their type is not string; earlier versions ignored them."""
     pyarrow = _pyarrow(path)
     plain = (pyarrow.string(), pyarrow.large_string())
     return [f.name for f in _schema(path) if _is_readable(pyarrow.types, f.type) and f.type not in plain]
@@ -190,7 +190,7 @@ _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MARKS = re.compile(r'\\.|["\n\[\]{},]', re.DOTALL)
 _DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1, ",": 0}
-_NEAR = 16  # a truncated item may fail to parse this close to the end of the window
+_NEAR = 16  # characters; a parse error this close to the window's end may only mean that an item is incomplete
 
 
 class _Array:
@@ -259,7 +259,7 @@ class _Array:
     def _skip_item(self, bounded: bool) -> None:
         """Skip an unreadable item: advance to where its brackets close, or else to the end of the line.
 
-        bounded: search at most the size of the largest item.
+        bounded: stop the search after as many characters as the largest valid item may have.
         """
         walk, passed = _Walk(), 0
         while (end := walk.end(self._held, self._at)) is None:
@@ -279,11 +279,11 @@ class _Walk:
         self._depth, self._quoted, self._lines = 0, False, 0
 
     def end(self, text: str, at: int) -> int | None:
-        """Return the end of the item in `text`, or None if it is beyond."""
+        """Return the position in `text` after the item, or None if the item continues after `text`."""
         for mark in _MARKS.finditer(text, at):
             char = mark[0]
             if char == "\n":
-                if self._quoted and not self._lines:  # strings have no line breaks, so this one was never closed
+                if self._quoted and not self._lines:  # JSON strings have no line breaks: the closing quote is missing
                     return mark.start()
                 self._quoted = False
                 self._lines += 1

@@ -119,7 +119,7 @@ def as_text(tables: dict[str, Columns]) -> str:
 
 
 def draw(tables: dict[str, Columns], masks: dict[str, Tensor], title: str, path: Path) -> None:
-    """Draw each mask, with the documents and losses of its columns below. Raises ValueError without matplotlib."""
+    """Plot each attention mask, with each key's document and loss mask below. Raises ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

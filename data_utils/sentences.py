@@ -2,8 +2,9 @@
 
 import re
 
-# Chinese: a mark with the closing quotes and brackets after it. English: a mark and white space, except after
-# an abbreviation, an initial or a list number. A line break also ends a sentence.
+# A Chinese sentence ends with a punctuation mark and the closing quotes and brackets after it. An English sentence
+# ends with a full stop and white space, unless an abbreviation, an initial or a list number precedes the full stop.
+# A line break also ends a sentence.
 _END = re.compile(
     r"""(?:[。！？!?…；]+[”’」』）》〉】"')\]]*\s*
         |(?<=[^\s.])\.+["')\]”’]*(?:\s+|$)
@@ -17,9 +18,9 @@ _OPEN = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences, each with the white space after it, so that they join to the same text.
+    """Split a text into sentences, each with the white space after it; joined, they give the text again.
 
-    A text without any sentence gives [].
+    An empty text gives [].
     """
     sentences: list[str] = []
     start = 0

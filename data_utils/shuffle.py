@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-PILES = 64  # only one pile is in memory at a time
+PILES = 64  # number of temporary files (piles) of lines, of which only one is in memory at a time
 
 
 def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles: int = PILES) -> Iterator[bytes]:

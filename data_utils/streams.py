@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-MOST = 1 << 20  # most decompressed bytes at a time
+MOST = 1 << 20  # maximum number of decompressed bytes in memory per file
 MOST_OF_XZ = 1 << 30  # memory limit for the dictionary that the header of an .xz requests
 NEVER = b"\xff"  # byte that no UTF-8 contains; marks input that is invalid in the file's encoding
 
@@ -21,7 +21,7 @@ class InputError(ValueError):
 
 
 class BadLine(NamedTuple):
-    """Unreadable document: its place and the reason."""
+    """Unreadable document: its file, its line (for parquet its row) and the reason."""
 
     path: str
     line: int
@@ -87,7 +87,7 @@ class _Frames(io.RawIOBase):
 class _Zst:
     """Adapter from zstandard's decompressor to the interface of bz2's.
 
-    It cannot limit its output, but 256 input bytes give at most 8 MB.
+    zstandard cannot limit the output of one call, but 256 bytes of input give at most 8 MB.
     """
 
     needs_input = True
@@ -144,10 +144,10 @@ def is_utf8(encoding: str) -> bool:
 
 
 def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
-    """Yield the content as UTF-8 in pieces of about `size` bytes; invalid input becomes NEVER.
+    """Yield a file's content as UTF-8 in blocks of about `size` bytes; invalid input becomes the byte NEVER.
 
-    Raises InputError for damaged data, naming the line, and for a file that is UTF-8 or ASCII and not
-    `encoding`.
+    Raises InputError for damaged compressed data, naming the line, and for a file that is UTF-8 or ASCII instead
+    of `encoding`.
     """
     pieces = _raw_blocks(path, size)
     if is_utf8(encoding):
@@ -187,11 +187,11 @@ def _damage() -> tuple[type[Exception], ...]:
     return (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError)
 
 
-SHORTEST_ASCII = 16  # bytes; 8 Chinese characters in UTF-16 look like ASCII once in 100,000 times
+SHORTEST_ASCII = 16  # bytes; 8 Chinese characters in UTF-16 look like ASCII in one of 100,000 cases
 
 
 def _contradiction(head: bytes, encoding: str) -> str:
-    """Return "UTF-8" or "ASCII" if the first bytes of a file are that and thus not `encoding`, else an empty string."""
+    """Return "UTF-8" or "ASCII" if a file's first bytes show this encoding and so contradict `encoding`, else ""."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be incomplete
     except UnicodeDecodeError:
@@ -204,7 +204,7 @@ def _contradiction(head: bytes, encoding: str) -> str:
 
 
 def looks_like(raw: bytes) -> str:
-    """Return `; it looks like ...` for bytes that another encoding than UTF-8 explains, else an empty string."""
+    """Return the hint `; it looks like ...` if the bytes are plausible in another encoding than UTF-8, else ""."""
     if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return _hint("utf-16")
     if raw.count(0) * 5 > len(raw):
@@ -248,6 +248,6 @@ class _Joined(io.RawIOBase):
 
 
 def open_text(path: str, encoding: str) -> io.TextIOWrapper:
-    """Open a file as text with its own line ends; invalid input becomes lone surrogates."""
+    """Open a file as text with unchanged line ends; invalid bytes become lone surrogates."""
     joined = io.BufferedReader(_Joined(blocks(path, 1 << 20, encoding)), 1 << 20)
     return io.TextIOWrapper(joined, encoding="utf-8-sig", errors="surrogateescape", newline="")

@@ -19,10 +19,10 @@ from megatron.tokenizer.model_proto import with_rounded_scores
 from megatron.tokenizer.segment import SEPARATOR, segmenter
 from megatron.tokenizer.sentencepiece import EOD
 
-LONGEST_LINE = 16384  # characters passed to the trainer at once; it silently drops longer lines
-# Segmentations of a run ("====" as "==" and "=") have equal scores, so rounding decides between them. Sums of
-# multiples of this step are exact in fp32 up to 2**20, so every library that searches like sentencepiece finds
-# the same segmentation.
+LONGEST_LINE = 16384  # characters; longer lines are split, as sentencepiece's trainer silently drops them
+# Unigram scores are rounded to multiples of STEP. A run such as "===" has segmentations of equal score ("==" "=" and
+# "=" "=="), between which fp32 rounding errors would decide. Sums of multiples of STEP are exact in fp32 up to 2**20,
+# so every library that searches like sentencepiece finds the same segmentation.
 STEP = 1 / 16
 BYTES = [byte_piece(b) for b in range(256)]
 
@@ -118,10 +118,10 @@ def _advice(vocab_size: int, error: str) -> str:
 
 
 def _coverage(lines: Sequence[str], vocab_size: int) -> float:
-    """Return the share of characters in the text that get their own tokens; the rest become bytes.
+    """Return the share of the text's characters that get tokens of their own; other characters become byte tokens.
 
-    At most half of the vocabulary goes to single characters. In a script with thousands of characters, none
-    would otherwise be left for words.
+    At most half of the vocabulary goes to single characters. A script with thousands of characters would otherwise
+    leave no tokens for words.
     """
     counts = Counter(char for line in lines for char in line)
     common = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))

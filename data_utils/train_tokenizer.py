@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         train_byte_bpe(with_progress(), args.output, args.vocab_size, kind, args.special_tokens)
     tokenizer = load_tokenizer(args.output, kind)
-    print(f"{tokenizer.vocab_size} tokens -> {args.output}" + f", {len(bad)} bad documents skipped" * bool(bad))
+    print(f"{tokenizer.vocab_size} tokens -> {args.output}" + f", {len(bad)} unreadable documents skipped" * bool(bad))
 
 
 def build_parser() -> Parser:
@@ -100,11 +100,13 @@ def build_parser() -> Parser:
     parser.add_argument("--word-borders", choices=SEGMENTERS, help="segmenter whose word boundaries no token may cross")
     parser.add_argument(
         "--special-tokens", nargs="+", default=[], metavar="NAME",
-        help="special tokens, which plain text never encodes to, such as '<|im_start|>' '<|im_end|>' for chats or "
-        "'<fim_prefix>' (sentencepiece, hf)",
+        help="names of special tokens, which plain text never becomes, such as '<|im_start|>' '<|im_end|>' for chats "
+        "or '<fim_prefix>' (only for sentencepiece and hf)",
     )  # fmt: skip
     parser.add_argument("--json-key", default="text", help="key of the text in a record (default: text)")
-    parser.add_argument("--max-mb", type=int, default=50, help="most text to train on, in MB (default: 50)")
+    parser.add_argument(
+        "--max-mb", type=int, default=50, help="amount of text to sample from the input, in MB (default: 50)"
+    )
     parser.add_argument("--seed", type=int, default=1234, help="seed of the sample (default: 1234)")
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     return parser

@@ -1,4 +1,4 @@
-"""The reference page of imports from CPM-Pretrain: what works unchanged, and the counterpart of each other name."""
+"""Reference page of imports from CPM-Pretrain: names that work unchanged, and the counterpart of every other name."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,7 @@ CHINESE = {
 
 
 def _rows(chinese: bool) -> Iterator[tuple[str, str]]:
-    """Yield the names that share a counterpart, and that counterpart."""
+    """Yield (original names with one counterpart, this counterpart), both as table cells."""
     found: dict[str, list[str]] = {}
     for gone, words in GONE_MODULES.items():
         found.setdefault(words, []).append(f"`{gone}`")
@@ -56,7 +56,7 @@ def _rows(chinese: bool) -> Iterator[tuple[str, str]]:
 
 
 def imports_page(say: dict[str, str]) -> str:
-    """Return a page of every name that CPM-Pretrain's files import from each other."""
+    """Return a page that lists every name that CPM-Pretrain's files import from each other."""
     rows = [f"| {names} | {words} |" for names, words in _rows(say is WORDS["zh"])]
     head = f"| {say['imported']} | {say['here']} |\n| --- | --- |"
     return "\n".join([f"# {say['imports']}\n\n{say['imports_about']}\n\n{head}", *rows])

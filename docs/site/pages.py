@@ -60,7 +60,7 @@ def staged(page: str) -> str:
 
 
 def outside_fences(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield each line with a flag that says whether it is prose, not code."""
+    """Yield (line, True if it is prose or False if it belongs to a code block) for each line."""
     fence = ""
     for line in text.splitlines():
         mark = FENCE.match(line)
@@ -79,7 +79,7 @@ class Tree:
         self.folder, self.language = folder, language
         self.pages = [page for pages in chapters().values() for page in pages]
         self.by_path = {ROOT / f"{page}{end}.md": (page, lang) for page in self.pages for end, lang in (("", "en"), ("_zh", "zh"))}  # fmt: skip
-        self.shown: set[Path] = set()  # files that are not pages and already have a page showing them
+        self.shown: set[Path] = set()  # source files for which a page that shows their text is written already
 
     def write(self) -> None:
         """Write all pages, and the files that they link to."""

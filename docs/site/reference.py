@@ -1,4 +1,4 @@
-"""Generate the reference from the code: every flag, ds_config key, public name and foreign import.
+"""Generate the reference from the code: every flag, ds_config key, tool, public name and import from CPM-Pretrain.
 
 `python -m docs.site.reference` writes docs/reference; a test fails when it is stale. Text taken from the code stays
 English in both languages.
@@ -28,7 +28,7 @@ NAMES = ROOT / "tests" / "unit" / "public_names.txt"
 
 
 def _words(default: object) -> str:
-    """Return a default as it would be written on a command line."""
+    """Return a flag's default value as a user would write it on a command line."""
     return " ".join(
         f'"{each}"' if " " in str(each) else str(each) for each in (default if isinstance(default, list) else [default])
     )

@@ -1,7 +1,7 @@
-"""Tables of measurements on the pages, made from benchmarks/results.toml.
+"""Write the tables of measurements in docs/benchmarks.md and docs/scaling.md from benchmarks/results.toml.
 
-`python -m docs.site.results` writes them between `<!--table:NAME-->` and `<!--/table-->`; a test fails when a page is
-stale.
+`python -m docs.site.results` writes them between `<!--table:NAME-->` and `<!--/table-->`, in both languages; a test
+fails when a page is stale.
 """
 
 import re
@@ -35,7 +35,7 @@ def _cell(value: Any, language: str) -> str:
 
 
 def block(name: str, language: str) -> str:
-    """Return a table and, above it, its command, and its date and machine if they are not the default ones."""
+    """Return a table below a caption: its command, and its date and machine if they differ from the page's default."""
     found = results()["table"][name]
     machine = results()["machines"].get(found.get("machine"), {}).get(language)
     command = f"`{found['command']}`" if "command" in found else None
@@ -46,7 +46,7 @@ def block(name: str, language: str) -> str:
 
 
 def filled(path: Path) -> str:
-    """Return a page with the tables of the data file."""
+    """Return the text of a page with its tables written anew from the data file."""
     language = "zh" if path.stem.endswith("_zh") else "en"
     text = path.read_text(encoding="utf-8")
     return BLOCK.sub(lambda found: f"{found[1]}\n{block(found[2], language)}\n", text)

@@ -1,6 +1,6 @@
-"""Transcripts of the quick starts for the pages.
+"""Write the output of the quick-start scripts (scripts/run_*.sh) into the pages that show it.
 
-`python -m docs.site.transcript gpt2 t5` runs the scripts and writes their output into the pages (15 minutes).
+`python -m docs.site.transcript gpt2 t5` runs two of the scripts and writes their output (15 minutes).
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"gpt2": ("README.md", "README_zh.md"), "t5": ("docs/t5.md", "docs/t5_zh.md"), "llama": ("docs/llama.md", "docs/llama_zh.md")}  # fmt: skip
-# Lines to show; omitted lines become "...". From the summary on, all lines are shown.
+# Patterns of output lines to show; omitted lines become "...". From the summary on, all lines are shown.
 SHOWN = (
     r"documents, .* tokens ->",
     r"ranks? on ",
@@ -24,7 +24,7 @@ SHOWN = (
     r"\b[35]00 .*valid",
 )
 SUMMARY = re.compile(r"iterations {2,}\d+$")
-END = re.compile(r"settings {2,}")  # here the list of files begins
+END = re.compile(r"settings {2,}")  # first line of the list of files, which is not shown
 
 
 def run(name: str, folder: str, *flags: str) -> list[str]:
@@ -38,7 +38,7 @@ def run(name: str, folder: str, *flags: str) -> list[str]:
 
 
 def shown(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines that a page shows."""
+    """Yield the lines of a script's output that a page shows."""
     gap, whole = False, False
     for line in lines:
         whole = (whole or bool(SUMMARY.match(line))) and not END.match(line)
@@ -57,7 +57,7 @@ def shape(line: str) -> str:
 
 
 def on_page(page: str, name: str) -> list[str]:
-    """Return the transcript on a page."""
+    """Return the lines of a script's transcript on a page."""
     return _block(name).search((ROOT / page).read_text(encoding="utf-8"))[2].splitlines()  # type: ignore[index]
 
 

@@ -1,12 +1,11 @@
 """Blend of several corpora in given proportions; each is always within one sample of its exact share.
 
-Shares become whole numbers of samples per block (0.7 and 0.3: 7 and 3 of 10). All blocks have the same order:
-of the corpora that are due, the one with the earliest deadline comes next. Steiner and Yeomans (1993) prove
-that such an order exists for any shares with a deviation below one sample. The corpus of sample n is therefore
-a table look-up.
+Weights become whole numbers of samples per block (0.7 and 0.3: 7 and 3 of 10). All blocks have the same order,
+scheduled by earliest deadline first, so a table gives the corpus of sample n. Steiner and Yeomans (1993) prove
+that an order with a deviation below one sample exists for any shares.
 
-If the weights have too many digits for an exact block, corpora with few samples in a block or none form a
-separate blend. With a share w of all samples, it provides sample n where n * w passes a whole number.
+If the weights have too many digits for an exact block, corpora with fewer than FEW samples in the largest block
+form a second blend. With a share w of all samples, this blend provides sample n if floor((n + 1) w) > floor(n w).
 """
 
 import heapq
@@ -50,7 +49,7 @@ def rare(weights: Sequence[float | str]) -> list[int]:
 def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
     """Return the corpus of each sample of a block, [sum of counts], scheduled by earliest deadline first."""
     block = sum(counts)
-    # Sample k of a corpus with quota q may come from time k * block / q on and is due at (k + 1) * block / q.
+    # Sample k of a corpus with quota q may have positions from k * block / q on, before (k + 1) * block / q.
     arrivals = [(0, i, 0) for i in range(len(counts))]
     due: list[tuple[int, int, int]] = []
     found = np.empty(block, dtype=np.int32)
@@ -71,7 +70,7 @@ def consumed_by_corpus(weights: Sequence[float | str], samples: int) -> list[int
 
 
 class BlendedDataset(Dataset[dict[str, Tensor]]):
-    """Dataset whose sample n, for any n >= 0, is the next one of some corpus in `datasets`, by `weights`."""
+    """Blend of `datasets` in proportion to `weights`: sample n, for any n >= 0, is the next sample of one of them."""
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float | str]) -> None:
         if len(datasets) != len(weights) or not all(float(weight) > 0 for weight in weights):
@@ -124,18 +123,18 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         return sample
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
+        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
         owners, numbers = self._locate_all(first, count)
         found = np.empty(count, dtype=np.int64)
         for i, dataset in enumerate(self.datasets):
             mine = np.flatnonzero(owners == i)
             if len(mine):
-                k = numbers[mine]  # consecutive
+                k = numbers[mine]  # consecutive sample numbers, so first and count describe them
                 found[mine] = dataset.places(int(k[0]), len(k)) * len(self.datasets) + i
         return found
 
     def _locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return `locate` for samples `first` to `first + count` - 1, as arrays of corpora and samples."""
+        """Return (corpora, samples of these corpora), two arrays, for samples `first` to `first + count` - 1."""
         begin, end = (math.floor(n * self._share) for n in (first, first + count))
         owners, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         taken = np.array([math.ceil(r / self._share) - 1 - first for r in range(begin + 1, end + 1)], dtype=np.int64)

@@ -58,8 +58,10 @@ def prefixes_of(paths: Paths) -> list[str]:
 def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
     """Return the datasets for training, validation and test, and notes on empty parts.
 
-    paths: corpora that --split divides by documents, or a mapping `train`, `valid`, `test` to corpora used
-    whole. The factory from `open_` raises ValueError if its documents do not fill a sample.
+    paths: corpora whose documents --split divides, or a mapping from `train`, `valid` and `test` to corpora of
+    which each is used in full.
+    open_: opens the corpus of a prefix; returns its number of documents and a dataset factory, which raises
+    ValueError if the documents do not fill a sample.
     Raises DatasetError if nothing is left for training.
     """
     notes: list[str] = []

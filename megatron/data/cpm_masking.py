@@ -17,9 +17,10 @@ PARTS = ("context", "target", "target_offset")
 def mask_document(
     ids: NDArray[np.integer], first_id: int, density: float, mean_span: float, seed: Sequence[int]
 ) -> tuple[Ids, Ids, Ids]:
-    """Return (context, target, offsets) of a document that ends with its end-of-document token.
+    """Mask spans of a document that ends with <eod>; return (context, target, offsets) as in cpm_triples.py.
 
-    first_id: V, the first sentinel id. The result depends on the arguments only, so not on the number of worker
+    first_id: id of the first sentinel, which is the size of the text vocabulary. density: fraction of masked
+    tokens. mean_span: mean length of a span in tokens. The result does not depend on the number of worker
     processes.
     """
     text = ids.astype(np.int64)

@@ -29,10 +29,10 @@ def is_triple(prefix: str) -> bool:
 
 
 class CPMTripleDataset(T5Samples):
-    """Dataset with samples like those of `T5Dataset`, cut from concatenated contexts of `encoder` tokens.
+    """Dataset of T5 samples (see `T5Samples`), which are windows of `encoder` tokens of the concatenated contexts.
 
-    A sample ends at a span for which the decoder or the sentinels have no room. The rest becomes padding on
-    both sides, so no target is cut.
+    A sample ends before the first span that does not fit into the decoder or for which no sentinel is left. Encoder
+    and decoder are padded from there on, so no target is truncated.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CPMTripleDataset(T5Samples):
         self.parts = {name: IndexedDataset(f"{prefix}_{name}") for name in PARTS}
         counts = {name: each.num_documents for name, each in self.parts.items()}
         if len(set(counts.values())) > 1:
-            raise DatasetError(f"the files of {prefix} do not match: they contain {counts} documents")
+            raise DatasetError(f"the pairs of {prefix} do not match: they contain {counts} documents; make them again")
         self.specials, self.first_id, self.first = specials, text_vocab_size, documents.start
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
@@ -98,7 +98,8 @@ def build_train_valid_test_datasets(
     """Return the datasets of one or several triples, and notes on empty parts. Raises DatasetError."""
     if dec_seq_length is None:
         raise DatasetError(
-            f"{prefixes_of(data_path)[0]}_context has spans masked during preprocessing; set --dec-seq-length for them"
+            f"the spans of {prefixes_of(data_path)[0]}_context were masked during preprocessing, so --dec-seq-length "
+            f"is required"
         )
 
     def open_(prefix: str) -> tuple[int, Make]:
@@ -121,7 +122,7 @@ def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> s
     if fits >= 1:
         return ""
     return (
-        f"{prefix}: about {1 - fits:.0%} of the text is dropped, as an encoder of {encoder} tokens has {spans:.0f} "
-        f"spans of {needed:.0f} tokens and the decoder has room for {sentinels} of {decoder}; lower --enc-seq-length, "
-        f"or raise --dec-seq-length or --num-sentinels"
+        f"{prefix}: about {1 - fits:.0%} of the text is dropped, as {encoder} encoder tokens need {spans:.0f} "
+        f"sentinels and {needed:.0f} decoder tokens, but there are {sentinels} sentinels and {decoder} decoder tokens; "
+        f"lower --enc-seq-length, or raise --dec-seq-length or --num-sentinels"
     )

@@ -23,8 +23,8 @@ SPECIAL_TOKENS = 3
 class FillInTheMiddle:
     """Fill-in-the-middle settings: rates and special tokens.
 
-    rate: fraction of the documents of a window to rearrange. spm_rate: fraction of these in the order suffix,
-    prefix, middle.
+    rate: fraction of the documents of a window to rearrange. spm_rate: fraction of the rearranged documents in SPM
+    order (suffix, prefix, middle) instead of PSM order (prefix, suffix, middle).
     prefix, middle, suffix: ids of the special tokens. eod: end-of-document id, which stays last.
     """
 
@@ -50,7 +50,7 @@ class FillInTheMiddle:
         return np.concatenate(pieces)
 
     def document(self, ids: Ids, rearranged: bool, spm: bool, cuts: tuple[float, float]) -> Ids:
-        """Rearrange one document, ids [n] -> [n]; one of at most three text tokens stays unchanged.
+        """Rearrange one document, ids [n] -> [n]; a document of at most three text tokens stays unchanged.
 
         cuts: both ends of the middle, as fractions from 0 to 1 in any order.
         """

@@ -16,11 +16,12 @@ from .windows import Windows
 
 
 class GPT2Dataset(Dataset[dict[str, Tensor]]):
-    """Dataset of `{"text": int64 [seq_length + 1]}`, a pure function of (corpus, part, seed, n), for any n >= 0.
+    """Dataset of samples `{"text": int64 [seq_length + 1]}`.
 
-    Consecutive samples of the text overlap by one token, so every token is a target once.
-    fim: fill-in-the-middle settings. prefixes: if given, samples also have `"prefixes": int64 [seq_length]`. A
-    sample with an id outside the vocabulary raises DatasetError.
+    Sample n, for any n >= 0, is a pure function of (corpus, part, seed, n). Samples that are consecutive in the
+    text overlap by one token, so every token is a target once.
+    fim: fill-in-the-middle settings. prefixes: if given, samples also have `"prefixes": int64 [seq_length]`, 1 for
+    tokens of a prefix. Reading a sample with an id outside the vocabulary raises DatasetError.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
         return self.order.per_epoch
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
+        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
         return self.order.places(first, count)
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
@@ -88,7 +89,10 @@ def build_train_valid_test_datasets(
 
 
 def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
-    """Open a pair and check some of its ids. Raises DatasetError."""
+    """Open a pair and check the ids at its start and end.
+
+    Raises DatasetError if the pair is damaged or empty, or has ids outside the vocabulary.
+    """
     indexed = IndexedDataset(prefix)
     if not indexed.num_tokens:
         raise DatasetError(f"{prefix}.bin contains no tokens")
@@ -99,7 +103,7 @@ def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
 def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_000_000) -> None:
     """Raise DatasetError if the start or end of the corpus has ids outside the vocabulary.
 
-    That is typical of another tokenizer.
+    Such ids show that the corpus was made with another tokenizer.
     """
     if vocab_size is None:
         return
@@ -108,6 +112,6 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_
         if low < 0 or high >= vocab_size:
             bad = high if high >= vocab_size else low
             raise DatasetError(
-                f"{indexed.prefix}.bin contains token id {bad}, outside the vocabulary of {vocab_size}, so it was made "
-                f"with another tokenizer; preprocess the text again or pass its --vocab-file"
+                f"{indexed.prefix}.bin contains token id {bad}, outside the vocabulary of {vocab_size} tokens, so it "
+                f"was made with another tokenizer; preprocess the text again or pass the --vocab-file of the corpus"
             )

@@ -50,10 +50,10 @@ _checked: ContextVar[dict[str, bool] | None] = ContextVar("checked", default=Non
 
 @contextmanager
 def checked_once(found: dict[str, bool]) -> Iterator[None]:
-    """Skip the full check of pairs opened inside if they are in `found`; add the others to it.
+    """Within this context, open pairs listed in `found` without the full check, and add all other pairs to `found`.
 
-    found: prefix -> True if each of its documents is one sequence. One process checks a large index, the others
-    reuse its result.
+    found: prefix -> True if every document of the pair is one sequence. One process checks a large index, and the
+    other processes reuse its result.
     """
     token = _checked.set(found)
     try:
@@ -84,7 +84,9 @@ class IndexedDataset:
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes such pairs")
         size = os.path.getsize(index_path)
         if size < HEADER.size:
-            raise DatasetError(f"{index_path} is truncated: it has {size} bytes, the header alone {HEADER.size}")
+            raise DatasetError(
+                f"{index_path} is truncated: it has {size} bytes, but the header alone has {HEADER.size}"
+            )
         raw = np.memmap(index_path, mode="r", dtype=np.uint8)
         magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC or version != VERSION or code not in DTYPES:
@@ -126,8 +128,8 @@ class IndexedDataset:
     def _check_order(self) -> None:
         """Raise DatasetError for an index whose sequences or documents are out of order.
 
-        Such an index would silently give wrong tokens later. Plain reads are used because pages of a map count
-        as memory of this process.
+        Such an index would silently give wrong tokens later. Plain reads are used because pages of a memory map
+        count as memory of this process.
         """
         count, ends_at = len(self.sizes), len(self.document_index)
         path, begin, self._one_each = self.prefix + ".idx", 0, True
@@ -192,7 +194,10 @@ class IndexedDataset:
         return self.pointers.item(first) // self.dtype.itemsize
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
-        """Return the tokens of each document, [documents]; a view into the file if every document is one sequence."""
+        """Return the number of tokens of each document, [documents].
+
+        The result is a view into the file if every document is one sequence.
+        """
         if self._one_each:
             return self.sizes[documents.start : documents.stop]
         bounds = self.document_index[documents.start : documents.stop + 1]

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from ..atomic import own_folder, temporary_name, whole_file
 
-AT_ONCE = 1 << 20  # numbers handled at once outside a map
+AT_ONCE = 1 << 20  # numbers copied at once from a memory map
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
 
 
 def release_pages(array: NDArray[Any]) -> None:
-    """Drop this process's pages of the memory map below an array, as they count as its memory."""
+    """Release the resident pages of the memory map behind `array`, as they count as this process's memory."""
     base: Any = array
     while isinstance(base, (np.ndarray, memoryview)):
         base = base.obj if isinstance(base, memoryview) else base.base
@@ -63,7 +63,7 @@ def remove(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def scratch() -> Path:
-    """Return a folder of this user on this machine. Raises ValueError if other users could have written to it."""
+    """Return this user's folder for order files on this machine. Raises ValueError if other users can write to it."""
     return own_folder("sample-orders")
 
 
@@ -91,7 +91,7 @@ def _create(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # else a full disk is a SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, size)  # or a full disk would raise SIGBUS on writing to the map
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()

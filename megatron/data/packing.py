@@ -1,8 +1,8 @@
-"""Packing of whole records into windows.
+"""Packing of whole records, such as conversations, into windows of fixed length.
 
-Which lengths share a window is decided once, which records of these lengths in each epoch. Best-fit decreasing
-looks at lengths only (Krell et al. 2021). So all epochs have equally many windows, window n is computed without
-its predecessors, and records of equal length are permuted between epochs.
+Best-fit decreasing (Krell et al. 2021) looks at lengths only, so it decides once which lengths share a window.
+Each epoch permutes the records of equal length. So all epochs have equally many windows, and window n is
+computed without its predecessors.
 """
 
 import bisect
@@ -18,8 +18,8 @@ Ints = NDArray[np.int64]
 def fit(lengths: Ints, capacity: int) -> Ints:
     """Return the window of each record, [n] -> [n], for lengths from 1 to `capacity` in descending order."""
     window_of = np.empty(len(lengths), dtype=np.int64)
-    open_: dict[int, list[int]] = {}  # windows by their remaining room
-    rooms: list[int] = []  # sorted rooms that have windows
+    open_: dict[int, list[int]] = {}  # free positions of a window -> windows with so many free positions
+    rooms: list[int] = []  # sorted keys of open_
     opened = at = 0
 
     def leave(room: int, windows: list[int]) -> None:
@@ -55,8 +55,8 @@ def fit(lengths: Ints, capacity: int) -> Ints:
 class PackedOrder:
     """Records of window n, a pure function of (lengths, seed, stream, n), for any n >= 0.
 
-    lengths: [records] positions that each record occupies, 0 to leave it out. Raises ValueError if all are 0. A
-    process holds 24 bytes a record, and 8 more for each of the last two epochs.
+    lengths: number of positions that each record occupies, [records]; 0 skips the record. Raises ValueError if all
+    are 0. A process holds 24 bytes per record, and 8 more for each of the last two epochs.
     """
 
     def __init__(self, lengths: Ints, capacity: int, seed: int, stream: str) -> None:
@@ -100,7 +100,7 @@ class PackedOrder:
         return records[self._bounds.item(window) : self._bounds.item(window + 1)]
 
     def places(self, first: int, count: int) -> Ints:
-        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
+        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
         numbers, at = np.divmod(np.arange(first, first + count, dtype=np.int64), self.per_epoch)
         found = numbers * self.per_epoch
         for number in np.unique(numbers).tolist():

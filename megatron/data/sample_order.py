@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from . import order_file
 
-SMALL = 1 << 20  # most documents and samples of an epoch that is kept in memory
+SMALL = 1 << 20  # an epoch is kept in memory if it has at most so many documents and samples together
 
 
 class Epoch(NamedTuple):
@@ -40,7 +40,7 @@ class HasSizes(Protocol):
     """Protocol of an opened corpus."""
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
-        """Return the tokens of each of these documents."""
+        """Return the number of tokens of each of these documents."""
         ...
 
 
@@ -51,15 +51,16 @@ class Sizes(NamedTuple):
     documents: range
 
     def read(self) -> NDArray[np.integer[Any]]:
-        """Return the tokens of each of the documents, in their order."""
+        """Return the number of tokens of each of the documents, in their order."""
         return self.indexed.document_sizes(self.documents)
 
 
 class SampleOrder:
     """Order of samples of `length` + `overlap` tokens; sample i+1 starts `length` tokens after sample i.
 
-    sizes: int [documents], tokens of each. shuffle=False keeps documents and samples in order.
-    folder: where files of large epochs are kept; None keeps all epochs in memory.
+    sizes: number of tokens of each document, int [documents]. stream: text that is part of the random seed.
+    shuffle=False keeps documents and samples in order.
+    folder: folder for the files of large epochs; None keeps all epochs in memory.
     Raises ValueError if all documents together do not fill one sample.
     """
 
@@ -74,7 +75,7 @@ class SampleOrder:
         self.per_epoch = max((tokens - overlap) // length, 0)
         if not self.per_epoch:
             raise ValueError(
-                f"{tokens} tokens do not fill one sample of {length} + {overlap}; "
+                f"{tokens} tokens do not fill one sample of {length} + {overlap} tokens; "
                 f"use a larger corpus or a smaller --seq-length"
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()
@@ -85,11 +86,11 @@ class SampleOrder:
         return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NONE}
 
     def sizes(self) -> NDArray[np.integer]:
-        """Return the tokens of each document, int [documents]."""
+        """Return the number of tokens of each document, int [documents]."""
         return self._sizes.read() if isinstance(self._sizes, Sizes) else self._sizes
 
     def _read_sizes(self) -> tuple[int, int, str]:
-        """Return (tokens, documents, digest), the digest over all lengths if epochs may be files."""
+        """Return (number of tokens, number of documents, digest of all document lengths, used to name files)."""
         sizes, tokens, digest = self.sizes(), 0, hashlib.blake2b(digest_size=16)
         for piece in order_file.pieces(len(sizes)):
             tokens += int(sizes[piece].sum(dtype=np.int64))
@@ -105,7 +106,7 @@ class SampleOrder:
             return self._latest[1]
         if number not in self._epochs:
             small = self.documents + self.per_epoch <= SMALL
-            self._latest = _NONE  # release it before the next epoch is allocated
+            self._latest = _NONE  # release the old epoch before the next one is allocated
             while len(self._epochs) >= (2 if small else 1):
                 self._epochs.popitem(last=False)
             self._epochs[number] = self._in_memory(number) if small or not self._folder else self._in_file(number)
@@ -114,7 +115,7 @@ class SampleOrder:
         return self._latest[1]
 
     def release_pages(self) -> None:
-        """Drop this process's pages of the current epoch if it is memory-mapped."""
+        """Release this process's resident pages of the current epoch if the epoch is memory-mapped."""
         for array in self._latest[1]:
             order_file.release_pages(array)
 

@@ -56,14 +56,14 @@ class _Endless(Dataset[Any]):
             return self.dataset[n]
         except IndexError as error:
             raise ValueError(
-                f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must support [n] for any "
-                f"n >= 0, as epochs follow each other"
+                f"the dataset {type(self.dataset).__name__} has no sample {n} ({error}); it must return a sample for "
+                f"any n >= 0, as training continues after an epoch"
             ) from error
 
 
 class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
-        with block_signals():  # the workers start here
+        with block_signals():  # the call below starts the worker processes
             return super().__iter__()
 
 
@@ -76,7 +76,7 @@ def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers
         batch_sampler=sampler,
         num_workers=num_workers,
         # Spawned workers do not inherit threads or accelerator state. As direct children they notice when the
-        # parent dies; those of a forkserver do not.
+        # parent dies, whereas children of a forkserver do not.
         multiprocessing_context="spawn" if num_workers else None,
         persistent_workers=bool(num_workers),
         worker_init_fn=end_with_parent,

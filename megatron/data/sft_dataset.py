@@ -22,7 +22,10 @@ AT_ONCE = 1 << 20  # tokens checked at once
 
 
 class Records:
-    """Token pair and loss pair of a corpus. Raises DatasetError if one is missing or they do not match."""
+    """A corpus's `.bin/.idx` pairs of tokens and of loss masks.
+
+    Raises DatasetError if a pair is missing or the two do not match.
+    """
 
     def __init__(self, prefix: str, vocab_size: int | None) -> None:
         self.tokens, self.prefix, self.vocab_size = open_corpus(prefix, vocab_size), prefix, vocab_size
@@ -40,9 +43,9 @@ class Records:
             raise DatasetError(f"{prefix}{LOSS}.bin is not a loss mask of {prefix}.bin; preprocess the corpus again")
 
     def targets(self, documents: range, longest: int) -> Ints:
-        """Return the number of trained targets among each document's first `longest` tokens, [documents].
+        """Return the number of targets in the loss among each document's first `longest` tokens, [documents].
 
-        The first token is never a target.
+        The first token of a document is never a target.
         """
         found = np.zeros(len(documents), dtype=np.int64)
         for some in _runs(self.tokens, documents):
@@ -76,8 +79,9 @@ class SftDataset(Dataset[dict[str, Tensor]]):
     """Dataset of packed records; a sample is a dict of int64 tensors [seq_length].
 
     Sample n >= 0 is a pure function of (corpus, part, seed, n). tokens, labels: ids, padded with `eod`.
-    loss_mask: 1 where a label counts. document_ids: index of the record in the window from 1, 0 for padding. A
-    record of more than seq_length + 1 tokens is truncated. One without a trained token is skipped.
+    loss_mask: 1 where a label counts in the loss. document_ids: index of the record in the window from 1, 0 for
+    padding. A record of more than seq_length + 1 tokens is truncated. A record without a token in the loss is
+    skipped.
     Attributes cut, left_out, records: numbers of truncated, skipped and all records. Raises ValueError if no
     record is left.
     """
@@ -97,7 +101,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         return self.order.per_epoch
 
     def places(self, first: int, count: int) -> Ints:
-        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
+        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
         return self.order.places(first, count)
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
@@ -126,10 +130,10 @@ class SftDataset(Dataset[dict[str, Tensor]]):
             )
 
     def note(self) -> str:
-        """Return a summary of the records: how many are used, truncated, omitted, and how full windows are."""
+        """Return a summary: how many records are used, truncated and skipped, and how full the windows are."""
         cut = f", {self.cut} of them truncated to {self._seq_length + 1} tokens" if self.cut else ""
         left = (
-            f"; {self.left_out} skipped, as none of their tokens that fit counts in the loss" if self.left_out else ""
+            f"; {self.left_out} skipped, as no token that fits in a window counts in the loss" if self.left_out else ""
         )
         return (
             f"{self.records - self.left_out} records{cut}, in {self.order.per_epoch} windows that are "
@@ -145,7 +149,7 @@ def build_train_valid_test_datasets(
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
     """Return the datasets of one or several corpora of records (see corpora.py), and notes.
 
-    The notes report truncated and omitted records and empty parts.
+    The notes report truncated and skipped records and empty parts.
     Raises DatasetError if a corpus is damaged, or if the training part has nothing to train on.
     """
     made: list[str] = []

@@ -1,8 +1,8 @@
 """Sample lengths for CPM's objective, where every document ends with a span, on short documents.
 
-T5's rates give a span for about every 20 tokens. With shorter documents a window contains more of them than it
-has spans, and the rest of the window would be unused. That would be most of a corpus of single lines. So
-windows become shorter and get room for as many spans as documents end in them.
+With T5's masking rates a window has one span for every 20 tokens. If documents are shorter, more documents end in
+a window than it has spans, and the text after the last span would be unused: most of a corpus of single lines. So
+windows become shorter and have room for as many spans as documents end in them.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .spans import SpanPlan
 
-ENOUGH = 200_000  # documents sampled to estimate how they fall into windows
+ENOUGH = 200_000  # documents sampled to estimate how many end in a window
 TOLERATED = 1e-3  # unused fraction of the text up to which a plan is kept
 Sizes = NDArray[np.integer]
 
@@ -33,8 +33,8 @@ def _unused(ends: NDArray[np.int64], plan: SpanPlan) -> float:
     windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
     if not windows:
         return 0.0
-    # `first` is the index of each window's first document end. A window is unused after the end that takes its
-    # last span.
+    # `first` is the index of each window's first document end. Text after the document end that takes the window's
+    # last span is unused.
     first = ends.searchsorted(np.arange(windows) * plan.tokens)
     last = first + max(plan.spans, plan.room) - 1
     over = (last + 1 < len(ends)) & (ends[np.minimum(last + 1, len(ends) - 1)] < (np.arange(windows) + 1) * plan.tokens)
@@ -53,7 +53,7 @@ def fit_documents(
     """Return the plan, shortened if it would leave text unused, and a note on the change.
 
     corpora: tokens of each document, [documents], per corpus. decoder: longest target, None if unbounded.
-    sentinels: their number, including the closing one.
+    sentinels: number of sentinels, including the closing sentinel.
     """
     every = [_document_ends(sizes) for sizes in corpora]
     lost = max((_unused(ends, plan) for ends in every), default=0.0)
@@ -75,10 +75,11 @@ def fit_documents(
     still = max(_unused(ends, made) for ends in every)
     mean = min(float(np.mean(sizes)) for sizes in corpora)
     note = (
-        f"documents are short ({mean:.0f} tokens) and each ends with a masked span: a sample is {made.tokens} tokens "
-        f"of text with room for {made.room} spans, as {plan.tokens} with {plan.spans} would drop {lost:.0%} of the text"
+        f"documents are short ({mean:.0f} tokens) and each ends with a masked span, so samples have {made.tokens} "
+        f"tokens of text with room for {made.room} spans; {plan.tokens} tokens with {plan.spans} spans would drop "
+        f"{lost:.0%} of the text"
     )
-    more = f"; {still:.1%} is still dropped" if still > TOLERATED else ""
+    more = f"; {still:.1%} of the text is still dropped" if still > TOLERATED else ""
     return made, note + more + _longer(made, plan, decoder, sentinels)
 
 

@@ -17,7 +17,7 @@ Ids = NDArray[np.int64]
 class SpanPlan(NamedTuple):
     """Sizes of a sample: tokens of the window, masked tokens, spans, and lengths of encoder and decoder.
 
-    room: most spans of a window if documents end more often than it has spans (short_documents.py).
+    room: largest number of spans in a window in which more than `spans` documents end (short_documents.py).
     """
 
     tokens: int
@@ -31,8 +31,8 @@ class SpanPlan(NamedTuple):
 def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> SpanPlan:
     noise = min(max(round(tokens * density), 1), tokens - 1)
     spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
-    # t5: both sequences end with an end token, and a start token shifts the decoder input. cpm: a closing
-    # sentinel ends the labels, and the decoder starts with the first sentinel.
+    # Convention t5: encoder input and labels end with an end token, and a start token shifts the decoder input.
+    # Convention cpm: a closing sentinel ends the labels, and the decoder input starts with the first sentinel.
     return SpanPlan(tokens, noise, spans, tokens - noise + spans + encoder_ends, noise + spans + encoder_ends)
 
 
@@ -85,10 +85,10 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
 
 
 def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
-    """Draw spans like `draw_spans`, with the last token of each document (ends [l]) as the end of a span, for CPM.
+    """Draw spans for CPM, where the last token of each document (True in ends [l]) ends a span.
 
-    Returns masked [l], first token of a span [l], and the number of tokens used. The rest of the window is
-    dropped if it has more documents than spans, or if documents are too short to mask enough tokens.
+    Returns masked [l], first token of a span [l], and the number of tokens used. The end of the window is unused
+    if more documents end in it than it has spans, or if documents are too short to mask enough tokens.
     """
     boundaries = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)
@@ -129,10 +129,10 @@ def _distribute(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -
 
 
 def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise: int, ended: bool) -> None:
-    """Draw `spans` spans of `noise` tokens into one document; with `ended`, its last token ends the last span."""
+    """Draw `spans` spans, `noise` tokens in total, in one document; with `ended`, its last token ends the last span."""
     if not spans:
         return
-    kept = len(masked) - noise  # at least one before each span, except in a document of one token
+    kept = len(masked) - noise  # unmasked tokens; one or more precede each span, except in a document of one token
     kept_lengths = np.zeros(spans + 1, dtype=np.int64)
     if kept > spans and not ended:
         kept_lengths[:] = compose(rng, kept, spans + 1)
@@ -146,10 +146,10 @@ def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise
 
 
 def splice(text: Ids, masked: Mask, first: Mask, sentinels: Ids) -> tuple[Ids, Ids, Ids]:
-    """Split a text for encoder and decoder.
+    """Split a text into encoder and decoder tokens.
 
-    Returns the kept tokens with a sentinel for each span, the spans with their sentinels, and the
-    start of each span there.
+    Returns (encoder tokens: the text with a sentinel in place of each span; decoder tokens: the spans, each after
+    its sentinel; position of each sentinel in the decoder tokens).
     """
     kept = text.copy()
     kept[first] = sentinels

@@ -31,7 +31,11 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Specials:
-    """Ids of special tokens. sentinels: ids of span 0, 1, ...; eod ends a document, with `t5` also a sequence."""
+    """Ids of special tokens.
+
+    sentinels: ids of the sentinels for spans 0, 1, ... eod: end of a document; with convention `t5` it also ends
+    encoder input and labels.
+    """
 
     eod: int
     pad: int
@@ -61,7 +65,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 
     Sample n exists for any n >= 0. encoder, decoder, labels: padded token ids [k], [q], [q].
     encoder_document_ids, decoder_document_ids: document of each token, from 1, 0 for padding.
-    loss_mask [q]: 1 where a label counts.
+    loss_mask [q]: 1 where a label counts in the loss.
     """
 
     plan: SpanPlan
@@ -74,11 +78,11 @@ class T5Samples(Dataset[dict[str, Tensor]]):
         return self.order.per_epoch
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return an id of each sample from `first` to `first + count` - 1, unique in the run; see sample_order.py."""
+        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
         return self.order.places(first, count)
 
     def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
-        """Pad the parts of a sample: encoder tokens with their documents, decoder tokens and labels with theirs."""
+        """Return a padded sample. documents, owner: document of each encoder token and of each decoder token."""
         k, q = self.plan.encoder, self.plan.decoder
 
         def fill(values: Ids, length: int, filler: int) -> Tensor:
@@ -100,7 +104,10 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 
 
 class T5Dataset(T5Samples):
-    """Dataset that draws spans when a sample is read; only windows with more documents than spans have padding."""
+    """Dataset that masks spans when a sample is read.
+
+    A sample has padding only if more documents end in it than it has spans.
+    """
 
     def __init__(
         self,
@@ -181,8 +188,9 @@ def build_train_valid_test_datasets(
 ) -> tuple[Datasets, list[str]]:
     """Return the datasets of one or several `.bin/.idx` pairs, and notes on sample lengths and empty parts.
 
-    text_vocab_size: ids from here on are not text.
-    Raises DatasetError under the same conditions as for GPT-2, and if there are too few sentinels.
+    text_vocab_size: number of text tokens; a corpus must not contain this id or larger ones.
+    Raises DatasetError if a pair is damaged or has ids outside the vocabulary, if the training part does not fill a
+    sample, or if there are too few sentinels.
     """
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
     corpora = {prefix: open_corpus(prefix, text_vocab_size) for prefix in prefixes_of(data_path)}

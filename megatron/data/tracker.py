@@ -1,6 +1,6 @@
 """Start of Python's resource tracker without its warning about leaked semaphores.
 
-The tracker removes the semaphores of a killed process, so users need no warning.
+The tracker itself removes the semaphores of a killed process, so users need no warning.
 """
 
 import sys

@@ -11,9 +11,10 @@ OFTEN = 256  # documents read between two releases of a large corpus's mapped pa
 
 
 class Windows:
-    """Windows of `length` + `overlap` tokens over some documents. Raises ValueError if they do not fill one.
+    """Windows of `length` + `overlap` tokens over some documents.
 
-    vocab_size: reading a window with an id outside the vocabulary raises DatasetError.
+    vocab_size: reading a window with an id outside the vocabulary raises DatasetError. Raises ValueError if the
+    documents do not fill one window.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Windows:
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
 
     def _release_pages(self) -> None:
-        """Release mapped pages, which count as this process's memory: at least 64 kB for each position touched."""
+        """Release memory-mapped pages, which count as this process's memory: at least 64 kB for each position read."""
         self._read = 0
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):

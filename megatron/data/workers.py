@@ -1,4 +1,4 @@
-"""Life cycle of data-loading workers: they end with the process that they read for, not by signals."""
+"""Life cycle of data-loading workers: they block signals and end with the training process."""
 
 import atexit
 import multiprocessing
@@ -14,7 +14,7 @@ from megatron.data.tracker import start_tracker
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Block signals while worker processes start, which inherit the mask.
+    """Block signals while worker processes start, so that the workers inherit the blocked signals.
 
     A signal to the whole process group then reaches only the training process, which saves and ends its
     workers.

@@ -59,7 +59,7 @@ class Tokenizer(ABC):
 
     @property
     def marks(self) -> dict[str, int]:
-        """Ids of special and added tokens by name; see the class."""
+        """Special tokens, and other added tokens that text can contain by name, as name -> id."""
         return self.specials
 
     @abstractmethod
@@ -114,7 +114,7 @@ def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | 
 
     about: the sidecar of a corpus with the tokenizer's fingerprint. The fingerprint covers tokenizer.json, but
     the end-of-document token may come from tokenizer_config.json next to it. A base model and its chat model
-    often share the first file only.
+    often share only tokenizer.json.
     """
     theirs = about.get("eod")
     if not isinstance(theirs, int) or theirs == tokenizer.eod or not about.get("append_eod", True):
@@ -132,11 +132,11 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
 def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern whose matches start after the first character of each name.
 
-    A text that is cut at these places contains none of the names as a whole.
+    If a text is cut where matches start, no part contains a whole name.
     """
     return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
 
 
 def byte_piece(byte: int) -> str:
-    """Return how vocabularies write the token of one UTF-8 byte, such as `<0x0A>`."""
+    """Return the name of the token for one byte, such as `<0x0A>`."""
     return f"<0x{byte:02X}>"

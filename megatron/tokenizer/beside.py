@@ -9,7 +9,7 @@ from .base import TokenizerError, read_object
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-# Tokenizer classes that assign special-token roles even without a tokenizer_config.json, by model_type.
+# model_type of config.json -> default tokenizer class, if it assigns special-token roles without tokenizer_config.json.
 CLASSES = {
     "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer",
     "mt5": "T5Tokenizer",
@@ -26,7 +26,7 @@ def settings_beside(path: Path) -> dict[str, Any]:
 
 
 def token_beside(path: Path, key: str) -> str | None:
-    """Return the name of a special token in tokenizer_config.json, such as that of eos_token, or None.
+    """Return the token name under `key` (such as eos_token) in tokenizer_config.json, or None.
 
     Raises TokenizerError if the value is neither a string nor a token object.
     """
@@ -38,7 +38,7 @@ def token_beside(path: Path, key: str) -> str | None:
 
 
 def named_beside(path: Path) -> set[str]:
-    """Return the names of all tokens that tokenizer_config.json gives a role, such as eos_token, or calls special."""
+    """Return the names of tokens that tokenizer_config.json lists under a role (such as eos_token) or as special."""
     settings = settings_beside(path)
     found: list[Any] = [token for key, token in settings.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -64,7 +64,7 @@ def added_beside(path: Path) -> dict[str, int]:
 def placeholder_of(file: str) -> dict[str, Any]:
     """Return a tokenizer.json that every library rejects, with an error that shows its `version`.
 
-    Without it transformers would silently build a different or an empty tokenizer from `file`.
+    Without this placeholder, transformers would silently build a different or an empty tokenizer from `file`.
     """
     version = f"none: {file} beside it is read by megatron.tokenizer, not by transformers"
     return {"version": version, PLACEHOLDER: file, "added_tokens": [], "model": {}}
@@ -114,7 +114,7 @@ def refuse_missing_tokens(
 ) -> None:
     """Raise TokenizerError for an added token that the vocabulary lacks or has under a different id.
 
-    known: predicate for names that the vocabulary need not hold, such as sentinels.
+    known: predicate for token names that the vocabulary may lack, such as sentinels.
     """
     for token, i in added_beside(path).items():
         if id_of(token) != i and not (known and known(token)):

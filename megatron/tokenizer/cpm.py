@@ -1,7 +1,7 @@
-"""CPM's two tokenizers over words from jieba: sentencepiece (CPM-1), or longest match in a vocabulary.
+"""CPM's two tokenizers, which split words from jieba: by sentencepiece (CPM-1), or by longest match in a vocabulary.
 
-Both write a space as U+2582 and a newline as U+2583. With a token for each byte, as in vocabularies from
-tools/train_tokenizer.py, they are lossless. CPM's published vocabularies have no byte tokens, so a character
+Both write a space as U+2582 and a newline as U+2583. They are lossless if the vocabulary has a token for each byte,
+as vocabularies from tools/train_tokenizer.py do. CPM's published vocabularies have no byte tokens, so a character
 that they lack becomes <unk>.
 """
 
@@ -24,7 +24,7 @@ LONGEST_WORD = 200  # CPM's limit; longer words become <unk>
 
 
 def is_cpm_model(path: Path) -> bool:
-    """Return whether a sentencepiece model contains CPM's marks for space and newline."""
+    """Return whether a sentencepiece model contains CPM's characters for space and newline, U+2582 and U+2583."""
     model = open_model(str(path))
     return all(model.id_to_piece(model.piece_to_id(mark)) == mark for mark in (SPACE, NEWLINE))
 
@@ -39,12 +39,12 @@ def _as_text(piece: str) -> bytes:
 
 
 def named(kind: str, cut_with: str) -> str:
-    """Return the tokenizer's name for its fingerprint: different segmenters may give different ids."""
+    """Return the tokenizer's name, which is part of its fingerprint: different segmenters may give different ids."""
     return kind if cut_with == "jieba" else f"{kind}+{cut_with}"
 
 
 class _ByPieces(Tokenizer):
-    """Base of both tokenizers: decodes each id separately and encodes literal marks in the text as bytes."""
+    """Base of both CPM tokenizers: decodes ids one by one and encodes U+2581 to U+2583 in a text as bytes."""
 
     _bytes: list[int]  # ids of the 256 bytes; empty if the vocabulary has none
     _table: list[bytes]  # UTF-8 text of each id

@@ -88,8 +88,8 @@ class HFTokenizer(Tokenizer):
             name: vocabulary[name] for name, token in added.items() if token.special or SENTINEL.fullmatch(name)
         }
         self.specials |= {end: self.eod}
-        # Other added tokens count as marks only if they look like one or have a role. Ordinary added words and
-        # white space (CodeGen's, Phi's) are plain text.
+        # Other added tokens are in `marks` only if they look like <name> or [name], or have a role such as eos_token.
+        # Ordinary added words and white space (CodeGen's, Phi's) are plain text.
         roles = {name for name in named_beside(Path(path)) if name.strip()}
         more = {name: vocabulary[name] for name in added if LIKE_A_MARK.fullmatch(name) or name in roles}
         more = {name: i for name, i in more.items() if name not in self.specials}
@@ -97,7 +97,7 @@ class HFTokenizer(Tokenizer):
         with no_panic(path):
             self.start = _start_of(tokenizer, self.eod)
             self._words = _Words(tokenizer, self.specials)
-        self._contents = None if more else self._words  # both are created on first use
+        self._contents = None if more else self._words  # None: created on first use, as is _named
         self._named: Any = None
 
     @property
@@ -151,7 +151,7 @@ class _Words:
         self._first = tokenizer
         self._inside = _without_prefix(tokenizer, description, "first")
         self._bare = _without_prefix(tokenizer, description, "first", "always")
-        # A unigram model also holds special tokens' names as ordinary pieces and would match them in a text.
+        # A unigram model also has the names of special tokens as ordinary pieces and would match them in a text.
         self.names = split_name_pattern(name for name, i in specials.items() if i in _ids(tokenizer, name))
 
     def ids(self, text: str, inside: bool) -> list[int]:
@@ -168,7 +168,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
-    """Return a copy in which the tokens of these names are special, so that they are not matched in a text."""
+    """Return a copy of the tokenizer that treats the tokens `names` as special and so does not match them in a text."""
     description = json.loads(tokenizer.to_str())
     for token in description["added_tokens"]:
         token["special"] = token["special"] or token["content"] in names
@@ -180,7 +180,8 @@ def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
 def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
     """Return the ids that the post-processor prepends to a text.
 
-    It may also append `eod`, with which documents end here anyway. () if it appends other ids, as BERT's do.
+    An appended `eod` is ignored, as documents end with it anyway. Returns () if the post-processor appends other ids,
+    as BERT's does.
     """
     whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
     if whole[-1:] == [eod] and bare[-1:] != [eod]:
@@ -196,8 +197,8 @@ def _check_beside(path: Path, tokenizer: Any) -> None:
     prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
     if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
         raise TokenizerError(
-            f"{path.with_name(SETTINGS)} sets add_prefix_space {settings['add_prefix_space']}, but {path.name} does "
-            f"not; make both agree"
+            f"{path.with_name(SETTINGS)} sets add_prefix_space {settings['add_prefix_space']}, but {path.name} sets it "
+            f"to {prefix}; make both agree"
         )
 
 
@@ -210,7 +211,7 @@ def _prefixes(part: Any) -> bool | None:
 
 
 def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
-    """Return a tokenizer without the space that these `prepend_scheme` values add, for text after a special token."""
+    """Return a copy for text after a special token: it prepends no space where `prepend_scheme` is one of `schemes`."""
     inside = description
     for scheme in schemes:
         inside = inside.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')

@@ -52,7 +52,7 @@ def folder_has_one(folder: Path) -> bool:
 
 
 def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
-    """Raise TokenizerError unless both tokenizers agree in vocabulary, end-of-document token and sample texts."""
+    """Raise TokenizerError unless both tokenizers have equal vocabularies, `eod`, and ids for some sample texts."""
     if (found.vocab_size, found.eod) != (expected.vocab_size, expected.eod):
         raise TokenizerError(
             f"{what}: it has {found.vocab_size} tokens and end-of-document id {found.eod}, "
@@ -60,8 +60,8 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
         )
     ours, theirs = ({i: name for name, i in each.specials.items()} for each in (found, expected))
     for i in range(found.vocab_size):
-        # Tokenizers decode a special token to its name or to nothing, and sentencepiece decodes unknown to a
-        # mark.
+        # Some tokenizers decode a special token to its name, others to nothing, and sentencepiece decodes <unk> to
+        # a double question mark.
         written, wanted = {found.decode([i]), ours.get(i)}, {expected.decode([i]), theirs.get(i)}
         if not (written & wanted) - {None}:
             raise TokenizerError(f"{what}: its token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")

@@ -37,7 +37,7 @@ class ModelFacts:
 
 
 def read_facts(content: bytes, name: str) -> ModelFacts:
-    """Parse the bytes of a `.model`. Raises TokenizerError, with `name`, if they are no such message."""
+    """Parse the bytes of the `.model` file `name`. Raises TokenizerError if they are not a sentencepiece model."""
     facts = ModelFacts()
     try:
         for number, value in _fields(content):

@@ -1,14 +1,14 @@
 """Chinese word segmentation with jieba (accurate mode, HMM), or with rjieba, which is several times as fast.
 
 rjieba nearly always agrees with jieba on runs of Han characters but treats the text between them differently
-(it keeps `package.json` whole). So rjieba gets only the Han runs, and jieba's two patterns split the rest. Next
-to letters and digits two cases can still differ. There jieba itself segments the whole block of Han characters,
-letters and digits:
+(it keeps `package.json` whole). So rjieba segments only the Han runs, and jieba's two patterns split the other
+text. In two cases next to letters and digits the results could still differ. In these cases jieba itself segments
+the whole block of Han characters, letters and digits:
 
 - a dictionary word that contains a letter (T恤, C++);
-- a row of single characters on the best path. jieba segments such a row again with its HMM, unless the row is a
-  dictionary word. Adjacent letters become part of the row, which then is no dictionary word. rjieba does not
-  see the letters, and its output does not show where such a row begins.
+- a run of single characters on the best path. jieba segments such a run again with its HMM, unless the run is a
+  dictionary word. Adjacent letters become part of the run, so that it is not a dictionary word. rjieba does not
+  see the letters, and its output does not show where such a run begins.
 
 The remaining differences are ties: sums of logarithms that differ in the last bit. They cannot be ruled out, so
 a tokenizer over rjieba has a different fingerprint.
@@ -76,7 +76,7 @@ def _load_jieba() -> Any:
 
 @lru_cache(maxsize=1 << 17)
 def _cut_between(text: str) -> str:
-    """Split text without Han characters and dictionary words as jieba does."""
+    """Split a text that contains no Han characters and no dictionary words into words, as jieba does."""
     words: list[str] = []
     for i, part in enumerate(_ASCII.split(text)):
         if i % 2:
@@ -106,7 +106,7 @@ def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
 
 
 class _RjiebaSegmenter:
-    """rjieba on Han runs, and jieba where the two could differ."""
+    """Segmenter that uses rjieba on runs of Han characters, and jieba where rjieba could differ from it."""
 
     def __init__(self, jieba: Any) -> None:
         import rjieba
@@ -124,7 +124,7 @@ class _RjiebaSegmenter:
         return SEPARATOR.join(parts)
 
     def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
-        """Segment the blocks around the doubtful spans with jieba and the text between them with rjieba."""
+        """Segment the blocks around `doubtful` spans with jieba, as rjieba could differ there, and the rest with rjieba."""
         at = 0
         for start, end in doubtful:
             if start < at:
@@ -143,8 +143,8 @@ class _RjiebaSegmenter:
         return char in _LETTERS or _HAN.match(char) is not None
 
     def _cut_plain(self, text: str, into: list[str]) -> None:
-        """Segment text that contains no doubtful dictionary word."""
-        parts = _HAN.split(text)  # between, Han, between, ..., Han, between
+        """Segment text that contains no dictionary word on which rjieba could differ from jieba."""
+        parts = _HAN.split(text)  # other text (maybe empty) at even indices, Han runs at odd ones
         if len(parts) == 1:
             into += [_cut_between(text)] if text else []
             return
@@ -164,7 +164,7 @@ class _RjiebaSegmenter:
             into += [run] if run else []
 
     def _could_differ(self, run: str, before: str, after: str) -> bool:
-        """Return whether a row of single characters next to letters is a dictionary word."""
+        """Return whether a run of single Han characters next to letters is a dictionary word."""
         first = _FIRST_SINGLES.search(run) if run[1:2] == SEPARATOR and before and before[-1] in _LETTERS else None
         last = _LAST_SINGLES.search(run) if run[-2:-1] == SEPARATOR and after and after[0] in _LETTERS else None
         return any(found and self._frequency.get(found[0].replace(SEPARATOR, "")) for found in (first, last))

@@ -43,10 +43,10 @@ def open_model(model_file: str, more: bytes = b"") -> Any:
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`. Its end-of-document token is `<eod>`, or `</s>` without one.
 
-    Models trained by tools/train_tokenizer.py are lossless; others may normalise the text. In a Hugging Face
-    folder with a tokenizer_config.json, the ids are those of transformers: that file decides how a text begins
-    and ends. settings: content of that file, {} without one. facts: what the `.model` says about itself. Raises
-    TokenizerError for added tokens that the model lacks.
+    Models trained by tools/train_tokenizer.py are lossless; others may normalise the text. With a
+    tokenizer_config.json in the same folder, the ids are those of transformers: this file decides how a text begins
+    and ends. settings: content of tokenizer_config.json, {} without one. facts: piece types, algorithm and
+    normalisation of the `.model`. Raises TokenizerError for added tokens that the model lacks.
     """
 
     name = "sentencepiece"
@@ -63,8 +63,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._apply_settings(Path(model_file))
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
-        # A literal U+2581 in the text would become a space; bytes preserve it. transformers' Llama reads it as
-        # a space.
+        # A literal U+2581 in a text would be decoded as a space, so it is encoded as byte tokens. transformers'
+        # LlamaTokenizer encodes it as a space, so models with this class do the same.
         spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
         has_bytes = self._sp.is_byte(spelled[0])
         self._mark = np.array(spelled if has_bytes and not self.is_llama else [], dtype=np.int32)
@@ -88,7 +88,7 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
 
     def _llama_differences(self, has_bytes: bool) -> list[str]:
-        """Return how the ids differ from those of the bare model, as parts of the fingerprint."""
+        """Return how tokenizer_config.json changes the ids of the `.model`, as parts of the fingerprint."""
         ways = ["marks of spaces are spaces"] if has_bytes else []
         ways += ["user-defined symbols cut a text"] if self._symbols else []
         if not self._prefixes:
@@ -128,7 +128,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def _prefixes(self) -> bool:
-        """True if a LlamaTokenizer prepends a space to a text."""
+        """True if a LlamaTokenizer prepends a space to a text: add_prefix_space is true or not set."""
         said = self.settings.get("add_prefix_space")
         return said is None or bool(said)
 
@@ -138,7 +138,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _defined(self) -> dict[str, int]:
-        """User-defined symbols that look like `<name>`, as name -> id; sentencepiece matches them first."""
+        """User-defined symbols that look like `<name>`, name -> id; sentencepiece matches them before other pieces."""
         pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
         return {piece: i for piece, i in pieces.items() if re.fullmatch(r"<\S+>", piece) and piece not in self.specials}
 
@@ -155,15 +155,15 @@ class SentencePieceTokenizer(Tokenizer):
         return self.encode_batch([text])[0].tolist()  # type: ignore[no-any-return]
 
     def encode_inside(self, text: str) -> list[int]:
-        """Return the ids as transformers 5 does: with `legacy` a space also precedes text after a special token."""
+        """Return the ids of text after a special token, as in transformers 5: only `legacy` prepends a space to it."""
         if self.is_llama and not self.settings.get("legacy"):
             return self._bare.encode(text)  # type: ignore[no-any-return]
         return self.encode(text)
 
     def _is_bare(self, text: str) -> bool:
-        """Return whether no space is prepended.
+        """Return whether a LlamaTokenizer encodes this text without a prepended space.
 
-        transformers 5 prepends none to a text that begins with one, whereas sentencepiece always does.
+        transformers 5 prepends no space to a text that begins with a space, whereas sentencepiece always does.
         """
         return not self._prefixes or text.startswith((" ", MARK))
 

@@ -9,12 +9,12 @@ MARK = re.compile(r"<(?:extra_id_|s_)(\d+)>")
 
 
 class SentinelTokenizer(Tokenizer):
-    """`tokenizer` with padding and `count` sentinels: the tokenizer's own if it has any, else ids after its last.
+    """`tokenizer` extended by a padding token and `count` sentinels.
 
-    convention `t5`: the first sentinel has the last id and ids descend, as in Hugging Face; `cpm`: ids ascend.
-    Text may contain them as `<extra_id_0>` or `<s_0>`; both names are accepted. The fingerprint is that of
-    `tokenizer`, because corpora contain none of these ids. Raises ValueError if the tokenizer has sentinels of
-    its own, but fewer than `count`.
+    The sentinels are those of `tokenizer` if it has any, else new ids after its last id. convention `t5`: the first
+    sentinel has the last id and ids descend, as in Hugging Face; `cpm`: ids ascend. Text may contain sentinels as
+    `<extra_id_0>` or `<s_0>`, with either convention. The fingerprint is that of `tokenizer`, because corpora contain
+    no sentinels. Raises ValueError if the tokenizer has sentinels of its own, but fewer than `count`.
     """
 
     def __init__(self, tokenizer: Tokenizer, count: int, convention: str) -> None:
@@ -25,7 +25,7 @@ class SentinelTokenizer(Tokenizer):
         self.pad = tokenizer.specials.get("<pad>", size)
         size = max(size, self.pad + 1)
         if own and len(own) < count:
-            raise ValueError(f"the tokenizer has only {len(own)} sentinels; set --num-sentinels {len(own)}")
+            raise ValueError(f"the tokenizer has only {len(own)} sentinels; set --num-sentinels to at most {len(own)}")
         new_ids = range(size, size + count)
         self.sentinels = own[:count] or (tuple(reversed(new_ids)) if convention == "t5" else tuple(new_ids))
         self.vocab_size = size if own else size + count

@@ -76,7 +76,10 @@ BAD = {
     "utf8": (b'{"text": "a"}\n\n{"text": "\xff"}\n{"text": "b"}\n', "line 3: not UTF-8 (byte 11 is 0xff)"),
     "key": (b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}\n', "line 2: no text under the key 'text'"),
     "kind": (b'{"text": "a"}\n[1]\n{"text": "b"}\n', "line 2: no text under the key 'text'"),
-    "surrogate": (b'{"text": "a"}\n{"text": "\\ud800"}\n{"text": "b"}\n', "line 2: half of a surrogate pair"),
+    "surrogate": (
+        b'{"text": "a"}\n{"text": "\\ud800"}\n{"text": "b"}\n',
+        "line 2: the text contains half of a surrogate pair",
+    ),
 }
 
 
@@ -99,7 +102,9 @@ def test_a_bad_line_is_named_or_skipped(tmp_path: Path, vocab_file: str, kind: s
     said = fails(*argv, "--quiet")
     assert f"{path}, {message}" in said
     assert list(out.iterdir()) == []  # no partial output
-    assert "1 bad and 0 empty skipped" in preprocess(out / "a", vocab_file, path, more=("--on-error", "skip"))
+    assert "1 unreadable and 0 empty documents skipped" in preprocess(
+        out / "a", vocab_file, path, more=("--on-error", "skip")
+    )
     assert texts_of(out / "a", vocab_file) == ["a", "b"]
 
 

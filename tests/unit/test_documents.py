@@ -199,7 +199,7 @@ def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.
     lines[100:100] = ["no JSON", json.dumps({"text": "长" * 9000})]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     for name, output, says in (
-        ("train_tokenizer", "x.model", "2 bad documents skipped"),
+        ("train_tokenizer", "x.model", "2 unreadable documents skipped"),
         ("clean_corpus", "clean.jsonl", "dropped: unreadable 2"),
     ):
         tool = importlib.import_module(f"data_utils.{name}")

@@ -140,7 +140,7 @@ def bpe(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"add_prefix_space": True}, "sets add_prefix_space True, but tokenizer.json does not"),
+        ({"add_prefix_space": True}, "sets add_prefix_space True, but tokenizer.json"),
         ({"added_tokens_decoder": {"400": {"content": "<mask>"}}}, "has no token '<mask>' of id 400"),
         ({"added_tokens_decoder": {"0": {"content": "<mask>"}}}, "has no token '<mask>' of id 0"),
         ({"added_tokens_decoder": ["<mask>"]}, "added_tokens_decoder"),

@@ -315,7 +315,7 @@ def test_from_records_to_pairs(tmp_path: Path, vocab_file: str, capsys: pytest.C
     _preprocess(*base, "--output-prefix", str(tmp_path / "b"), "--on-error", "skip")
     said = capsys.readouterr().out
     assert "the tokenizer has no special token <|im_start|> or <|im_end|>" in said
-    assert "1 bad and 0 empty skipped" in said
+    assert "1 unreadable and 0 empty documents skipped" in said
     tokens, counts = IndexedDataset(tmp_path / "b_sft"), IndexedDataset(tmp_path / "b_sft_loss")
     tokenizer = load_tokenizer(vocab_file)
     assert (
@@ -368,7 +368,7 @@ def test_a_corpus_has_one_date(
     assert tokenizer.decode(IndexedDataset(tmp_path / "b_sft")[0].tolist()).startswith("26 Jul 2024")
     pairs = [str(tmp_path / name) for name in ("a_sft", "b_sft")]
     inspect_data.merge_pairs(Namespace(prefixes=pairs, output=str(tmp_path / "m_sft")))
-    assert "2 dates; the sidecar records the last, 2026-01-31" in capsys.readouterr().out
+    assert "2 dates; the new sidecar records the last, 2026-01-31" in capsys.readouterr().out
     assert json.loads((tmp_path / "m_sft.json").read_text())["chat_date"] == "2026-01-31T00:00:00"
     for more, message in (
         ([*dated, "--chat-date", "today"], "--chat-date today is not a date"),
