@@ -12,11 +12,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_BUFFERS = "kept activations need no buffers of their own, so leave it out"
+_BUFFERS = "recomputed activations need no separate buffers; remove this import"
 _BERT = "there is no BERT model"
 _REALM = "there are no retrieval models"
-_SCALER = 'DeepSpeed scales losses ("fp16" of --deepspeed-config), so leave it out'
-_KERNELS = "torch's attention is one kernel and --compile fuses the rest, so leave it out"
+_SCALER = 'DeepSpeed scales losses ("fp16" of --deepspeed-config); remove this import'
+_KERNELS = "torch's attention is one kernel and --compile fuses the rest; remove this import"
 _LAYERS = "megatron.model.block.Block is one transformer layer; gpt2_layers and t5_layers list the layers of a model"
 _SAVES = (
     "runs save and load by --save, --load and --save-interval; megatron.checkpointing.save_checkpoint in a custom loop"
@@ -57,7 +57,7 @@ MODULES: dict[str, str | None] = {
 # Modules without a counterpart: importing one of them says why.
 GONE_MODULES = {
     "megatron.data.bert_dataset": _BERT,
-    "megatron.data.helpers": "samples need no compiled helpers, so leave it out",
+    "megatron.data.helpers": "the sample index needs no compiled helpers; remove this import",
     "megatron.data.ict_dataset": _REALM,
     "megatron.data.realm_dataset_utils": _REALM,
     "megatron.data.realm_index": _REALM,
@@ -65,7 +65,7 @@ GONE_MODULES = {
     "megatron.memory": _BUFFERS,
     "megatron.model.bert_model": _BERT,
     "megatron.model.classification": _BERT,
-    "megatron.model.distributed": "DeepSpeed or tds.DistributedOptimizer reduces gradients, so leave it out",
+    "megatron.model.distributed": "DeepSpeed or tds.DistributedOptimizer reduces gradients; remove this import",
     "megatron.model.multiple_choice": _BERT,
     "megatron.model.realm_model": _REALM,
     "megatron.tokenizer.bert_tokenization": _BERT,
@@ -136,7 +136,7 @@ _COUNTERPARTS = {
     "megatron.fp16.fp16util": {
         "BN_convert_float FP16Model convert_module convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists tofp16":
-            "--precision fp16 converts weights and keeps fp32 masters, so leave it out",
+            "--precision fp16 converts weights and keeps fp32 masters; remove this import",
         "clip_grad_norm": "megatron.mpu.clip_grad_norm",
         "to_python_float": "tensor.item()",
     },
