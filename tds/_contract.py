@@ -1,20 +1,20 @@
 """Every name of DeepSpeed that this package imports, reads, calls, overrides or patches, by class, as data.
 
-`_deepspeed.missing_names` compares it with the installed release at run time, tests/unit/test_contract.py with
-this package's code and with the release. A new release is reviewed with `pytest tests/unit/test_contract.py`.
+At run time, `_deepspeed.missing_names` compares this list with the installed release. tests/unit/test_contract.py
+compares it with the release and with this package's code; run that test to review a new release of DeepSpeed.
 """
 
 from typing import NamedTuple
 
 
 class Names(NamedTuple):
-    """Names of one class or module, each field separated by spaces.
+    """DeepSpeed's names of one class or module; a field separates its names by spaces.
 
     place: `module` or `module:Class`.
-    purpose: what does not work without these names, for messages.
-    uses: names that the class or module itself has.
+    purpose: what fails without these names, for error messages.
+    uses: names that the class or module itself defines.
     fields: attributes that an instance has once it is built.
-    overrides: methods that our subclass replaces.
+    overrides: methods that a subclass in tds overrides.
     patches: names that are replaced in DeepSpeed's own class, module or instance.
     """
 
@@ -215,10 +215,10 @@ CONTRACT = (
     Names("deepspeed.runtime.zero.config", "checking the ds_config", uses="DeepSpeedZeroConfig"),
 )
 
-# Attributes that DeepSpeed gives to weights, and reads on them.
+# Attributes of weights that DeepSpeed sets and reads.
 OF_PARAMETERS = "_hp_mapping ds_id ds_pipe_replicated ds_process_group ds_tensor model_parallel tensor_model_parallel"
 
-# What DeepSpeed's engines read and call on the optimizer that they are given, here a DistributedOptimizer.
+# Attributes and methods of a DistributedOptimizer that DeepSpeed's engines read and call.
 OF_OPTIMIZERS = (
     "_global_grad_norm _lazy_init_hp_params_optimizer_state _restore_from_bit16_weights bf16_groups dp_process_group "
     "fp16_groups load_state_dict overflow param_groups refresh_fp32_params set_gradient_accumulation_boundary "
