@@ -126,7 +126,7 @@ def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
 
 
 def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
-    """Start an all-gather of every rank's `share` `[n]` into `whole` `[replicas * n]`; `share` is a slice of `whole`."""
+    """Start an all-gather of every rank's `share` `[n]`, a slice of `whole`, into `whole` `[replicas * n]`."""
     return _all_gather(whole, share, group=group, async_op=True)
 
 
@@ -138,8 +138,8 @@ def raw_bytes(tensor: Tensor) -> bytes:
 def keep_saved_tensors() -> None:
     """Disable donated buffers, so compiled backward passes keep the tensors that their forward pass saved.
 
-    A backward pass that is split in two (zb-h1) reads them twice. Resets torch.compile, so functions compiled before are
-    compiled again.
+    A backward pass that is split in two (zb-h1) reads them twice. Resets torch.compile, so functions compiled
+    before are compiled again.
     """
     from torch._functorch import config
 

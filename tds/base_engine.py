@@ -54,8 +54,9 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         self.enable_backward_allreduce = False
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Reduce the gradients over the replicas as DeepSpeed does, but leave `.grad` None if no replica has a gradient."""
-        if grads is not None or isinstance(self.optimizer, BF16_Optimizer):  # DeepSpeed's bf16 optimizer has gradient sums of all weights
+        """Reduce the gradients over the replicas like DeepSpeed; `.grad` stays None if no replica has a gradient."""
+        # DeepSpeed's bf16 optimizer reduces its fp32 gradient sums, which all weights have.
+        if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return
         with keep_missing_grads(self.module, self.seq_data_parallel_group):

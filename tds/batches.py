@@ -71,7 +71,7 @@ class Batches:
         return each_tensor(self._labels.pop(micro), lambda t: t.to(self._device, non_blocking=True))
 
     def all_labels(self) -> Sequence[Any]:
-        """Return all labels of the step, for a loss that counts its targets first. Reads all micro-batches of the step."""
+        """Read all micro-batches of the step and return their labels, for a loss that counts its targets first."""
         self.read_to(self._total)
         return list(self._labels.values())
 

@@ -66,9 +66,9 @@ class Contract:
 def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
     """Return the declarations of `model`: its `boundaries` (outputs) and `receives` (inputs).
 
-    Both attributes are optional; with several chunks they hold one sequence per chunk. The original TDS used three parallel
-    lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. These lists
-    declare both inputs and outputs.
+    Both attributes are optional; with several chunks they hold one sequence per chunk. The original TDS used three
+    parallel lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. These
+    lists declare both inputs and outputs.
     """
     legacy = _legacy(model)
     ends: list[tuple[Tensors, ...]] = []

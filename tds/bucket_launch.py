@@ -11,7 +11,7 @@ from ._torch import has_hooks
 from .messages import ways
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
-BYTES_A_REPLICA = 4 * 2**20  # minimum of a bucket, times replicas: messages between ranks must not shrink with more replicas
+BYTES_A_REPLICA = 4 * 2**20  # minimum per replica, so that messages do not shrink as replicas increase
 
 
 class Bucket(Protocol):
@@ -65,8 +65,8 @@ class BucketLauncher:
     """Scheduler of bucket reductions: `arm()` before a step's last backward pass, `finish()` after it.
 
     A bucket is reduced once each of its gradients has arrived as often as in the previous step's last pass and
-    the reductions of all earlier buckets have started. chunk_of: for a stage with several chunks of layers, the chunk whose
-    backward pass gives a weight its last gradient; 0 by default.
+    the reductions of all earlier buckets have started. chunk_of: for a stage with several chunks of layers, the
+    chunk whose backward pass gives a weight its last gradient; 0 by default.
     """
 
     def __init__(self, buckets: Sequence[Bucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:

@@ -1,7 +1,8 @@
-"""Transport of tuples of tensors over one stage boundary: one message each, no casts, and sends do not block the host.
+"""Transport of tensors over one stage boundary: one message per tuple, no casts, and sends that do not block.
 
-The first activation of a step is preceded by a header: shapes, dtypes, flags, and how many micro-batches share
-them. The other micro-batches of this run need no header, so the receiver posts their buffers before it computes.
+The first activation of a step is preceded by a header: shapes, dtypes, flags, and the number of consecutive
+micro-batches (a run) that have them. The others of the run need no header, so the receiver posts receives for them
+before it computes.
 Before the last message of a run, an 8-byte continuation says how many more micro-batches have the same layout.
 Zero means that the next message has its own header; with data-dependent shapes every message has one. Gradients
 need no header: they have the shapes of the activations that went the other way. neighbours.py describes which
@@ -88,7 +89,7 @@ class Link:
     slice_size: int
 
     def numel(self, flags: int, shape: torch.Size) -> int:
-        """Return how many elements of a tensor a message holds."""
+        """Return how many elements of a tensor this rank's message holds: all, or a slice if it is split."""
         return -(-shape.numel() // self.slice_size) if flags & SPLIT else shape.numel()
 
     def size(self, dtype: torch.dtype, flags: int, shape: torch.Size) -> int:
@@ -189,7 +190,7 @@ class Sender:
 
 
 class Posted(NamedTuple):
-    """A posted receive; `layout` is None if it is of a continuation."""
+    """A posted receive, of a message or, if `layout` is None, of a continuation."""
 
     at: At
     work: Any
@@ -198,7 +199,7 @@ class Posted(NamedTuple):
 
 
 class Receiver:
-    """The receiving end of a link: it posts receives of known layout in advance and hands messages out in their order.
+    """The receiving end of a link: it posts receives of known layout in advance and returns messages in order.
 
     A layout is known from a header (`take_next`), or for gradients from the stage itself (`expect`). ahead: how
     many receives are posted in advance; each holds a buffer.
@@ -213,14 +214,14 @@ class Receiver:
         self._posted: deque[Posted] = deque()
 
     def begin_step(self, total: int, agenda: Iterable[At]) -> None:
-        """Prepare for `total` micro-batches of each chunk. agenda: the order of messages."""
+        """Prepare for `total` micro-batches of each chunk. agenda: messages in the order in which they are sent."""
         self._runs = defaultdict(lambda: LayoutRun(total))
         self._agenda = deque(agenda)
         self._layouts, self._continued = {}, set()
         self._posted.clear()
 
     def expect(self, at: At, layout: Layout | None) -> None:
-        """Set the layout of an expected message, so that its receive can be posted; None if it will not come."""
+        """Set the layout of an expected message, so that its receive can be posted; None if there is no message."""
         self._layouts[at] = layout
         self._post(self._ahead)
 
@@ -259,7 +260,7 @@ class Receiver:
         return self._runs[at.chunk].end
 
     def __str__(self) -> str:
-        """Describe this end and the tensors of the next expected message."""
+        """Describe the sending rank and the tensors of the next expected message."""
         layout = next((posted.layout for posted in self._posted if posted.layout), ())
         tensors = ", ".join(f"{dtype} {list(shape)}" for dtype, _, shape in _as_json(layout))
         return f"from rank {self.link.peer}{tensors and ': '}{tensors}"
@@ -301,7 +302,7 @@ class Receiver:
     def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
         raw = raw[: self.link.numel(flags, shape) * dtype.itemsize]
         if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # a 16-byte dtype may start at a multiple of 8 only
+            raw = raw.clone()  # messages align tensors to 8 bytes, which is too little for a 16-byte dtype
         part = raw.view(dtype)
         if flags & SPLIT and self.link.slice_size > 1:
             parts = [torch.empty_like(part) for _ in range(self.link.slice_size)]

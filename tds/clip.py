@@ -15,7 +15,7 @@ from .sparse import numbers_of
 def is_split(parameter: nn.Parameter) -> bool:
     """Return whether tensor-parallel ranks hold different shards of `parameter`.
 
-    Users set either of two attributes, which DeepSpeed reads too.
+    Users set the attribute `tensor_model_parallel` or `model_parallel`; DeepSpeed reads both, too.
     """
     return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
@@ -34,14 +34,17 @@ def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
 def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, device: torch.device) -> Tensor:
     """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
-    It is NaN or Inf if any gradient on this rank is, including those of copies that do not count.
+    It is NaN or Inf if any gradient on this rank is, even that of a replicated weight that another rank counts.
     """
     there = [(numbers_of(p), counts_here(p, model_rank)) for p in parameters if p.grad is not None]
     return squared_norm_of(there, device)
 
 
 def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.device) -> Tensor:
-    """Return the squared norm of the gradients that count, a scalar in fp64; not finite if any gradient is not."""
+    """Return the squared norm of the gradients that count, a scalar in fp64; not finite if any gradient is not.
+
+    gradients: each with whether it counts.
+    """
     total, there = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
     for counted in (True, False):
         grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
@@ -67,8 +70,8 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
     """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
     torch's fused Adam reads a flag on the device. For any other optimizer the host reads the norm, which
-    synchronizes in every step, and drops the gradients. That includes SGD, which would keep momentum that it has
-    not filled, and apex's Adam.
+    synchronizes in every step, and drops the gradients. That includes apex's Adam, and SGD, whose fused kernel
+    would leave the momentum uninitialised if it skipped the first step.
     """
     if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -76,5 +79,5 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts calls
+            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts calls of step(), even without gradients
                 group["step"] = group.get("step", 0) - 1

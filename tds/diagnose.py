@@ -1,9 +1,10 @@
 """Errors instead of hangs: if one rank fails, dies or stalls, all ranks exit and rank 0 reports where each one was.
 
 A thread in every rank polls a shared store a few times a second. A rank that fails or waits too long announces
-that there. Then every rank writes its current activity and its stack, rank 0 prints them all, and all ranks exit
-with code 1. The store is torch's own, through a separate connection, so a blocked collective does not block it.
-If the process that hosts the store stalls, a second thread of each rank ends the rank without the store.
+this fault in the store. Then every rank writes its current activity and its stack to the store, rank 0 prints all
+of them, and all ranks exit with code 1. The store is torch's own, through a separate connection, so a blocked
+collective does not block it. If the process that hosts the store stalls, a second thread of each rank ends its
+rank without the store.
 """
 
 import atexit
@@ -49,7 +50,7 @@ def _print_once() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         latest = Watchdog._latest
         if latest and (isinstance(error, KeyboardInterrupt) or latest.reports_all_errors):
-            latest.fail(error)  # an error between two steps
+            latest.fail(error)  # the error was raised between two steps
         if not getattr(error, "tds_reported", False):
             before(kind, error, trace)
 
@@ -67,7 +68,7 @@ CHANNELS = {
 
 
 def describe(what: Any, stage: int, neighbours: Any) -> str:
-    """Describe what a rank is doing: a schedule instruction, or a text for anything else."""
+    """Describe what a rank is doing. what: a schedule instruction, or a text for any other activity."""
     where = f"stage {stage}"
     if not isinstance(what, schedule.Instruction):
         return f"{where}, {what}"
@@ -93,13 +94,13 @@ def without_cpp(text: str) -> str:
 
 
 def _callers(error: BaseException) -> list[str]:
-    """Return the stack lines above the place where `error` was caught: the user's own script."""
+    """Return the stack lines of the callers of the function that caught `error`, such as the user's script."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
 
 def _name_dead_ranks(fault: str, dead: list[int]) -> str:
-    """Return the fault, or the `dead` ranks if the fault is only a connection lost to them."""
+    """Return `fault`, or a text that names the `dead` ranks if the fault is only a lost connection."""
     lost = _LOST.search(fault)
     if not dead or not lost:
         return fault
@@ -138,9 +139,9 @@ def _exit(code: int) -> None:
 
 
 class FaultBoard:
-    """What ranks exchange through their store after a fault: the fault itself, then a report of each rank.
+    """Exchange of a fault, and then of each rank's report about it, through torch's store.
 
-    Rank 0 collects the reports and prints them; the others wait until it has. name: of what is monitored.
+    Rank 0 collects and prints the reports; the other ranks wait for that. name: what is monitored, for reports.
     """
 
     def __init__(self, name: str) -> None:
@@ -149,19 +150,22 @@ class FaultBoard:
         self.name, self.rank, self.world = name, dist.get_rank(), dist.get_world_size()
 
     def has_fault(self) -> bool:
-        """Return whether any rank has announced a fault. Raises an error of torch if the store is gone."""
+        """Return whether any rank has announced a fault. Raises torch's error if the store is unreachable."""
         return bool(self._store.check([FAULT]))
 
     def announce(self, fault: str, code: int = 0) -> None:
         """Publish the fault, unless another rank has already done so.
 
-        code: exit code of all ranks, without a detailed report; 0 for a report of where each rank is.
+        code: exit code of all ranks, whose report is then one line; 0: a report with all stacks, and exit code 1.
         """
         if not self.has_fault():
             self._store.set(FAULT, json.dumps([fault, code]))
 
     def report(self, report: dict[str, Any]) -> int:
-        """Write this rank's report, see `where_ranks_stand`, and return the announced exit code once all are printed."""
+        """Write this rank's report and return the announced exit code, once rank 0 has printed all reports.
+
+        report: the rank's activity `what`, its duration `since` (seconds), its `stack`, and `more` lines.
+        """
         fault, code = json.loads(self._store.get(FAULT))
         self._store.set(f"tds/report/{self.rank}", json.dumps(report))
         if self.rank == 0:
@@ -194,16 +198,15 @@ class FaultBoard:
 class Watchdog:
     """Monitor of what this rank does: `at` records an activity, and `fail` announces an error on the fault board.
 
-    One thread ends the rank when any rank has announced a fault or an activity takes too long, another one when
-    the board itself does not answer. Of several watchdogs in one process, e.g. of two engines, the one whose `at`
-    was called last is active.
+    One thread ends the rank when any rank has announced a fault or an activity takes too long. Another thread ends
+    it when the fault board does not answer. Of several watchdogs in one process, e.g. of two engines, the one whose
+    `at` was called last is active.
 
     timeout: seconds allowed for one activity.
-    describe: a method that turns what `at` was given into words, only for a report; held by weak reference. None:
-        `str`.
-    name: of what is monitored, for reports.
+    describe: a method that describes an argument of `at` in a report, held by weak reference; None: `str`.
+    name: what is monitored, for reports.
     device: an accelerator whose progress is reported.
-    idle: text for a rank on which no other rank can be waiting.
+    idle: text that describes this rank in a report while no activity is recorded.
     """
 
     _latest: "Watchdog | None" = None
@@ -240,7 +243,7 @@ class Watchdog:
 
     @classmethod
     def latest(cls) -> "Watchdog | None":
-        """The active watchdog of this process, or None."""
+        """Return the active watchdog of this process, or None."""
         return cls._latest
 
     def at(self, what: Any) -> None:
@@ -254,7 +257,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Report an error that leaves this block, unless all ranks raise it, because other ranks depend on the block."""
+        """Report an error in this block to all ranks, which may be waiting for this one, unless all ranks raise it."""
         try:
             yield
         except BaseException as error:
@@ -267,15 +270,15 @@ class Watchdog:
     def fail(self, error: BaseException) -> None:
         """Announce to all ranks that this one failed; returns when rank 0 has printed the report.
 
-        Ctrl-C and lack of memory need no investigation: they give one line without stacks, and the process ends
-        here.
+        Ctrl-C and lack of memory need no investigation: they give one line without stacks, and this method then
+        ends the process.
         """
         if not self._ending.acquire(blocking=False):
-            time.sleep(2 * COLLECT_SECONDS)  # the thread is about to end this process
+            time.sleep(2 * COLLECT_SECONDS)  # a thread of this watchdog is ending the process
         text = without_cpp("".join([*_callers(error), *traceback.format_exception(error)])).rstrip()
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers send it a second time
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers send SIGINT a second time
         rank = f"rank {self._board.rank}"
         fault, code = self._fault(error)
         try:
@@ -287,7 +290,7 @@ class Watchdog:
         error.tds_reported = True  # type: ignore[attr-defined]
 
     def _fault(self, error: BaseException) -> tuple[str, int]:
-        """Return what happened to this rank, and the exit code for all ranks, see `FaultBoard.announce`."""
+        """Return what happened to this rank, and the exit code to announce, or 0 for a report with stacks."""
         if isinstance(error, KeyboardInterrupt):
             return "was interrupted (Ctrl-C)", INTERRUPTED
         if memory := out_of_memory(error):
@@ -329,7 +332,7 @@ class Watchdog:
                 )
 
     def _stop(self) -> None:
-        """Stop the threads before the interpreter ends; ending inside C++ would crash the process."""
+        """Stop the threads before the interpreter exits; a thread still inside C++ would then crash the process."""
         self._over.set()
         for thread in self._threads:
             thread.join(2.0)
@@ -339,7 +342,7 @@ class Watchdog:
         return self._idle if doing is None or describe is None else describe(doing[0])
 
     def _more(self) -> list[str]:
-        """Return further lines about this rank. Errors are ignored, because the report matters more."""
+        """Describe the device's progress and pending collectives. Errors are ignored: the report matters more."""
         lines = []
         with contextlib.suppress(Exception):
             done = self._finished and self._finished.last()
@@ -350,7 +353,7 @@ class Watchdog:
         return lines
 
     def _in_short(self, what: Any) -> str:
-        """Describe an instruction without the message that the rank is waiting for."""
+        """Describe finished work briefly: an instruction by its name, micro-batch and chunk."""
         if isinstance(what, schedule.Instruction):
             return f"{type(what).__name__} of micro-batch {what.micro}, chunk {what.chunk}"
         describe = self._describe()
@@ -376,7 +379,7 @@ class Watchdog:
 
 
 def watch_the_start() -> None:
-    """Make an error that ends this process end all ranks, with a report, until an engine watches them."""
+    """Until an engine has a watchdog, make an uncaught error in this process end all ranks, with a report."""
     if not dist.is_initialized() or dist.get_backend() == "fake":  # a simulated world has no other processes
         return
     if dist.get_world_size() > 1 and Watchdog.latest() is None:

@@ -22,7 +22,7 @@ from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 
-ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # optimizers with a step count per tensor, or none
+ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # step counts per tensor, or none
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -35,7 +35,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     A pipeline engine calls the methods below. Without a pipeline, call `arm()` before the last `backward()` of a
     step, then `finish()` and `clip()`. Gradients are summed, not averaged, so divide losses by the number of
-    replicas. bucket_bytes: see `tds.bucket_launch.pack`.
+    replicas. bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
 
     If a weight's storage was replaced between two steps (`p.data = new`), the new values are copied into the
     bucket. In-place changes of half-precision weights are copied too. Raises RuntimeError in a backward pass if a
@@ -86,8 +86,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.buckets.append(Bucket(parameters, group))
                 link_shares(self.buckets[-1], len(self.buckets))
             self.bf16_groups.append(mine)
-        # Buckets are reduced in the order in which their last gradients come: last chunk first, and in it last layer
-        # first.
+        # Buckets are reduced in the order in which their last gradients come: last chunk first, and within a chunk
+        # last layer first.
         place = {p: at for at, p in enumerate(module.parameters())}
         self.buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(place[p] for p in b.parameters)))
         for settings in self.param_groups:
@@ -143,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _adopt_replaced(self) -> None:
         """Copy in weights whose storage a user replaced since the last step.
 
-        Raises ReplacedWeightError if that cannot be correct.
+        Raises ReplacedWeightError if the new values cannot be copied safely.
         """
         ours = {bucket.weights.untyped_storage().data_ptr() for bucket in self.buckets}
         for bucket in self.buckets:
@@ -166,20 +166,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------- gradients
 
     def arm(self, chunk: int = 0) -> None:
-        """Mark the next backward pass as a chunk's last one of this step, see `BucketLauncher`."""
+        """Mark the next backward pass of `chunk` as its last one in this step; it overlaps with the reduction."""
         assert self._launcher, "tds.initialize() comes first"
         self._launcher.arm(chunk)
 
     def finish(self) -> None:
-        """Finish the reductions, see `BucketLauncher`; each replica then has the sums of its shares."""
+        """Reduce the remaining buckets and wait; each replica then has the summed gradients of its shares."""
         assert self._launcher, "tds.initialize() comes first"
         self._launcher.finish()
         self._summed = True
 
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return this replica's share `[n]` of the summed gradient of an `apart` weight, after `finish()`.
+        """Return this replica's share `[n]` of the summed gradient of a tied weight, after `finish()`.
 
-        None if the weight is not trained.
+        parameter: one of `apart` in `attach`. None if it is not trained.
         """
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.share_grad
@@ -187,7 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def squared_norm(self, model_rank: int, device: torch.device) -> Tensor:
         """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
-        Not finite if any gradient in this rank's shares is not, including those of copies. model_rank:
+        Not finite if any gradient in this rank's shares is not, even one that another rank counts. model_rank:
         tensor-parallel rank.
         """
         if self._counted is None:
@@ -241,7 +241,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._lazy_init_hp_params_optimizer_state()
 
     def _scale_and_guard(self, norm: Tensor) -> None:
-        """Clip and skip within the optimizer's own kernel where possible."""
+        """Make the next step clip, or skip if `norm` is not finite; a fused kernel does both itself."""
         leave_out_unless_finite(self.optimizer, norm)
         if not self._limit:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -261,13 +261,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.drop_grads()
 
-    # --------------------------------------------------- as DeepSpeed asks it
+    # --------------------------------------------------- called by DeepSpeed
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Do nothing: `arm` has this information."""
+        """Do nothing, because `arm` marks the last backward pass of a step."""
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
-        """Link parameters to their moments."""
+        """Link parameters to their moments, so that DeepSpeed's utilities can read them."""
         for bucket in self.buckets:
             if bucket.share in self.state:
                 link_states(bucket, self.state)
@@ -278,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.pull_weights()
 
-    _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed calls it after loading weights only
+    _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed's name, called after it has loaded weights only
 
     def state_dict(self) -> dict[str, Any]:
         """Return this replica's shares and optimizer states.

@@ -1,7 +1,7 @@
 """The pipeline engine: an interpreter of schedules with one short method per instruction.
 
-Optimizer wrappers, gradient reduction, checkpoints and monitors are those of DeepSpeed's engine; the step is
-replaced.
+Optimizer wrappers, gradient reduction, checkpoints and monitors are those of DeepSpeed's engine; `train_batch` and
+`eval_batch` are replaced.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class PipelineEngine(PipelineHooks):
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
     a tensor, or a dict of named tensors. The sum of a dict is trained on, and `named_losses` has its items. If
-    `loss_fn` has a method `count_targets(labels)`, it returns sums. Then the loss is their total over the global
+    `loss_fn` has a method `count_targets(labels)`, it must return sums. The loss is then their total over the global
     batch divided by the total count, so it does not depend on the split into micro-batches and replicas.
     """
 
@@ -80,8 +80,8 @@ class PipelineEngine(PipelineHooks):
 
         By default the data come from the loader of `training_data` or `set_dataloader`. Returns the loss over the
         global batch, a scalar in fp32 (fp64 if the loss is), equal on every rank. Raises DataEnded, a
-        StopIteration, if the data end: on all stages, with nothing changed, if they end before the first
-        micro-batch.
+        StopIteration, if the data end. If they end before the first micro-batch, all stages raise it and nothing
+        has changed.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients; use eval_batch() under no_grad()")
@@ -89,7 +89,7 @@ class PipelineEngine(PipelineHooks):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # without progress lines, the timers are never read
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # no progress line reads and clears it
             timer.reset()
         timer.start()
         try:
@@ -154,7 +154,7 @@ class PipelineEngine(PipelineHooks):
         training, self.data_iterator = self.data_iterator, data_iter
         self.module.eval()
         try:
-            # Buffers made in inference mode could not be used for training again.
+            # Message buffers allocated in inference mode could not be reused for training.
             with torch.inference_mode(False), torch.no_grad(), self._watched(), trace.span("eval_batch", "step"):
                 self._begin(micros, compute_loss)
                 self._run(list(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks)), micros)
@@ -179,7 +179,7 @@ class PipelineEngine(PipelineHooks):
 
     @property
     def num_targets(self) -> float:
-        """Number of targets in the last global batch; of micro-batches, if targets are not counted."""
+        """Number of targets in the last global batch, or of micro-batches if `loss_fn` has no `count_targets`."""
         return self._losses.targets
 
     @property
@@ -368,7 +368,7 @@ class PipelineEngine(PipelineHooks):
                 self._forward_end(end)
                 raise end
             if end:
-                return  # stage 0 will announce it
+                return  # stage 0 announces the end of the data to all stages
         if count:
             self._at("reading its micro-batches, whose targets are counted")
             self._losses.count(count, batches.all_labels(), group)
@@ -385,7 +385,7 @@ class PipelineEngine(PipelineHooks):
     def _share_losses(self, squared_norm: Tensor | None = None) -> Tensor:
         """Return the loss over the global batch, a scalar, and broadcast it to all stages.
 
-        The same message sums the ranks' parts of the squared gradient norm, a scalar.
+        squared_norm: this rank's part, a scalar; the same all-reduce sums it over the ranks.
         """
         self._at("sharing the loss")
         if self._is_last:

@@ -22,7 +22,7 @@ def check_arguments(reduce_output: str | None, micros: int) -> None:
 def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:
     """Return what `eval_batch` returns on this rank.
 
-    loss: a scalar over all micro-batches and replicas; None if the outputs are evaluated instead.
+    loss: a scalar over all micro-batches and replicas; None if `eval_batch` returns outputs instead.
     """
     last = engine.is_last_stage()
     if loss is not None and reduce_output:

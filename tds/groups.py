@@ -38,7 +38,7 @@ def splits() -> bool:
 
 
 def new_groups(lines: Lines) -> Any:
-    """Create these disjoint groups and return the one with this rank, or None. Collective over the world."""
+    """Create disjoint groups, given by their ranks, and return this rank's, or None. Collective over the world."""
     if splits():
         return dist.split_group(split_ranks=[list(line) for line in lines])
     made = [dist.new_group(list(line)) for line in lines]
@@ -59,7 +59,7 @@ def of_members(ranks: Sequence[int]) -> Any:
 def _of_members(ranks: Sequence[int]) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:  # a bound device would turn this into a split of the world's communicator
+    if bound is not None:  # with a bound device, torch would split the world's communicator, on all ranks
         world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True)
@@ -86,7 +86,7 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
     """Return all groups parallel to `line`: the same varying axes, every value of the fixed ones.
 
-    topology: DeepSpeed's, or an object with its methods.
+    line: the ranks of one group. topology: DeepSpeed's ProcessTopology, or an object with its methods.
     """
     coords = [topology.get_coord(rank) for rank in line]
     there = [axis for axis in AXES if axis in topology.get_axis_names()]
@@ -101,7 +101,7 @@ def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
 
 @contextmanager
 def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
-    """Make DeepSpeed's grid use the groups of `shared`, although it creates one group at a time.
+    """Make DeepSpeed's grid use the groups that `shared` creates per axis, although it asks for one at a time.
 
     topology: returns the grid's topology, which does not exist yet when the first group, of the whole world, is
     created.

@@ -17,13 +17,13 @@ from .saving import PipelineState
 class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     """DeepSpeed's pipeline engine with a gradient norm over all stages and complete checkpoints.
 
-    Each rank computes its part of the squared norm; `_norm_part` gives it to the message that shares the loss,
-    which saves an all-reduce, or else `_take_norm` sums the parts.
+    Each rank computes its part of the squared norm. The all-reduce that shares the loss also sums the parts
+    (`_norm_part`), which saves a separate one; otherwise `_take_norm` sums them.
     """
 
     _reduction: Reduction
     _saved_state: PipelineState
-    _squared_norm: Tensor | None = None  # of this step over all ranks, if it came with the loss
+    _squared_norm: Tensor | None = None  # over all ranks in this step, if it was summed together with the loss
 
     @property
     def has_wrapped_optimizer(self) -> bool:
@@ -36,7 +36,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         return self.dp_world_size if self._reduction.averages else 1
 
     def _norm_part(self) -> Tensor | None:
-        """Return this rank's part, a scalar, of the squared norm.
+        """Return this rank's part, a scalar, of the squared gradient norm, to be summed together with the loss.
 
         None if DeepSpeed computes the norm, the gradients still have a loss scale, or there is only one stage.
         """
@@ -54,7 +54,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         return squared_norm_here(self.module.parameters(), model_rank, self.device)
 
     def _take_norm(self) -> Tensor:
-        """Return the global gradient norm, a scalar, computed here unless it came with the loss."""
+        """Return the global gradient norm, a scalar; sum it over the ranks unless that was done with the loss."""
         total, self._squared_norm = self._squared_norm, None
         if total is None:
             total = self._square_of_this_rank()
@@ -62,11 +62,11 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         return total.sqrt()
 
     def clip_fp32_gradients(self) -> None:
-        """Clip the gradients to the global norm; DeepSpeed's own counts only the first stage.
+        """Clip the gradients by the global norm; DeepSpeed's method counts only the first stage.
 
         If the norm is not finite, the gradients are dropped. Then the optimizer changes neither weights nor
-        moments nor step counts, on all ranks, since all have the same norm. A `torch.amp.GradScaler` does this
-        itself.
+        moments nor step counts, on all ranks, since all have the same norm. A `torch.amp.GradScaler` skips
+        such steps itself.
         """
         root = self._take_norm()
         clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
@@ -83,22 +83,22 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self.optimizer.clip(norm, self.gradient_clipping())
             self.optimizer.overflow = not math.isfinite(norm.item())  # DeepSpeed counts this as a skipped step
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
-            self.clip_fp32_gradients()  # otherwise DeepSpeed or its optimizer asks for the norm
+            self.clip_fp32_gradients()  # with clipping, DeepSpeed calls it; a wrapped optimizer has a norm
         super()._take_model_step(lr_kwargs)
 
     def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
-        """Reduce the gradients over the replicas, if there are any; DeepSpeed would copy all gradients of one, too."""
+        """Reduce the gradients over the replicas; for a single replica, skip DeepSpeed's copies of all gradients."""
         if self.dp_world_size > 1:
             super().buffered_allreduce_fallback(*args, **kwargs)
 
     def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
-        """Save as DeepSpeed does, plus the partition and the state outside the layers."""
+        """Save DeepSpeed's checkpoint, the partition of the layers, and state outside the layers (see saving.py)."""
         tag = str(tag or f"global_step{self.global_steps}")
         self._saved_state.save(Path(save_dir, tag))
         return super().save_checkpoint(save_dir, tag, *args, **more)
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
-        """Load as DeepSpeed does. Raises ValueError before loading optimizer states of another partition."""
+        """Load a checkpoint. Raises ValueError for optimizer states of another partition of the layers."""
         states = more.get("load_optimizer_states", args[1] if len(args) > 1 else True)
         only_module = more.get("load_module_only", args[3] if len(args) > 3 else False)
         self._saved_state.load(Path(load_dir), tag, states and not only_module)

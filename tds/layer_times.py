@@ -1,4 +1,4 @@
-"""Measured time of each layer of a list, for stages that take equal time."""
+"""Measurement of each layer's time, and partitions in which all stages take similar time."""
 
 import statistics
 import time
@@ -58,7 +58,7 @@ def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
 
 
 def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
-    """Return the cuts into non-empty groups of layers whose slowest group is fastest, and of these the most even."""
+    """Return cuts into non-empty groups of layers that minimise the slowest group's time; of several, the most even."""
     slowest = _cut(seconds, groups, lambda most, took: max(most, took))[0]
     limit = slowest * (1 + 1e-9)
     return _cut(seconds, groups, lambda total, took: total + (took * took if took <= limit else float("inf")))[1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .groups import gather_objects
 
-MOST = 16  # limit on named plus additional losses
+MOST = 16  # maximum number of named and additional losses together
 TRAINED, ADDITIONAL = 0, 1  # kinds of losses
 Key = tuple[int, str]  # kind and name of a loss
 
@@ -33,7 +33,7 @@ class Losses:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.targets = 0.0
-        self.dtype = torch.float32  # dtype of the losses that users get
+        self.dtype = torch.float32  # dtype of the losses that the engine returns
         self._found: dict[Key, Tensor] = {}  # results of the last step
         self._sums: dict[Key, Tensor] = {}
         self._of_replicas: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys that all replicas know
@@ -52,7 +52,7 @@ class Losses:
         self.dtype = torch.float32
 
     def count(self, count_targets: Callable[[Any], Any], labels: Sequence[Any], replicas: Any) -> None:
-        """Divide by the number of targets instead, totalled over the labels and the replicas."""
+        """Set the divisor of the losses to the number of targets in `labels`, summed over the replicas."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for each in labels:
             total += count_targets(each)
@@ -84,7 +84,7 @@ class Losses:
         }
 
     def _over_replicas(self, replicas: Any) -> dict[Key, Tensor]:
-        """Return the sums over replicas: one all-reduce over the names of the previous step.
+        """Return the sums over replicas: one all-reduce of the losses that were known in the previous step.
 
         A second exchange is needed only if a replica has a new name.
         """
@@ -116,8 +116,8 @@ class Losses:
     def broadcast(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> Tensor | None:
         """Broadcast the result of rank `source` to the stages. Collective over the group `stages`.
 
-        with_sum: (whether this rank contributes the result, a scalar, a group that contains `stages`). If given,
-        one all-reduce over that group carries both the result and the sum of the scalars, which is returned.
+        with_sum: (whether this rank contributes the losses, a scalar to sum, a group that contains `stages`). If
+        given, one all-reduce over that group shares the losses and sums the scalars; their sum is returned.
         """
         here = dist.get_rank() == source
         keys = tuple(self._found)
@@ -161,7 +161,7 @@ class Losses:
 
     @property
     def sum(self) -> Tensor | None:
-        """The sum over this rank's micro-batches in this step before any division, a scalar."""
+        """The sum of this rank's losses in this step, a scalar, not yet divided by targets; None without losses."""
         trained = [value for (kind, _), value in self._sums.items() if kind == TRAINED]
         return torch.stack(trained).sum().to(self.dtype) if trained else None
 

@@ -1,7 +1,8 @@
 """Measurement of DeepSpeed's gradient scaling: one optimizer step of a tiny model, by the same code path as a run.
 
-Engines here multiply losses by what DeepSpeed will divide gradients by: accumulation steps, replicas, and the
-fp16 loss scale. Releases and settings differ in this, and a wrong factor would silently train on wrong gradients.
+The engines of tds multiply losses by the factor by which DeepSpeed will divide gradients: accumulation steps,
+replicas, and the fp16 loss scale. This factor differs between releases and settings of DeepSpeed, and a wrong one
+would silently train on wrong gradients.
 """
 
 import json
@@ -25,7 +26,7 @@ from .optimizer_state import get_weight, take_over_reduction
 
 SIZE = 64
 GRADIENT = 2.0**-10  # small enough for fp16 with the loss scale of `_settings`
-TOLERANCE = 0.02  # bf16 has 8 bits, and a wrong factor is 2 or more
+TOLERANCE = 0.02  # relative error; bf16 rounds by up to 0.4%, and a wrong factor is 2 or more
 COPIED = (
     "bf16",
     "data_types",
@@ -93,7 +94,8 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     given = engine._config._param_dict
     zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
     zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
-    # DeepSpeed allows bf16 with fp32 accumulation under ZeRO only; a caller with its own reduction needs neither.
+    # DeepSpeed allows bf16 with fp32 accumulation under ZeRO only; a caller with its own reduction needs neither
+    # setting.
     names = [key for key in COPIED if not (own_reduction and key in ("bf16", "data_types"))]
     settings = {key: given[key] for key in names if key in given}
     settings |= {
@@ -107,7 +109,7 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
 
 
 def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction: bool, pipeline: bool) -> float:
-    """Return how far a weight moves in one SGD step with learning rate 1, down the gradient."""
+    """Return the gradient that DeepSpeed applies: how far one SGD step with learning rate 1 moves a weight."""
     model = _Number()
     with quietly():
         probe = (_PipelineProbe if pipeline else _PlainProbe)(
@@ -135,7 +137,7 @@ def check_factor(
     """Measure whether a loss times `factor_of(accumulation steps)` gives the intended gradient.
 
     The intended gradient is the sum over the global batch. Under a pipeline it is the mean over replicas of sums
-    over micro-batches. Collective over all ranks; each kind of engine is measured once in a process.
+    over micro-batches. Collective over all ranks; each combination of settings is measured once in a process.
     own_reduction: the caller reduces over replicas, so only this rank is measured. Raises ValueError if DeepSpeed
     makes the gradient larger or smaller.
     """
@@ -157,7 +159,7 @@ def check_factor(
 
 
 def check_scale_of_fp16(engine: Any) -> None:
-    """Raise ValueError if a new engine without a pipeline would undo an fp16 loss scale that it never applied."""
+    """Raise ValueError if a new engine without a pipeline would divide by an fp16 loss scale that it never applied."""
     if isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) and not isinstance(
         engine, StockPipelineEngine
     ):

@@ -22,7 +22,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory and shape, with no history, base or gradient and a new version counter."""
+    """Return a tensor of the same memory and shape, without autograd history, base, gradient or shared version."""
     bare = plain(tensor)
     return bare.new_empty(0).set_(
         bare.untyped_storage(),  # type: ignore[call-overload]
@@ -43,7 +43,7 @@ class _NonLeafView(torch.autograd.Function):
 
 
 def non_leaf_view(tensor: Tensor) -> Tensor:
-    """Return a non-leaf tensor in the memory of a leaf, which a layer may modify in place.
+    """Return a non-leaf tensor that shares the memory of the leaf `tensor`, so a layer may modify it in place.
 
     It works like `tensor.clone()` without the copy, so an in-place layer overwrites the values of `tensor`.
     """
@@ -51,7 +51,7 @@ def non_leaf_view(tensor: Tensor) -> Tensor:
 
 
 def pop_grad(tensor: Tensor) -> Tensor:
-    """Return the gradient of a tensor and clear it there, so it can be sent without a copy."""
+    """Return the gradient of a tensor, or zeros if it has none, to be sent without a copy; set `.grad` to None."""
     grad, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if grad is None else plain(grad)
 
@@ -59,8 +59,8 @@ def pop_grad(tensor: Tensor) -> Tensor:
 class Pool:
     """Buffers by size, reused only when no tensor views them any more.
 
-    A received tensor may live on in autograd's graph, in another message or in a user's variable. So buffers are
-    not given back; torch's use count of a storage shows when one is free.
+    A received tensor may live on in autograd's graph, in another message or in a user's variable. So callers do
+    not return buffers; torch's use count of a storage shows when a buffer is free.
     """
 
     def __init__(self, device: torch.device) -> None:

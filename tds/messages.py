@@ -3,7 +3,7 @@
 import contextlib
 import sys
 
-ways = {  # what an error message advises, as keys of a ds_config; a program with its own flags replaces these
+ways = {  # advice in error messages, as keys of a ds_config; a program with its own flags replaces it
     "overlap": '"overlap_grad_reduce": false in the pipeline section of the ds_config',
     "no ZeRO": '"zero_optimization": {"stage": 0} in the ds_config',
     "no pipeline": "a plain module in the place of the PipelineModule",

@@ -34,7 +34,7 @@ def require_scalar_loss(outputs: Any, stage: int) -> None:
 
 
 def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
-    """Raise RuntimeError if the loss, a scalar, has no gradient function in a training step."""
+    """Raise RuntimeError if the loss of a training step, a scalar, does not require a gradient."""
     if loss.requires_grad:
         return
     if any(isinstance(each, Tensor) and each.requires_grad for each in as_tuple(outputs)):
@@ -49,7 +49,7 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
 
 
 def warn_of_untied(module: Any) -> None:
-    """Warn on rank 0 of modules and weights that are one object in the list of layers but are on several stages."""
+    """Warn on rank 0 of modules and weights that several layers share although these are on different stages."""
     if module.num_stages == 1 or module.global_rank:
         return
     places: dict[int, list[int]] = defaultdict(list)
@@ -72,7 +72,7 @@ def warn_of_untied(module: Any) -> None:
 
 
 def _things(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules and weights of a layer by name, which another layer may share: its own, or arguments of its LayerSpec."""
+    """Yield (name, module or weight) that `layer` may share with others: its own, or arguments of its LayerSpec."""
     if isinstance(layer, nn.Module):
         if any(True for _ in layer.parameters()):
             yield "", layer

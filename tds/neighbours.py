@@ -1,12 +1,12 @@
 """The neighbours of a pipeline stage and the process groups that connect them.
 
 NCCL runs all messages of a group in the order in which a rank posted them, and a send ends only when it is
-received. So a stage that receives and sends over one group may wait for a message queued after one of its own.
-This does happen with three stages. Therefore the two directions of a stage boundary use different groups, and so
-do the two boundaries of a stage: boundaries alternate between two parities, with a third for an odd number of
-stages in a ring. All chunks of a pipeline share one group per parity and direction, so a pipeline of any length
-needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, where messages do not wait for each other,
-all boundaries share two groups.
+received. So if a stage received and sent over one group, a message that it needs could be queued behind one that
+cannot end yet; with three stages this does deadlock. Therefore the two directions of a stage boundary use
+different groups, and so do the two boundaries of a stage: boundaries alternate between two parities, with a third
+for an odd number of stages in a ring. All chunks of a pipeline share one group per parity and direction, so a
+pipeline of any length needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, where messages do not
+wait for each other, all boundaries share two groups.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ PREVIOUS, NEXT = "previous", "next"
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The channels of this stage to the previous and the next one; every chunk uses the same two neighbours.
+    """The channels of this stage to the previous and the next stage, which all chunks share.
 
-    senders, receivers: by side; a side is absent if the stage never has a neighbour there.
+    senders, receivers: by side, `previous` or `next`; a side is absent if the stage never has a neighbour on it.
     """
 
     stage: int
@@ -71,7 +71,7 @@ class Neighbours:
         for sender in self.senders.values():
             sender.flush()
         for sender in list(self.senders.values())[:1]:
-            sender.link.pool.trim()  # all channels share it
+            sender.link.pool.trim()  # all channels share one pool
 
     def has_previous(self, chunk: int) -> bool:
         """Return whether the inputs of this chunk come from another stage."""
@@ -83,7 +83,7 @@ class Neighbours:
 
 
 def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbours:
-    """Create the groups and channels. Collective over all ranks."""
+    """Create the process groups and channels to the neighbouring stages. Collective over all ranks."""
     stages, stage = grid.pipe_parallel_size, grid.get_stage_id()
     found = Neighbours(stage, stages, chunks, {}, {})
     if stages == 1:
@@ -112,7 +112,7 @@ def _meet(found: Neighbours, device: torch.device, parities: int) -> None:
     """Send one byte each way over every stage boundary, one parity after the other.
 
     A stage has at most one boundary of each parity. Some libraries connect two ranks at their first message and
-    block both until the other arrives. Connecting here, in an order without cycles, keeps that out of the step.
+    block both until the other arrives. Connecting now, in an order without cycles, keeps this out of the first step.
     """
     stage, stages = found.stage, found.stages
     ways = (

@@ -1,8 +1,8 @@
 """The fp32 weight and the optimizer moments of a parameter, independent of DeepSpeed's wrapper.
 
-ZeRO flattens, shards and hides them. Here they are read and set whole (this rank's tensor-parallel shard). With
-ZeRO, reading is a collective over the data-parallel ranks: all must ask for the same parameters in the same
-order.
+ZeRO flattens these tensors and shards them over the replicas. This module reads and sets them in the parameter's
+shape (that of this rank's tensor-parallel shard). With ZeRO, reading is a collective over the data-parallel ranks:
+all must read the same parameters in the same order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,8 @@ def _inner(engine: Any) -> torch.optim.Optimizer:
 def _owners(engine: Any) -> list[Tensor]:
     """Return the tensors that the torch optimizer steps: the parameters, or ZeRO's flat shards of them."""
     if engine.zero_optimization_stage() == 3 and engine.optimizer is not _inner(engine):
-        return list(engine.optimizer.fp32_partitioned_groups_flat)  # ZeRO-3 swaps these in and out of groups
+        # ZeRO-3 puts these shards into param_groups only while it steps them.
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
     return [p for group in _inner(engine).param_groups for p in group["params"]]
 
 
@@ -98,12 +99,12 @@ def _is_moment(value: Any, owner: Tensor) -> bool:
 
 
 def has_moments(engine: Any, parameter: nn.Parameter) -> bool:
-    """Return whether the optimizer has state for `parameter`; not if it is frozen or never had a gradient."""
+    """Return whether the optimizer has state for `parameter`; False if it is frozen or never had a gradient."""
     return parameter.requires_grad and (_wrapped(parameter) or parameter in _inner(engine).state)
 
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
-    """Return a moment of a parameter as the optimizer keeps it: whole, or this rank's share."""
+    """Return the optimizer moment `name` of a parameter, in the parameter's shape."""
     if _wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
     return _inner(engine).state[parameter][name]  # type: ignore[no-any-return]
@@ -122,7 +123,7 @@ def get_step(engine: Any) -> int:
     """Return the optimizer's step count (Adam's t), the highest one on this rank."""
     inner = _inner(engine)
     counted = [step for owner in _owners(engine) if (step := inner.state.get(owner, {}).get("step")) is not None]
-    counted += [group.get("step", 0) for group in inner.param_groups]  # apex's Adam counts here
+    counted += [group.get("step", 0) for group in inner.param_groups]  # apex's Adam has one count per group
     return max(map(int, counted), default=0)
 
 
@@ -200,7 +201,7 @@ def get_loss_scaler(engine: Any) -> dict[str, float]:
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
-    """Restore what `get_loss_scaler` returned, if both scales are dynamic: a static one is a setting of this run."""
+    """Restore what `get_loss_scaler` returned, unless the saved or the current scale is static, hence a setting."""
     if not engine.fp16_enabled() or "cur_iter" not in state or not engine.optimizer.loss_scaler.dynamic:
         return
     scaler = engine.optimizer.loss_scaler
@@ -211,7 +212,7 @@ def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
 def least_loss_scale(engine: Any) -> float | None:
     """Return the minimum of fp16's dynamic loss scale, or None without one.
 
-    Afterwards the engine keeps skipping steps at this minimum instead of raising.
+    After this call, the engine keeps skipping steps at this minimum instead of raising an error.
     """
     if not engine.fp16_enabled() or not engine.optimizer.loss_scaler.dynamic:
         return None
@@ -223,8 +224,9 @@ def least_loss_scale(engine: Any) -> float | None:
 def check_all_copies(engine: Any) -> None:
     """Make DeepSpeed's optimizers skip a step if a replicated or tied weight's gradient is non-finite on one rank only.
 
-    Their norms count such weights on one rank, so the other ranks would take the step. ZeRO-1 and ZeRO-2 in fp32,
-    and ZeRO-3, then check all gradients, which costs one more pass over them and one more synchronization.
+    DeepSpeed's norms count such a weight on one rank only, so a NaN on another rank would not skip the step.
+    ZeRO-1 and ZeRO-2 in fp32, and ZeRO-3, then check all gradients, which costs one more pass over them and one
+    more synchronization.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
@@ -236,9 +238,9 @@ def check_all_copies(engine: Any) -> None:
 
 
 def _with_copies(optimizer: Any, honest: Any, for_clipping: bool = False) -> Any:
-    """Return the gradients for the bf16 optimizer's norm, and 0 times the norms of the others.
+    """Return the gradients that the bf16 optimizer's norm counts, and 0 times the norms of all other gradients.
 
-    The latter is NaN unless they are finite.
+    The latter is NaN unless those gradients are finite.
     """
     found = honest(for_clipping)
     if for_clipping:

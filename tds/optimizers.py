@@ -1,4 +1,4 @@
-"""Optimizers named in a ds_config: on a CPU torch's replace DeepSpeed's, which would have to be compiled."""
+"""Optimizers named in a ds_config: on a CPU, torch's replace DeepSpeed's, whose kernels need a compiler."""
 
 import contextlib
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def for_this_device() -> Iterator[list[str]]:
 
 
 def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings for torch's Adam that compute the same; its default weight decay is 0.01, DeepSpeed's is 0."""
+    """Return settings with which torch's Adam equals DeepSpeed's, whose default weight decay is 0, not 0.01."""
     if not settings.get("bias_correction", True):
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
     kept = {key: value for key, value in settings.items() if key not in ("bias_correction", *OF_THE_KERNELS)}

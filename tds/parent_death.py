@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-LAUNCHER = "TDS_LAUNCHER"  # set by tools/launch.py to its process id and its PID namespace
+LAUNCHER = "TDS_LAUNCHER"  # set by megatron_tools/launch.py to its process id and its PID namespace
 THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and deepspeed, whose ranks are their child processes
 POLL_SECONDS = 0.5
 
@@ -59,7 +59,7 @@ class ImpossibleRanks(ValueError):
 
 
 def refuse_impossible_ranks() -> None:
-    """Raise ImpossibleRanks for impossible rank numbers in the environment, with which ranks would hang."""
+    """Raise ImpossibleRanks if RANK or LOCAL_RANK does not fit WORLD_SIZE or LOCAL_WORLD_SIZE; ranks would hang."""
     for name, total in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         given = {key: os.environ[key] for key in (name, total) if os.environ.get(key)}
         for key, text in given.items():
@@ -99,9 +99,9 @@ def _launches(pid: int) -> bool:
 
 
 def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device | None" = None) -> None:
-    """Create the process group of a restarted attempt in the store that torchrun shares among all attempts.
+    """After a restart by torchrun, create the process group with separate keys in the store that attempts share.
 
-    A previous attempt left rank addresses and a failure report there, which would end this attempt too. device:
+    A previous attempt left rank addresses and a failure report in it, which would end this attempt too. device:
     this rank's, to which an NCCL group is bound, as DeepSpeed does it.
     """
     import torch.distributed as dist

@@ -75,11 +75,11 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         raise ValueError(f"there is no layer {layer_idx}; there are {self.cuts[-1]}")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
-        """Return the checkpoint path of a layer, as DeepSpeed's method does, by its global index."""
+        """Return the path of a layer's checkpoint file, which is named by the layer's index in the whole model."""
         return super().ckpt_layer_path(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
-        """Return the checkpoint paths of a layer, as DeepSpeed's method does, by its global index."""
+        """Return the paths of a layer's checkpoint files, which are named by the layer's index in the whole model."""
         return super().ckpt_layer_path_list(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
@@ -91,7 +91,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         ends = [0]
         for start, stop in self.bounds:
             ends.append(ends[-1] + stop - start)
-        self.chunk_slices = list(pairwise(ends))  # positions of each chunk in the layers built here
+        self.chunk_slices = list(pairwise(ends))  # range of each chunk in this stage's list of layers
         self.parts = self.cuts
         self._set_bounds(*self.bounds[0])
 
@@ -132,7 +132,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         )
 
     def _build(self) -> None:
-        """Build the layers; if one fails on any rank, raise on every rank instead of waiting for it."""
+        """Build the layers of this stage; if a layer fails on any rank, raise an error on every rank."""
         try:
             for bounds in self.bounds:
                 self._set_bounds(*bounds)
@@ -145,7 +145,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
 
 def is_pipeline(model: nn.Module) -> bool:
-    """Return whether `model` is a PipelineModule, ours or DeepSpeed's."""
+    """Return whether `model` is a PipelineModule of tds or of DeepSpeed."""
     return isinstance(model, StockPipelineModule)
 
 
@@ -184,8 +184,8 @@ class SequentialModule(nn.Module):
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        # (module path, forward_fn or None), or (None, function). Paths are resolved at each call, so replaced modules
-        # run.
+        # (module path, forward_fn or None), or (None, function). Paths are resolved at each call, so that a module
+        # that a user has replaced is used.
         self._functions: list[tuple[str | None, Any]] = []
         for index, layer in enumerate(layers):
             with _at_layer(index):
@@ -204,7 +204,7 @@ class SequentialModule(nn.Module):
         return None, layer
 
     def forward(self, inputs: Any) -> Any:
-        """Run all layers on the first one's input, a value or a tuple, and return the last one's output."""
+        """Run all layers on the first layer's input, a value or a tuple, and return the last layer's output."""
         return _run([self._function(*each) for each in self._functions], inputs)
 
     def _function(self, path: str | None, call: Any) -> Any:

@@ -75,13 +75,13 @@ class Progress:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Time another part of a step."""
+        """Time this block as the part `what` of a step."""
         begun = self.begin(what)
         yield
         self.end(what, begun)
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
-        """Return the progress line after a step, if one is due. samples: per step."""
+        """Return the progress line after a step, if one is due. steps: optimizer steps so far. samples: per step."""
         self._add_up(wait=False)
         if not self.every or steps % self.every:
             return None

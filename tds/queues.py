@@ -6,8 +6,8 @@ if it was created with its device, as DeepSpeed does it. A send ends only when i
 wait for one that is queued after another. With CUDA_DEVICE_MAX_CONNECTIONS=1, the device also starts all work,
 computation and messages alike, in the order of submission.
 
-A step is then a graph. An operation starts after others. A message ends only after its other end has started too.
-If the graph has no cycle, the step ends, and the graph gives the time when it does.
+A step is modelled as a graph of operations that start after others. A message ends only after both its send and its
+receive have started. If the graph has no cycle, the step ends, and the graph gives the time when it does.
 """
 
 import os
@@ -33,7 +33,8 @@ from .schedule import (
 )
 
 POSTED_AHEAD = 2  # receives that a channel posts in advance if no device queue waits for them
-COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}  # cost of a pass over a whole stage
+# Cost of a pass over all layers of a stage, relative to the forward pass.
+COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}
 
 
 def boundary_parity(boundary: int, stages: int) -> int:
@@ -45,9 +46,9 @@ def boundary_parity(boundary: int, stages: int) -> int:
 
 
 def in_queues(device: torch.device) -> bool:
-    """Return whether messages of a group wait for each other.
+    """Return whether messages of one process group wait for each other on this device.
 
-    False on CPUs, where an additional group would only cost a thread.
+    False on CPUs (gloo), where an additional group would only cost a thread.
     """
     return device.type != "cpu"
 
@@ -55,7 +56,7 @@ def in_queues(device: torch.device) -> bool:
 def posted_ahead(device: torch.device) -> int:
     """Return how many receives a channel posts in advance: none if the host may have to synchronize its device.
 
-    The allocator does so when it is short of memory, and CUDA when it loads a kernel. A pending receive must then
+    The allocator synchronizes when memory is short, and CUDA when it loads a kernel. A pending receive must then
     not depend on what this stage sends later, but even a single one may. With three stages in 1F1B, stage 0 posts
     the receive of gradient 0 before forward 1, but stage 1 sends it only after its own forward 1.
     """
@@ -74,14 +75,15 @@ def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
 
 @dataclass(frozen=True)
 class Rules:
-    """How messages move.
+    """The rules by which a device and its transport run computation and messages.
 
     ahead: receives that a channel posts in advance.
+    one_hardware_queue: the device starts all its work in the order of submission.
     dynamic: each activation has a header, for which the host waits. Otherwise the first one has a header and, in
-        the worst case, each other one a word.
+        the worst case, each other one a continuation (see channel.py), here called a word.
     queue: key of a message's queue, from its boundary, the number of stages and whether it goes to the next stage;
         None if the message waits for no other.
-    message: duration of a message.
+    message: duration of a message, in forward passes.
     device_waits: the host synchronizes the device before each computation, as when memory is short or a kernel is
         loaded.
     """
@@ -95,7 +97,7 @@ class Rules:
 
 
 class Graph:
-    """A dependency graph of events; each happens at its cost after the last event that it waits for."""
+    """A dependency graph of events; each happens `cost` after the last of the events that it waits for."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -103,7 +105,7 @@ class Graph:
         self.after: list[list[int]] = []
 
     def moment(self, name: str, cost: float, *after: int | None) -> int:
-        """Add an event and return its number."""
+        """Add an event and return its number. after: numbers of the events that it waits for; None is ignored."""
         self.names.append(name)
         self.costs.append(cost)
         self.after.append([each for each in after if each is not None])
@@ -209,7 +211,7 @@ class StageGraph:
     def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
         down = kind in (SendActivation, RecvActivation)  # direction of the message
         boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
-        # The first stage's chunk c + 1 follows the last stage's chunk c; the message has the number c.
+        # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
         queue = self.rules.queue(boundary, self.stages, down)
         name = f"{kind.__name__}({at.micro}{what and ', ' + what}) of stage {self.stage}"
@@ -239,7 +241,7 @@ class StageGraph:
 
 
 def finish(plan: Plan, rules: Rules | None = None) -> float:
-    """Return the time when the last stage is done under these rules.
+    """Return the time when the last stage is done under these rules, in forward passes over a stage.
 
     Raises ScheduleError for a deadlock and names its cycle.
     """

@@ -20,7 +20,7 @@ MARKED_LATE = 0.5  # seconds; the thread that marks a collective as ended may be
 
 
 def record_collectives() -> None:
-    """Turn torch's flight recorder on, before the ranks meet, unless the environment configures it."""
+    """Turn torch's flight recorder on unless the environment configures it; call it before ranks are connected."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", ENTRIES)
 

@@ -1,7 +1,7 @@
-"""Gradients reduced over the replicas during the backward pass, for an optimizer of whole weights.
+"""Reduction of gradients over the replicas during the backward pass, for optimizers without sharded states.
 
-This follows torch's DistributedDataParallel (Li et al. 2020). DeepSpeed without ZeRO starts when all gradients
-exist.
+This follows torch's DistributedDataParallel (Li et al. 2020). DeepSpeed without ZeRO starts to reduce when all
+gradients exist.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from .sparse import sparse_weights, sum_sparse
 
 
 class _GradBucket:
-    """A bucket whose sum replaces `.grad`; a weight without a gradient on any replica keeps none."""
+    """A bucket whose sum replaces `.grad`, which stays None for a weight without a gradient on any replica."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
         self.parameters, self.group, self.launched = list(parameters), group, False
-        self._present: Tensor | None = None  # a one for each parameter
+        self._present: Tensor | None = None  # ones, one for each parameter; their sum counts gradients
         self._work: dist.Work | None = None
-        # Weights without a gradient here, each with the number of replicas that have one.
+        # Weights without a gradient on this replica, each with the number of replicas that have one.
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
 
     def add(self, parameter: nn.Parameter) -> None:
@@ -59,8 +59,9 @@ class _GradBucket:
 class GradReducer:
     """Gradient reduction: `arm()` before a step's last backward pass, `finish()` after it; `.grad` is then the sum.
 
-    module: its weights may be frozen, replaced or converted between steps. group: the replicas. chunk_of: see
-    `BucketLauncher`. bucket_bytes: see `pack`.
+    module: its weights may be frozen, replaced or converted between steps. group: the replicas.
+    bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas. chunk_of: for a
+    stage with several chunks, the chunk of each weight.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class GradReducer:
         self._module, self._group = module, group
         self._bucket_bytes, self._chunk_of = bucket_bytes, chunk_of or {}
         self._seen: list[Any] = []
-        self._sparse: list[nn.Parameter] = []  # not in buckets; reduced last
+        self._sparse: list[nn.Parameter] = []  # weights with sparse gradients; not in buckets, reduced last
         self._launcher: BucketLauncher | None = None
         self._look()
 
     def _look(self) -> BucketLauncher:
-        """Pack the trainable weights, again if any was frozen, unfrozen, replaced or converted since the last step."""
+        """Return the launcher; pack the weights again if any was frozen, unfrozen, replaced or converted."""
         self._sparse = sparse_weights(self._module)
         learns = [p for p in self._module.parameters() if p.requires_grad and p not in set(self._sparse)]
         seen = [(id(p), p.dtype, p.device, p.shape) for p in learns]
@@ -92,10 +93,10 @@ class GradReducer:
         return self._launcher
 
     def arm(self, chunk: int = 0) -> None:
-        """Mark the next backward pass as a chunk's last one of this step, see `BucketLauncher`."""
+        """Mark the next backward pass of `chunk` as its last one in this step; it overlaps with the reduction."""
         self._look().arm(chunk)
 
     def finish(self) -> None:
-        """Finish the reductions, see `BucketLauncher`."""
+        """Reduce the remaining gradients and wait for all reductions of this step."""
         self._look().finish()
         sum_sparse(self._sparse, self._group)

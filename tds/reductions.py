@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas and over the stages of tied weights; a missing gradient stays missing, not zero.
+"""Sums of gradients over replicas and over the stages of tied weights; a missing gradient stays None, not zero.
 
 AdamW decays a weight whose gradient is zero, but leaves a weight without a gradient unchanged.
 """
@@ -42,7 +42,7 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
-    """Run a reduction, then remove the zeros that it filled in for gradients that no replica has."""
+    """Run a reduction in this block, then remove the zeros that it filled in for gradients that no replica has."""
     weights = _trainable(module)
     learned = set(_with_gradient(weights, replicas))
     for weight in sparse_weights(module):
@@ -55,10 +55,10 @@ def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
 
 
 def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn.Parameter]:
-    """Give zeros to each weight that has no gradient here but has one on another replica, and return those with one.
+    """Set a missing gradient to zeros if another replica has one, and return the weights with a gradient on any.
 
-    Collective. ZeRO packs gradients one after another and leaves out missing ones, so that buckets of replicas
-    would not match.
+    Collective. ZeRO packs gradients one after another and leaves out missing ones, so without these zeros, the
+    buckets of the replicas would not match.
     """
     learned = _with_gradient(weights, replicas)
     for weight in learned:
@@ -67,7 +67,7 @@ def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn
 
 
 def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
-    """Sum the gradients of each tied weight over its stages. Collective over them.
+    """Sum the gradients of each tied weight over its stages. Collective over these stages.
 
     A weight with a gradient on one stage gets one on all. A weight without any (frozen, or unused in this step)
     keeps none, so no optimizer decays it. gradient: returns the gradient of a weight if that is not in `.grad`.
@@ -98,13 +98,14 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
 
 
 class Reduction:
-    """How a pipeline engine sums its gradients: over the replicas, then over the stages of each tied weight.
+    """Summation of a pipeline engine's gradients: over the replicas, then over the stages of each tied weight.
 
     `accumulating` surrounds each backward pass and `finish` follows the last one. This class lets DeepSpeed reduce
-    over the replicas after the last backward pass (fp32 without ZeRO); the subclasses are the other ways.
+    over the replicas after the last backward pass (fp32 without ZeRO); its subclasses do so in other ways.
 
-    In this order all copies of a tied weight get the same bits. DeepSpeed uses the reverse order. Then the rounding
-    of a sum over three or more replicas depends on the weight's place in a message, which differs between stages.
+    Summing over replicas first makes all copies of a tied weight bitwise equal. DeepSpeed sums over stages first.
+    Then the rounding of a sum over three or more replicas depends on the weight's position in a message, which
+    differs between stages.
     """
 
     averages = True  # whether gradients are averaged over the replicas, not summed
@@ -153,7 +154,7 @@ class Overlapped(Reduction):
 
 
 class Bf16(Reduction):
-    """Reduction of the fp32 sums in which DeepSpeed's bf16 optimizer accumulates."""
+    """Reduction of the fp32 gradient sums of DeepSpeed's bf16 optimizer."""
 
     @contextmanager
     def accumulating(self, instruction: Instruction) -> Iterator[None]:
@@ -175,9 +176,11 @@ class Bf16(Reduction):
 
 
 class Zero(Reduction):
-    """Reduction by ZeRO's optimizers, which keep only a part of what they reduce, so tied weights come first.
+    """Reduction by ZeRO's optimizers, with the tied weights summed before.
 
-    Their replicas are summed before their stages, and then one replica contributes the whole sum.
+    After ZeRO's reduction, a rank holds only a shard of each sum, so tied gradients are summed over stages first.
+    Three or more replicas sum them over replicas before that; to ZeRO's reduction one replica then contributes this
+    sum, and the others zeros.
     """
 
     def finish(self) -> None:
@@ -196,7 +199,7 @@ class Zero(Reduction):
 
 
 def reduction_of(engine: Any) -> Reduction:
-    """Return the way in which a new pipeline engine sums its gradients."""
+    """Return the Reduction that a new pipeline engine needs for its optimizer and precision."""
     if engine.distributed:
         return Overlapped(engine, engine.distributed)
     if _may_overlap(engine):

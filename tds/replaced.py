@@ -1,4 +1,4 @@
-"""Weights and layers that a user replaces after the engine was made: followed, or refused with their name."""
+"""Weights and layers that a user replaces after the engine was made: adopted, or refused with an error."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ class KnownModel:
         """Make a PipelineModule run the layers that are now registered under its names.
 
         The module runs a separate list, made when it was built. Raises ReplacedWeightError if that list has
-        something else in place of the old layer, e.g. a compiled function.
+        neither the old layer nor the new one, but e.g. a function compiled from the old one.
         """
         for name, layer in _layers(self._module).items():
             before = self._layers.get(name)

@@ -1,6 +1,6 @@
 """What DeepSpeed's checkpoints of a pipeline lack: the partition of the layers, and state outside the layers.
 
-DeepSpeed stores optimizer states by position, so they fit one partition only. The other state is that of a
+DeepSpeed stores optimizer states by position, so they fit one partition only. State outside the layers is that of a
 `loss_fn` that is a module, of the PipelineModule itself, and of tied modules that are only used through a
 `forward_fn`. Each stage writes a separate file next to DeepSpeed's.
 """
@@ -24,7 +24,10 @@ NOTE = "tds_layout.json"
 
 
 class PipelineState:
-    """The partition of `module`, and its state outside the layers that DeepSpeed saves. grid: DeepSpeed's."""
+    """The partition of `module` and its state outside the layers, as saved next to DeepSpeed's checkpoint.
+
+    grid: DeepSpeed's PipelineParallelGrid.
+    """
 
     def __init__(self, module: nn.Module, grid: Any) -> None:
         self._module, self._grid = module, grid
@@ -70,9 +73,10 @@ class PipelineState:
     def load(self, folder: Path, tag: Any, with_optimizer: bool) -> None:
         """Load what the stages have written in a checkpoint of `folder`.
 
-        With as many stages as at the save, each stage loads its own values. Otherwise it loads those of the stage
-        that changed them. Warns of missing values, e.g. in a checkpoint that DeepSpeed itself has written. Raises
-        ValueError if the optimizer's states are to be loaded and are those of another partition.
+        With as many stages as at the save, each stage loads its own values. Otherwise it loads the values of the
+        stage on which they changed since the model was built. Warns of missing values, e.g. in a checkpoint that
+        DeepSpeed itself has written. Raises ValueError if the optimizer's states are to be loaded and are those of
+        another partition.
         """
         path = _folder_of(folder, tag)
         if path and with_optimizer:
@@ -108,7 +112,7 @@ def _chosen(files: list[Any], name: str, grid: Any) -> Tensor | None:
 
 
 def _folder_of(folder: Path, tag: Any) -> Path | None:
-    """Return the folder of a checkpoint, or None if it does not exist, which DeepSpeed reports."""
+    """Return the folder of a checkpoint, or None if it does not exist; DeepSpeed then reports this."""
     latest = folder / "latest"
     if tag is None and latest.is_file():
         tag = latest.read_text(encoding="utf-8").strip()

@@ -85,9 +85,7 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
     A stage runs `stages - 1 - stage` forward passes before its first backward pass, then alternates. extra_warmup
     n multiplies this lead by 1 + n ("eager" 1F1B for n = 1, Zhuang et al. 2023). In classic 1F1B every stage
     waits for a message that has only just been sent. With more micro-batches in flight, the next message has
-    already arrived. The price is the activations of those micro-batches. Stage s keeps
-    (stages - 1 - s)(1 + n) + 1
-    of them.
+    already arrived. The price is memory: stage s keeps the activations of (stages - 1 - s)(1 + n) + 1 micro-batches.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
@@ -101,9 +99,9 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
     The activations of all micro-batches are kept.
 
-    stage 0 | F0 F1 F2 F3             B0 B1 B2 B3
-    stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
-    stage 2 |       F0 F1 F2 F3 B0 B1 B2 B3
+        stage 0 | F0 F1 F2 F3             B0 B1 B2 B3
+        stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
+        stage 2 |       F0 F1 F2 F3 B0 B1 B2 B3
     """
     return with_messages([*(Forward(i) for i in range(micros)), *(Backward(i) for i in range(micros))], stage, stages)
 
@@ -112,8 +110,9 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
     """Yield 1F1B over several chunks per stage (Narayanan et al. 2021): 1/chunks of the bubble, chunks x the messages.
 
     Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through chunk
-    1 ..., then the next group. A pass takes 1/chunks of the time that it takes in 1F1B, and so does the wait at
-    either end. If `stages` does not divide the number of micro-batches, groups are larger, and so is the memory.
+    1 ..., then the next group. A pass takes 1/chunks of its time in 1F1B, so the idle time at the start and end of a
+    step shrinks by this factor. If `stages` does not divide the number of micro-batches, groups are larger, and so
+    is the memory.
     """
     forward, backward = _through_chunks(stages, micros, chunks)
     group = -(-micros // max(micros // stages, 1))
@@ -134,7 +133,7 @@ def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
     The gradient of the inputs (B) goes up the pipeline as soon as possible, and stage s delays weight gradients
     (W) by s micro-batches. No stage keeps more micro-batches than the first stage in 1F1B. The bubble shrinks
-    from (stages - 1)(F + B + W) to (stages - 1)(F + B - W).
+    from (stages - 1)(F + B + W) to (stages - 1)(F + B - W), where F, B and W are the times of the passes.
     """
     warmup = min(stages - 1 - stage, micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
@@ -209,10 +208,8 @@ def register(name: str, schedule: Schedule) -> None:
 def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     """Return the schedule that `"pipeline": {"schedule": ..., "extra_warmup": ...}` of a ds_config names.
 
-    The default is 1f1b.
-
-    chunks: of the model on each stage; only `interleaved` supports several. Raises ValueError for an unknown
-    name, or for settings that the schedule does not support.
+    The default is 1f1b. chunks: number of the model's chunks on each stage; only `interleaved` supports several.
+    Raises ValueError for an unknown name, or for settings that the schedule does not support.
     """
     name, extra = settings.get("schedule", "1f1b"), settings.get("extra_warmup", 0)
     if name not in NAMES and name not in _ADDED:

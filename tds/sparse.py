@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ABSENT, DENSE = -1, -2  # special values in place of a number of rows
+ABSENT, DENSE = -1, -2  # in place of a number of rows: no gradient, a dense gradient
 
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
@@ -33,12 +33,12 @@ def refuse_sparse(module: nn.Module, optimizer: object) -> None:
 def numbers_of(parameter: nn.Parameter) -> Tensor:
     """Return the gradient of `parameter`, or the values `[rows, ...]` of a sparse one.
 
-    Changes in place reach the gradient.
+    In-place changes of the result change the gradient.
     """
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter.grad.detach()
-    parameter.grad = parameter.grad.detach().coalesce()  # otherwise a row that was looked up twice would count in parts
+    parameter.grad = parameter.grad.detach().coalesce()  # sums the entries of a row that was looked up twice
     return parameter.grad.values()
 
 
@@ -61,9 +61,9 @@ def empty_gradient(weight: Tensor) -> Tensor:
 
 
 def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
-    """Sum the gradients of weights over the group; on each rank one may be sparse, dense or absent. Collective.
+    """Sum the gradients of weights over the group; each rank's may be sparse, dense or absent. Collective.
 
-    The sum is sparse, with the rows of all ranks, unless any gradient is dense. It is absent if all are.
+    The sum is sparse, with the rows of all ranks, unless any gradient is dense. It is absent if all gradients are.
     """
     for weight in weights:
         grad = weight.grad
@@ -79,12 +79,12 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
 
 
 def _rows(grad: Tensor) -> int:
-    """Return the number of rows of a sparse gradient, or DENSE if it is not a list of rows."""
+    """Return the number of rows of a sparse gradient, or DENSE if it is dense or also sparse within rows."""
     return grad.coalesce().indices().shape[1] if grad.is_sparse and grad.sparse_dim() == 1 else DENSE
 
 
 def _sum_of_rows(grad: Tensor, most: int, counts: list[Tensor], group: object) -> Tensor:
-    """Return the sparse sum over the group. most, counts: the largest number of rows, and that of each rank."""
+    """Return the sparse sum over the group. most: the largest number of rows on a rank. counts: of each rank."""
     grad = grad.coalesce()
     missing = most - grad.indices().shape[1]
     indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(missing)])

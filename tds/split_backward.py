@@ -7,8 +7,8 @@ remaining edges.
 
 Nothing is computed twice, except by a custom `autograd.Function` that ignores `ctx.needs_input_grad`. Hooks on
 activations run in both passes. A compiled layer computes all its gradients at once, so its weights get theirs in
-the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only in an unsplit one;
-then nothing is deferred.
+the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only within an unsplit
+backward pass; then nothing is deferred.
 """
 
 import warnings
@@ -41,7 +41,7 @@ class DeferredWeightGrads:
         """Accumulate the gradients of the weights into their `.grad`. Call it once."""
         for fork, grads in self._noted:
             arrived = [(GradientEdge(fork.node, i), g) for i, g in enumerate(grads) if g is not None]
-            # Hooks on this node's tensors run again before it; their first result must be used.
+            # The hooks on this node's tensors run again; replace their new result by that of the first pass.
             handle = fork.node.register_prehook(partial(_instead, tuple(grads)))
             try:
                 torch.autograd.backward(  # type: ignore[call-overload]
@@ -62,11 +62,11 @@ def backward_input(
     """Accumulate the gradients of `inputs` into their `.grad`, and return the deferred weight gradients.
 
     outputs: tensors, or graph edges that lead to them.
-    grads: as for `torch.autograd.backward`.
-    inputs: leaves.
+    grads: gradients of the outputs; None for a scalar.
+    inputs: leaf tensors that need gradients.
 
     A weight that is used more than once gets its gradient here, because its uses cannot be separated later. So
-    does a weight that is not below any path to an input.
+    does a weight that no node on a path to an input leads to.
     """
     deferred = DeferredWeightGrads()
     if not inputs:
@@ -99,7 +99,7 @@ def backward_input(
 def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[list[Fork], list[Tensor]]:
     """Return the forks, and the weights that are not reached through exactly one fork.
 
-    order: see `_children_first`.
+    order: all nodes, each after the nodes that its edges lead to.
     """
     wanted = {id(t) for t in inputs}
     leads: set[Node] = set()  # nodes on paths to the inputs

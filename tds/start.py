@@ -37,7 +37,7 @@ def raise_if_any_failed(error: Exception | None) -> None:
 
 
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
-    """Prove that training and evaluation end under this device's rules for messages."""
+    """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device."""
     narrow = one_hardware_queue(engine.device)
     rules = Rules(posted_ahead(engine.device), one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
     stages, micros = engine.num_stages, engine.micro_batches
@@ -97,7 +97,7 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     if not (config_class.zero_optimization_stage or config_class.float16_config.enabled or bf16):
         return
     if isinstance(optimizer, DistributedOptimizer):
-        return  # it shards whatever weights there are
+        return  # it supports stages without trainable weights
     groups = len(getattr(optimizer, "param_groups", ()))
     stages = gather_objects((any(p.requires_grad for p in model.parameters()), groups))
     counts = [count for _, count in stages]
@@ -116,7 +116,7 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
 
 
 def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
-    """Exchange the declarations of all stages of this pipeline. Raises on all stages alike if they do not match."""
+    """Exchange the boundary declarations of all stages. Raises BoundaryError on all if they do not match."""
     shared = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
     shared |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
     contract = contract_of(engine.module, chunks, shared | {"dynamic_shape": engine.dynamic_shape})

@@ -1,4 +1,4 @@
-"""State of a stage during one step: of the whole step, and of each micro-batch between its instructions."""
+"""State of a stage during one step: of the whole step, and of each micro-batch between instructions."""
 
 from dataclasses import dataclass, field
 
@@ -43,17 +43,17 @@ class Microbatch:
         return [each for each in self.received if each.grad]
 
     def take_received(self) -> list[BoundaryTensor]:
-        """Return the inputs and drop them here."""
+        """Return the inputs and drop this object's references to them."""
         received, self.received = self.received, []
         return received
 
     def take_to_send(self) -> list[BoundaryTensor]:
-        """Return the outputs and drop them here."""
+        """Return the outputs and drop this object's references to them."""
         to_send, self.to_send = self.to_send, []
         return to_send
 
     def take_roots(self) -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
-        """Return what to differentiate, and the gradients received for it (none for a loss)."""
+        """Return the roots of the backward pass, and their received gradients (none if the root is a loss)."""
         if self.loss is not None:
             loss, self.loss = self.loss, None
             return [loss], []

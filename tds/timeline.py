@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER, MERGED = "trace", "merged.json"
-# The receive of each send, and how many virtual stages further it is.
+# The receive that belongs to each send, and how many virtual stages later in the pipeline it is.
 PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
 
 
@@ -39,7 +39,7 @@ class RankTrace:
     error_us: float
 
     def named(self, iteration: int, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield the spans of these kinds in an iteration, in order."""
+        """Yield the spans of these kinds in an iteration, in recorded order."""
         return (e for e in self.events if e["cat"] in kinds and e["args"]["iteration"] == iteration)
 
 
@@ -105,7 +105,7 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
 
 
 def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[Any, ...]:
-    """Return the key that a message and its receive share. hop: virtual stages from here to the receiver."""
+    """Return the key that a message and its receive share. hop: virtual stages from `event` to the receive."""
     a, args = rank.about, event["args"]
     stage = args["chunk"] * a["stages"] + a["stage"] + hop
     return args["iteration"], a["replica"], a["model"], name, stage, args["micro"]

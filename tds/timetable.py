@@ -19,7 +19,8 @@ from .schedule import (
     SendGrad,
 )
 
-SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}  # source of each message
+# For each receive, the distance in virtual stages to the sender, and the sender's instruction.
+SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}
 PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
 PassSeconds = Callable[[type[Instruction], int, int], float]  # (kind, stage, chunk) -> seconds of one pass
 AFTER = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput, SendActivation: Forward}
@@ -97,7 +98,8 @@ def times(
     """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
     forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
-    by default half. message: time in transit. seconds: times of passes that differ by stage and chunk, instead.
+    by default half. message: time in transit. seconds: returns times that differ by stage and chunk, instead of
+    `forward`, `backward` and `weight`.
     """
     chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight
@@ -141,7 +143,7 @@ def most_in_flight(instructions: Sequence[Instruction]) -> int:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """Return the idle share of all stages' time."""
+    """Return the fraction (0 to 1) of all stages' time in which they are idle."""
     stages = 1 + max(span.stage for span in spans)
     busy = sum(span.end - span.begin for span in spans)
     return 1 - busy / (stages * max(span.end for span in spans))

@@ -1,9 +1,9 @@
-"""Recorded timeline of this rank, kept in memory until it is written as a Chrome trace (for Perfetto).
+"""Recorder of this rank's timeline, kept in memory until it is written as a Chrome trace (for Perfetto).
 
 A span is a tuple of two clock readings and its description. It costs a few hundred nanoseconds, so a recorder can
 stay on. On an accelerator, events replace the clock, so recording never synchronizes the device. On a CPU, the
-thread's CPU time is recorded too: the cost of a span, however many ranks share the cores. align.py compares the
-clocks of the ranks; timeline.py reads the files.
+thread's CPU time is recorded too; unlike the wall-clock time, it does not grow if ranks share cores. align.py
+compares the clocks of the ranks; timeline.py reads the files.
 """
 
 import functools
@@ -129,7 +129,7 @@ class Tracer:
                 self._settled(each) for each in pieces if wait or isinstance(each.end, int) or each.end.query()
             ]
         if self._zero is not None and wait:
-            self._zero = self._meet_device()  # the milliseconds since this event are a 32-bit number, so it is renewed
+            self._zero = self._meet_device()  # event times are 32-bit floats, precise only close to the reference
         return list(self._kept)
 
     def _settled(self, piece: Piece) -> Piece:
@@ -148,7 +148,7 @@ class Tracer:
             say(f"warning: the timeline {self.path} cannot be written: {error}", error=True)
 
     def write(self, wait: bool = True) -> None:
-        """Write the file of this rank atomically. wait: for the device; otherwise unfinished spans are omitted."""
+        """Write the file of this rank atomically. wait: wait for the device; otherwise unfinished spans are omitted."""
         self._since_write = 0
         rank = self.about.get("rank", 0)
         events: list[dict[str, Any]] = [
@@ -177,7 +177,7 @@ def _event(piece: Piece, rank: int, iteration: int) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ the recorder of this process
 
-_on: list[Tracer] = []  # one or none
+_on: list[Tracer] = []  # the active recorder, if any
 
 
 def current() -> Tracer | None:
