@@ -41,7 +41,7 @@ def refuse_other_releases(version: str) -> str | None:
     if os.environ.get(INSIST, "") not in ("", "0"):
         return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
-        f"DeepSpeed {version} may train on wrong gradients without a word{lacks}: pip install '{wanted}', "
+        f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
         f"or set {INSIST}=1 to use it nevertheless"
     )
 
@@ -161,8 +161,8 @@ def set_local_rank() -> None:
         return
     if count > 1:
         raise ValueError(
-            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but this machine shows it {count} accelerators: "
-            f"start {count} ranks on a machine ({ways['ranks']}), or one for each that a rank sees"
+            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but sees only {count} accelerators: start {count} "
+            f"ranks per machine ({ways['ranks']}), or let each rank see one accelerator only"
         )
     os.environ["LOCAL_RANK"] = "0"
 

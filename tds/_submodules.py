@@ -14,7 +14,7 @@ PACKAGE = __name__.partition(".")[0]
 RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # modules of the original TDS that tds has renamed
 
 GONE = {  # modules that the original TDS had or imported, and what replaces them
-    "pt": f"its modules are {PACKAGE}.runtime.utils, {PACKAGE}.runtime.config and {PACKAGE}.runtime.fp16.loss_scaler",
+    "pt": f"{PACKAGE}.runtime.utils, {PACKAGE}.runtime.config or {PACKAGE}.runtime.fp16.loss_scaler",
     "utils.distributed": f"{PACKAGE}.init_distributed",
 }
 MOVED = {  # names that the original TDS took from DeepSpeed, and the DeepSpeed modules that have them now
@@ -39,7 +39,7 @@ class _Finder(MetaPathFinder):
         if package != PACKAGE or not inner or (HERE / f"{inner}.py").is_file():
             return None
         if inner in GONE:
-            raise ModuleNotFoundError(f"{name} is not here; instead: {GONE[inner]}", name=name)
+            raise ModuleNotFoundError(f"{name} of the original TDS does not exist: use {GONE[inner]}", name=name)
         theirs = RENAMED.get(inner, f"deepspeed.{inner}")
         if importlib.util.find_spec(theirs) is None:
             return None

@@ -83,19 +83,23 @@ def _refuse_unsupported(engine: Any, optimizer: DistributedOptimizer) -> None:
     """Raise ValueError for settings that a DistributedOptimizer does not support."""
     problem = None
     if engine.fp16_enabled():
-        problem = "no loss scale for fp16: use bf16 or fp32"
+        problem = "has no loss scale for fp16: use bf16 or fp32"
     elif engine.zero_optimization_stage() != 1:
-        problem = f'ZeRO stage 1, not {int(engine.zero_optimization_stage())}: set "zero_optimization": {{"stage": 1}}'
+        problem = (
+            f'needs ZeRO stage 1, not {int(engine.zero_optimization_stage())}: set "zero_optimization": {{"stage": 1}}'
+        )
     elif not engine.gradient_average:
-        problem = 'gradients averaged over replicas: leave "gradient_allreduce_op" out'
+        problem = 'averages gradients over replicas: leave "gradient_allreduce_op" out of the ds_config'
     elif engine.zero_cpu_offload():
-        problem = "its states on the device: leave offload_optimizer out"
+        problem = "keeps its states on the device: leave offload_optimizer out of the ds_config"
     elif engine._config.torch_autocast_enabled and engine._config.torch_autocast_dtype == torch.float16:
-        problem = "no loss scale for torch_autocast in float16: use bfloat16"
+        problem = "has no loss scale for torch_autocast in float16: use bfloat16"
     elif not (is_tested(optimizer.optimizer) or engine.zero_allow_untested_optimizer()):
         problem = (
-            f"an element-wise update, which {type(optimizer.optimizer).__name__} is not known to have: set "
-            f'"zero_allow_untested_optimizer": true if it has'
+            f"needs an element-wise update, which {type(optimizer.optimizer).__name__} is not known to have: set "
+            f'"zero_allow_untested_optimizer": true if it has one'
         )
     if problem:
-        raise ValueError(f"tds.DistributedOptimizer has {problem}, or give the optimizer itself")
+        raise ValueError(
+            f"tds.DistributedOptimizer {problem}, or pass tds.initialize the optimizer without this wrapper"
+        )

@@ -100,7 +100,7 @@ class Batches:
         if not ended.item():
             return None
         return end or DataEnded(
-            f"the data of another replica of stage {self._stage} ended, so this step is left out here, too"
+            f"the data of another replica of stage {self._stage} ended, so all its replicas skip this step"
         )
 
     def read_to(self, needed: int, wanted: int = 0) -> None:
@@ -123,10 +123,10 @@ class Batches:
         if batch is None:
             raise BoundaryError(f"{where}: there are no data: give train_batch() or eval_batch() an iterator")
         if not isinstance(batch, (tuple, list)) or not 1 <= len(batch) <= 2:
-            found = f"{len(batch)} things" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            found = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
             raise BoundaryError(
-                f"{where}: a batch is (inputs, labels), each one thing or a tuple, not {found}; let model._megatron_batch_fn or "
-                f"engine.set_batch_fn make it of what the iterator gives"
+                f"{where}: a batch must be (inputs, labels), each one value or a tuple, not {found}; convert what the iterator "
+                f"returns with model._megatron_batch_fn or engine.set_batch_fn"
             )
         inputs = as_tuple(batch[0])
         if self._takes[0]:

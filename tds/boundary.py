@@ -38,7 +38,9 @@ class Boundary:
         if self.kind not in KINDS:
             raise BoundaryError(f"boundary tensor {self.name!r}: kind {self.kind!r} is not one of {', '.join(KINDS)}")
         if self.grad and self.kind != "float":
-            raise BoundaryError(f"boundary tensor {self.name!r} is {self.kind}, so it cannot have a gradient")
+            raise BoundaryError(
+                f"boundary tensor {self.name!r} is {self.kind}, so it cannot have a gradient; declare grad=False"
+            )
 
 
 def kind_of(tensor: Tensor) -> str:
@@ -122,29 +124,31 @@ def check_match(contracts: Sequence[Contract]) -> None:
         names = [", ".join(each.name for each in end) for end in (taken, put)]
         if len(put) != len(taken):
             raise BoundaryError(
-                f"stage {there} expects {len(taken)} tensors ({names[0]}) of stage {here}, which puts out "
+                f"stage {there} expects {len(taken)} tensors ({names[0]}) from stage {here}, which returns "
                 f"{len(put)} ({names[1]})"
             )
         for expected, got in zip(taken, put, strict=True):
             if expected != got:
-                raise BoundaryError(f"stage {there} expects {expected} of stage {here}, which puts out {got}")
+                raise BoundaryError(f"stage {there} expects {expected} from stage {here}, which returns {got}")
 
 
 def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
     """Raise BoundaryError for a non-tensor, or a tensor that is not dense or not on `device` (if given)."""
     if not tensors:
-        raise BoundaryError(f"{who}: no tensor at all, so there is nothing to pass on")
+        raise BoundaryError(f"{who}: no tensor at all; a stage needs at least one")
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise BoundaryError(
-                f"{who}: tensor {i} is {type(tensor).__name__}; only tensors can be passed on, so leave it out or "
-                f"make a tensor of it"
+                f"{who}: tensor {i} is {type(tensor).__name__}; only tensors can cross a stage boundary, so "
+                f"leave it out or convert it to a tensor"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
             raise BoundaryError(f"{who}: tensor {i} is {kind}; make it dense (to_dense(), to_padded_tensor())")
         if device is not None and tensor.device.type != device.type:
-            raise BoundaryError(f"{who}: tensor {i} is on {tensor.device}, the stage on {device}; move it there")
+            raise BoundaryError(
+                f"{who}: tensor {i} is on {tensor.device}, the stage on {device}; move it to the stage's device"
+            )
 
 
 def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.device | None = None) -> None:
@@ -161,5 +165,5 @@ def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.d
         if tensor.requires_grad and not each.grad:
             raise BoundaryError(
                 f"{who}: {each.name!r} is declared without gradient but has one; "
-                f"declare grad=True or detach it, or what lies before it will not learn"
+                f"declare grad=True or detach it, or the layers before it will not be trained"
             )

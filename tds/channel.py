@@ -140,8 +140,9 @@ class Sender:
             self._start(self._header([same_until - index, *_as_json(layout)], what))
         elif layout != run.layout:
             raise BoundaryError(
-                f"{what} puts out tensors of other number, shapes, dtypes or gradients for micro-batch {index} than for the one "
-                f"before, though its inputs are alike; if they depend on the data, use PipelineModule(..., dynamic_shape=True)"
+                f"the outputs of {what} for micro-batch {index} differ from those for the one before in number, shapes, dtypes or "
+                f"requires_grad, although the inputs have equal shapes; if output shapes depend on the data, use "
+                f"PipelineModule(..., dynamic_shape=True)"
             )
         if run.continuation_due(index):
             more = max(same_until - run.end, 0)

@@ -213,7 +213,7 @@ class Watchdog:
     reports_all_errors = False  # also report errors outside steps, if they end the process
     advice = (
         "smaller micro-batches (train_micro_batch_size_per_gpu), recomputed activations (activation_checkpoint_interval), more "
-        "stages or tensor-parallel ranks need less"
+        "stages or tensor-parallel ranks need less memory"
     )
 
     def __init__(
@@ -315,7 +315,7 @@ class Watchdog:
                 return
             if doing is not None and time.monotonic() - doing[1] > self.timeout:
                 name = self._board.name
-                self._board.announce(f"{rank} has been {self.timeout:g} s at one thing (the {name}'s timeout)")
+                self._board.announce(f"{rank} exceeded the {name}'s timeout: {self.timeout:g} s in one operation")
                 fault = True
             if fault and self._ending.acquire(blocking=False):
                 _exit(self._report(self._stack()) or 1)

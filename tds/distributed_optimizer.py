@@ -118,11 +118,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         within = set(module.parameters())
         given = [p for settings in self.param_groups for p in settings["params"]]
         if self.state:
-            problem = "already has states, by whole weights: wrap it before its first step"
+            problem = "already has states of unsharded weights: wrap it before its first step"
         elif any(hasattr(p, "_hp_mapping") for p in given):
-            problem = "is given weights that are cut over replicas already: build the model again"
+            problem = "has weights that are already sharded over replicas: build the model again"
         elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
-            problem = "is given weights that are not in the model: make them part of it"
+            problem = "has weights that are not in the model: register them in it"
         else:
             return  # a stage without weights has a placeholder that belongs to no module
         raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
@@ -131,13 +131,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Raise RuntimeError if weights were frozen or unfrozen since `attach`, which fixed the sharding."""
         for verb, weights, learn in (
             ("frozen", self._bucket_of, False),
-            ("set free", self._frozen, True),
+            ("unfrozen", self._frozen, True),
         ):
             changed = [p for p in weights if p.requires_grad is learn]
             if changed:
                 raise RuntimeError(
                     f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after tds.initialize(), which a "
-                    f"DistributedOptimizer cannot follow: initialize again, or train without it ({ways['no ZeRO']})"
+                    f"DistributedOptimizer does not support: call it again, or train without this optimizer ({ways['no ZeRO']})"
                 )
 
     def _adopt_replaced(self) -> None:
@@ -158,8 +158,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     )
             if replaced and not bucket.adopt(replaced):
                 raise ReplacedWeightError(
-                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), while something "
-                    f"else still looks at the old one or at a weight next to it, as to put it back later: {ADVICE}"
+                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), while "
+                    f"another tensor still views the old storage, e.g. to restore it later: {ADVICE}"
                 )
             bucket.pull_changes()
 
@@ -213,7 +213,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for p in self._bucket_of:
             if p.grad is not None:
                 raise RuntimeError(
-                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which had summed it: set it before"
+                    f"the gradient of the weight {self._name_of[p]} was set after finish() had summed it over the replicas: set it before finish()"
                 )
         if closure is not None or self.norm is None or not self._summed:
             raise RuntimeError(
@@ -295,9 +295,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         mine = self._mine(state_dict_list)
         if mine is None:
             raise ValueError(
-                f"the checkpoint holds the optimizer's states of {len(state_dict_list)} replicas with other shares than those of the "
-                f"{dist.get_world_size(self.dp_process_group)} here: load it on as many, cut in the same way, or with "
-                f"load_optimizer_states=False"
+                f"the checkpoint holds optimizer states of {len(state_dict_list)} replicas, which do not fit the shares of this run's "
+                f"{dist.get_world_size(self.dp_process_group)}: load it with as many replicas and the same layers on each stage, "
+                f"or with load_optimizer_states=False"
             )
         if load_optimizer_states:
             self.optimizer.load_state_dict(mine["optimizer"])

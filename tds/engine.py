@@ -108,7 +108,7 @@ class PipelineEngine(PipelineHooks):
     def _train_step(self) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                f"stage {self.stage_id} has no optimizer: give each rank one, over its frozen weights if need be"
+                f"stage {self.stage_id} has no optimizer: give each rank one, even if all its weights are frozen"
             )
         known = self.schedule, self.micro_batches
         if self._planned is None or self._planned[0] != known:
@@ -200,7 +200,7 @@ class PipelineEngine(PipelineHooks):
             self._step.forget_if_done(instruction.at)
         left = self._step.microbatches
         assert not left, (
-            f"stage {self.stage_id} still keeps something of {list(left)} after the last instruction of a step"
+            f"stage {self.stage_id} still holds tensors of {list(left)} after the last instruction of a step"
         )
         self._at("waiting until its last messages have left")
         with trace.span("Flush"):

@@ -17,11 +17,13 @@ Key = tuple[int, str]  # kind and name of a loss
 def _check(named: Mapping[str, Any]) -> None:
     """Raise TypeError unless `loss_fn` returned at least one loss and all of them are scalars."""
     if not named:
-        raise TypeError("loss_fn returns an empty dict: there is nothing to learn from")
+        raise TypeError("loss_fn returns an empty dict: return at least one loss")
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"loss_fn returns {found} for {name!r}: return a tensor of one number, or a dict of such")
+            raise TypeError(
+                f"loss_fn returns {found} for {name!r}: return a scalar tensor, or a dict of scalar tensors"
+            )
 
 
 class Losses:
@@ -64,7 +66,9 @@ class Losses:
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
         _check(named)
         if len(named) + len(additional) > MOST:
-            raise ValueError(f"loss_fn returns {len(named) + len(additional)} named losses; there is room for {MOST}")
+            raise ValueError(
+                f"loss_fn and get_additional_losses() return {len(named) + len(additional)} losses; return at most {MOST}"
+            )
         for kind, given in ((TRAINED, named), (ADDITIONAL, additional)):
             for name, value in given.items():
                 self._sums[kind, name] = self._sums.get((kind, name), 0.0) + value.detach().double().sum()

@@ -87,7 +87,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
                 )
             if grad is None and gradient is not None:
                 raise RuntimeError(
-                    f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage {stage}: give it to both"
+                    f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage {stage}: add it to both"
                 )
             if weight in sparse:
                 sum_sparse([weight], group)

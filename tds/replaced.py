@@ -40,7 +40,7 @@ class KnownModel:
             places = [at for at, function in enumerate(functions) if _layer_of(function) is before]
             if not places:
                 raise ReplacedWeightError(
-                    f"the layer {name} was replaced, but the pipeline runs something that was made of the old one: "
+                    f"the layer {name} was replaced, but the pipeline runs a function made from the old one: "
                     f"replace it before tds.initialize()"
                 )
             for at in places:
@@ -58,7 +58,7 @@ class KnownModel:
         for p, name in names.items():
             if p.requires_grad and p not in self._weights and p not in stepped:
                 raise ReplacedWeightError(
-                    f"the weight {name} became another Parameter after tds.initialize(), which no optimizer steps: {ADVICE}"
+                    f"the weight {name} was replaced by another Parameter after tds.initialize(), which no optimizer steps: {ADVICE}"
                 )
         for weights, flat in flat_groups(optimizer):
             for weight in weights:

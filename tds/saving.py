@@ -47,7 +47,7 @@ class PipelineState:
         saved += [f"tied_modules.{key}." for key, tied in module.tied_modules.items() if tied in module.forward_funcs]
         found = {name: value for name, value in module.state_dict().items() if not name.startswith(tuple(saved))}
         for name in [name for name, value in found.items() if not isinstance(value, Tensor)]:
-            warnings.warn(f"{name} is no tensor, and is not saved: keep that state in buffers", stacklevel=4)
+            warnings.warn(f"the state {name} is not a tensor and is not saved: keep it in a buffer", stacklevel=4)
             del found[name]
         return found
 
@@ -127,8 +127,8 @@ def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
         return
     was = f"cut at {there['cuts']} with {there['chunks']} chunks a stage" if there else "written by DeepSpeed itself"
     raise ValueError(
-        f"the checkpoint {path} was {was}, this model is cut at {here['cuts']} with {here['chunks']}, so the states of "
-        f"the optimizer would go to other layers: cut it the same way, or load with load_module_only=True"
+        f"the checkpoint {path} was {was}, this model is cut at {here['cuts']} with {here['chunks']}, so optimizer "
+        f"states would go to the wrong layers: cut it the same way, or load with load_module_only=True"
     )
 
 
@@ -145,6 +145,6 @@ def warn_of_replicas(module: nn.Module, group: Any) -> None:
     if differing and dist.get_rank(group) == 0:
         warnings.warn(
             f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: reduce them over "
-            f"the replicas, or set persistent=False if they are no state",
+            f"the replicas, or register them with persistent=False if they need not be saved",
             stacklevel=4,
         )

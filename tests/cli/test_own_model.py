@@ -282,7 +282,7 @@ MISTAKES = {
         0, 1, r"forward_step returns a tensor of shape \[3\] as the loss: return a tensor of one number",
     ),
     "inner = get_batch_pipe; get_batch_pipe = lambda data: (*inner(data), None)": (
-        1, 1, r"a batch is \(inputs, labels\), each one thing or a tuple, not 3 things; let model._megatron_batch_fn",
+        1, 1, r"a batch must be \(inputs, labels\), each one value or a tuple, not 3 values; convert",
     ),
     "get_batch_pipe = None": (
         1, 1, r"not dict; let model._megatron_batch_fn or engine.set_batch_fn make it of what the iterator gives",

@@ -291,8 +291,8 @@ def _not_of_the_model() -> list[str]:
 
 def test_weights_that_would_not_learn_are_refused() -> None:
     strange, used = on_ranks(1, _not_of_the_model)[0]
-    assert strange.endswith("is given weights that are not in the model: make them part of it")
-    assert used.endswith("already has states, by whole weights: wrap it before its first step")
+    assert strange.endswith("has weights that are not in the model: register them in it")
+    assert used.endswith("already has states of unsharded weights: wrap it before its first step")
 
 
 def _refused() -> list[str]:
@@ -306,7 +306,7 @@ def _refused() -> list[str]:
 
 def test_what_it_cannot_do_is_refused() -> None:
     stage, half = on_ranks(1, _refused)[0]
-    assert stage.startswith("tds.DistributedOptimizer has ZeRO stage 1, not 0: set")
+    assert stage.startswith("tds.DistributedOptimizer needs ZeRO stage 1, not 0: set")
     assert half.startswith("tds.DistributedOptimizer has no loss scale for fp16: use bf16 or fp32")
 
 
@@ -327,6 +327,6 @@ def _changed(learns_first: bool) -> str:
 
 
 def test_weights_frozen_or_set_free_later_are_refused() -> None:
-    for learns_first, what in ((True, "frozen"), (False, "set free")):
+    for learns_first, what in ((True, "frozen"), (False, "unfrozen")):
         for said in on_ranks(2, _changed, learns_first):
             assert said.startswith(f"1 weights, the first of shape (6, 6), were {what} after tds.initialize()")

@@ -194,7 +194,7 @@ def test_what_cannot_be_is_refused(stages: int, module: dict[str, Any], config: 
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "None": (None, "stage 0, inputs of micro-batch 1: tensor 0 is NoneType; only tensors can be passed on"),
+    "None": (None, "stage 0, inputs of micro-batch 1: tensor 0 is NoneType; only tensors can cross a stage boundary"),
     "a number": (3.5, "stage 0, inputs of micro-batch 1: tensor 0 is float"),
     "an array": (np.ones((4, WIDTH)), "stage 0, inputs of micro-batch 1: tensor 0 is ndarray"),
     "sparse": (
@@ -278,7 +278,9 @@ def _optimizer(name: str, params: dict[str, Any]) -> str:
 
 def test_an_adam_of_the_ds_config_needs_no_compiler_and_says_so() -> None:
     said = on_ranks(1, _optimizer, "Adam", {"lr": 0.1})[0]
-    assert said == "optimizer adam: torch's fused Adam, as DeepSpeed's would be compiled for this CPU\n"
+    assert (
+        said == "optimizer adam: using torch's fused Adam, because DeepSpeed's would have to be compiled for this CPU\n"
+    )
     assert on_ranks(1, _optimizer, "Adam", {"lr": 0.1, "torch_adam": True})[0] == ""
 
 
@@ -358,7 +360,7 @@ def _misfit(at_start: bool) -> None:
 def test_stages_that_do_not_fit_are_found_at_start_on_both() -> None:
     for end in ends_of_ranks(2, _misfit, True):
         assert end.code == 1
-        assert "stage 1 expects 2 tensors (hidden, mask) of stage 0, which puts out 1 (hidden)" in end.stderr
+        assert "stage 1 expects 2 tensors (hidden, mask) from stage 0, which returns 1 (hidden)" in end.stderr
 
 
 def test_what_nobody_declared_is_checked_on_arrival_and_ends_both() -> None:
@@ -602,7 +604,7 @@ def test_handlers_of_a_subclass_are_called_and_nothing_is_left_after_a_step() ->
     assert first == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
     assert last == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
     assert loss == same
-    assert "stage 0 still keeps something of [At(micro=0, chunk=0)," in on_ranks(1, _left_over)[0]
+    assert "stage 0 still holds tensors of [At(micro=0, chunk=0)," in on_ranks(1, _left_over)[0]
 
 
 def _balanced() -> tuple[list[int], float]:

@@ -58,7 +58,7 @@ def test_each_rank_may_be_shown_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
         assert _deepspeed.os.environ["LOCAL_RANK"] == wanted
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(_deepspeed.torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="has LOCAL_RANK 3, but this machine shows it 2 accelerators: start 2 ranks"):
+    with pytest.raises(ValueError, match="has LOCAL_RANK 3, but sees only 2 accelerators: start 2 ranks"):
         _deepspeed.set_local_rank()
 
 
@@ -79,7 +79,7 @@ def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.Monke
     )  # fmt: skip
     start._validate(engine, {}, 1)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING=1 lets a stage wait"):
+    with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING=1 would deadlock"):
         start._validate(engine, {}, 1)
 
 
