@@ -44,7 +44,7 @@ _submodules.install()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Call `deepspeed.initialize` with the engines of tds: its PipelineEngine if the model is a PipelineModule.
+    """Call `deepspeed.initialize`, but build tds's PipelineEngine (for a PipelineModule) or tds's Engine.
 
     Accepts DeepSpeed's arguments, including the older `config_params`. Returns
     `(engine, optimizer, training_dataloader, lr_scheduler)`.

@@ -138,7 +138,7 @@ def prepare() -> None:
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
-        comm: Any = importlib.import_module("deepspeed.comm.torch")  # the package hides the name of this module
+        comm: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute, this is torch itself
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights

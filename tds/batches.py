@@ -29,7 +29,7 @@ class Batches:
     """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
 
     ahead: how many micro-batches to prefetch, so that `same_until` can look ahead.
-    takes_inputs, takes_labels: what this stage uses; the rest is dropped.
+    takes_inputs, takes_labels: whether this stage uses inputs and labels; those that it does not use are dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
     when it is read. The copy moves to the device when it is used.
@@ -110,7 +110,7 @@ class Batches:
                 with trace.span("Read"):
                     batch = self._read()
             except StopIteration:
-                self._ended = True  # only prefetching, so not an error yet
+                self._ended = True  # an error only if they are needed, see below
             else:
                 self._keep(self.count, batch)
         if self.count < needed:

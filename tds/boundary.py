@@ -133,7 +133,10 @@ def check_match(contracts: Sequence[Contract]) -> None:
 
 
 def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
-    """Raise BoundaryError for a non-tensor, or a tensor that is not dense or not on `device` (if given)."""
+    """Raise BoundaryError for a non-tensor, or a tensor that is not dense or not on `device` (if given).
+
+    who: beginning of the message, e.g. `stage 0, outputs`.
+    """
     if not tensors:
         raise BoundaryError(f"{who}: no tensor at all; a stage needs at least one")
     for i, tensor in enumerate(tensors):
@@ -152,7 +155,10 @@ def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None
 
 
 def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.device | None = None) -> None:
-    """Raise BoundaryError if a tensor of `who` cannot be sent or differs from its declaration."""
+    """Raise BoundaryError if a tensor cannot be sent or differs from its declaration.
+
+    who: beginning of the message, e.g. `stage 0, outputs`.
+    """
     check_sendable(tensors, who, device)
     if declared is None:
         return

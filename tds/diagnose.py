@@ -310,7 +310,7 @@ class Watchdog:
                 fault = self._board.has_fault()
                 self._answered = time.monotonic()
             except Exception:
-                if doing is not None:  # otherwise the run has ended or is about to
+                if doing is not None:  # without an activity, the run is about to end
                     self._leave(f"{rank} lost the connection to the other ranks")
                 return
             if doing is not None and time.monotonic() - doing[1] > self.timeout:

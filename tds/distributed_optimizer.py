@@ -22,7 +22,8 @@ from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 
-ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # step counts per tensor, or none
+# Optimizers with a step count per tensor, or none, so that each bucket can be stepped separately.
+ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -166,7 +167,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------- gradients
 
     def arm(self, chunk: int = 0) -> None:
-        """Mark the next backward pass of `chunk` as its last one in this step; it overlaps with the reduction."""
+        """Mark the next backward pass of `chunk` as its last one in this step, to overlap it with the reduction."""
         assert self._launcher, "tds.initialize() comes first"
         self._launcher.arm(chunk)
 
@@ -278,7 +279,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.pull_weights()
 
-    _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed's name, called after it has loaded weights only
+    _restore_from_bit16_weights = refresh_fp32_params  # called when DeepSpeed has loaded weights only
 
     def state_dict(self) -> dict[str, Any]:
         """Return this replica's shares and optimizer states.

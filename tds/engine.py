@@ -89,7 +89,7 @@ class PipelineEngine(PipelineHooks):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # no progress line reads and clears it
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # it grows if no progress line is due
             timer.reset()
         timer.start()
         try:
@@ -207,7 +207,7 @@ class PipelineEngine(PipelineHooks):
             self._neighbours.end_step()
 
     def _inputs_of(self, instruction: Instruction) -> Any:
-        """Return the inputs of the layers, which they may modify in place."""
+        """Return the inputs of a chunk's layers, which the layers may modify in place."""
         if self._neighbours.has_previous(instruction.chunk):
             of = self._step.of(instruction.at)
             received = of.received if self.module.training else of.take_received()

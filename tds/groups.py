@@ -59,7 +59,7 @@ def of_members(ranks: Sequence[int]) -> Any:
 def _of_members(ranks: Sequence[int]) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:  # with a bound device, torch would split the world's communicator, on all ranks
+    if bound is not None:  # else torch would split the world's communicator, which needs all ranks
         world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True)
@@ -84,7 +84,7 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 
 
 def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
-    """Return all groups parallel to `line`: the same varying axes, every value of the fixed ones.
+    """Return all groups of the grid that vary along the same axes as the group `line`.
 
     line: the ranks of one group. topology: DeepSpeed's ProcessTopology, or an object with its methods.
     """

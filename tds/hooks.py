@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine calls back in a pipeline engine: the optimizer step, gradient norms, save and load."""
+"""Methods of a pipeline engine that DeepSpeed's engine calls: optimizer step, gradient norms, save and load."""
 
 import math
 from pathlib import Path
@@ -83,7 +83,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self.optimizer.clip(norm, self.gradient_clipping())
             self.optimizer.overflow = not math.isfinite(norm.item())  # DeepSpeed counts this as a skipped step
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
-            self.clip_fp32_gradients()  # with clipping, DeepSpeed calls it; a wrapped optimizer has a norm
+            # With clipping, DeepSpeed calls this method; a wrapped optimizer computes the norm itself.
+            self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)
 
     def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:

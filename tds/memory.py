@@ -22,7 +22,10 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory and shape, without autograd history, base, gradient or shared version."""
+    """Return a tensor of the same memory and shape that autograd does not connect to `tensor`.
+
+    It has no history, base or gradient, and a separate version counter.
+    """
     bare = plain(tensor)
     return bare.new_empty(0).set_(
         bare.untyped_storage(),  # type: ignore[call-overload]

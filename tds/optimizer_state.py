@@ -112,7 +112,7 @@ def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
 
 @torch.no_grad()
 def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -> None:
-    """Set a moment of a parameter, as `get_moment` returns it."""
+    """Set the optimizer moment `name` of a parameter to `value`, in the parameter's shape."""
     if _wrapped(parameter):
         _utils.safe_set_full_optimizer_state(parameter, value, name)
     else:
@@ -201,7 +201,7 @@ def get_loss_scaler(engine: Any) -> dict[str, float]:
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
-    """Restore what `get_loss_scaler` returned, unless the saved or the current scale is static, hence a setting."""
+    """Restore a result of `get_loss_scaler` if both loss scales are dynamic; a static one is a setting of this run."""
     if not engine.fp16_enabled() or "cur_iter" not in state or not engine.optimizer.loss_scaler.dynamic:
         return
     scaler = engine.optimizer.loss_scaler
@@ -257,6 +257,6 @@ def _invalid_if_any_is(optimizer: Any, honest: Any) -> list[Any]:
 
 
 def use_fp64(engine: Any) -> None:
-    """Switch a new engine to fp64, for numerical checks; DeepSpeed accepts only fp32 but steps any dtype."""
+    """Switch a new engine to fp64, for numerical checks; a ds_config has no fp64, but DeepSpeed steps any dtype."""
     engine.module.double()
     engine._config.communication_data_type = torch.float64  # without this, gradients would be summed in fp32

@@ -96,7 +96,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         self._set_bounds(*self.bounds[0])
 
     def _cuts(self, method: str | Sequence[int]) -> list[int]:
-        """Return the first layer of each group, and the number of layers."""
+        """Return the index of each group's first layer, followed by the number of layers."""
         count, groups = len(self._layer_specs), self.num_stages * self.chunks
         if count < groups:
             raise ValueError(f"{count} layers cannot be cut into {groups} groups: use fewer stages or chunks")
@@ -184,8 +184,8 @@ class SequentialModule(nn.Module):
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        # (module path, forward_fn or None), or (None, function). Paths are resolved at each call, so that a module
-        # that a user has replaced is used.
+        # (module path, forward_fn or None), or (None, function). Paths are resolved at each call, in case a user
+        # has replaced a module.
         self._functions: list[tuple[str | None, Any]] = []
         for index, layer in enumerate(layers):
             with _at_layer(index):

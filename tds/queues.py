@@ -83,7 +83,7 @@ class Rules:
         the worst case, each other one a continuation (see channel.py), here called a word.
     queue: key of a message's queue, from its boundary, the number of stages and whether it goes to the next stage;
         None if the message waits for no other.
-    message: duration of a message, in forward passes.
+    message: duration of a message, in units of a stage's forward pass.
     device_waits: the host synchronizes the device before each computation, as when memory is short or a kernel is
         loaded.
     """
@@ -241,7 +241,7 @@ class StageGraph:
 
 
 def finish(plan: Plan, rules: Rules | None = None) -> float:
-    """Return the time when the last stage is done under these rules, in forward passes over a stage.
+    """Return the time when the last stage is done under these rules, in units of a stage's forward pass.
 
     Raises ScheduleError for a deadlock and names its cycle.
     """

@@ -93,7 +93,7 @@ class GradReducer:
         return self._launcher
 
     def arm(self, chunk: int = 0) -> None:
-        """Mark the next backward pass of `chunk` as its last one in this step; it overlaps with the reduction."""
+        """Mark the next backward pass of `chunk` as its last one in this step, to overlap it with the reduction."""
         self._look().arm(chunk)
 
     def finish(self) -> None:

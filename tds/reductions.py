@@ -176,11 +176,10 @@ class Bf16(Reduction):
 
 
 class Zero(Reduction):
-    """Reduction by ZeRO's optimizers, with the tied weights summed before.
+    """Reduction by ZeRO's optimizers, after tied gradients have been summed over their stages.
 
-    After ZeRO's reduction, a rank holds only a shard of each sum, so tied gradients are summed over stages first.
-    Three or more replicas sum them over replicas before that; to ZeRO's reduction one replica then contributes this
-    sum, and the others zeros.
+    ZeRO leaves each rank only a shard of a sum, so tied gradients are summed before. Three or more replicas sum them
+    over replicas first. Then one replica gives ZeRO the complete sum and the others give zeros.
     """
 
     def finish(self) -> None:

@@ -81,7 +81,7 @@ def _layers(module: Any) -> dict[str, nn.Module]:
 
 
 def _layer_of(function: Callable[..., Any]) -> Any:
-    """Return the layer that an entry of `forward_funcs` runs: itself, or the argument of a tied `forward_fn`."""
+    """Return the layer that an entry of `forward_funcs` runs: the entry, or the argument of a tied `forward_fn`."""
     return function.args[0] if isinstance(function, partial) and function.args else function
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's checkpoints of a pipeline lack: the partition of the layers, and state outside the layers.
+"""Additions to DeepSpeed's pipeline checkpoints: the partition of the layers, and state outside the layers.
 
 DeepSpeed stores optimizer states by position, so they fit one partition only. State outside the layers is that of a
 `loss_fn` that is a module, of the PipelineModule itself, and of tied modules that are only used through a

@@ -84,7 +84,7 @@ def _rows(grad: Tensor) -> int:
 
 
 def _sum_of_rows(grad: Tensor, most: int, counts: list[Tensor], group: object) -> Tensor:
-    """Return the sparse sum over the group. most: the largest number of rows on a rank. counts: of each rank."""
+    """Return the sparse sum over the group. most: the largest number of rows on a rank. counts: rows of each rank."""
     grad = grad.coalesce()
     missing = most - grad.indices().shape[1]
     indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(missing)])

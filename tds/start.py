@@ -97,7 +97,7 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     if not (config_class.zero_optimization_stage or config_class.float16_config.enabled or bf16):
         return
     if isinstance(optimizer, DistributedOptimizer):
-        return  # it supports stages without trainable weights
+        return  # a DistributedOptimizer supports stages without trainable weights
     groups = len(getattr(optimizer, "param_groups", ()))
     stages = gather_objects((any(p.requires_grad for p in model.parameters()), groups))
     counts = [count for _, count in stages]
