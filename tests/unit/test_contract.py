@@ -70,7 +70,7 @@ PLACES = {  # in CONTRACT
     "parameter": (),
 }  # fmt: skip
 TORCH = {"engine": nn.Module, "module": nn.Module, "layer": nn.Module, "parameter": torch.Tensor, "optimizer": torch.optim.SGD}  # fmt: skip
-# Attributes of users' models and layers, of our own objects in variables of these names, and of torch's objects.
+# Variable name -> attributes outside the contract: those of users' models, of torch's and of our own objects.
 OTHERS = {
     "module": {"_megatron_batch_fn", "weight", "sparse", "__spec__", "training"},
     "optimizer": {"param_groups", "state", "found_inf", "clip", "norm", "gradient_share", "squared_norm"},

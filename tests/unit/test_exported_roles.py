@@ -31,7 +31,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 
 
 def folder_of(path: Path, kind: str, about: dict[str, Any], generation: dict[str, Any], **ids: Any) -> Path:
-    """Save a model with a byte-level tokenizer.
+    """Save a model with a byte-level tokenizer and return its folder.
 
     about: content of tokenizer_config.json. generation, ids: key of generation_config.json or config.json -> token.
     """
