@@ -9,7 +9,7 @@ from .workers import block_signals, end_all_at_exit, end_with_parent
 
 
 class ConsecutiveSampler(Sampler[list[int]]):
-    """Sampler of endless micro-batches of sample numbers for one data-parallel rank.
+    """Endless sampler that yields micro-batches of sample numbers for one data-parallel rank.
 
     Iteration k takes samples k*B to (k+1)*B - 1 for global batch size B. Every rank takes an equal consecutive
     share of them, split into micro-batches. So the samples of an iteration do not depend on the number of ranks
