@@ -25,7 +25,7 @@ def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles
                 file = files[rng.randrange(piles)]
                 try:
                     file.write(line)
-                except OSError as error:  # a full disk
+                except OSError as error:  # usually a full disk; name the folder in the error
                     error.filename = scratch
                     raise
         for path in paths:
