@@ -235,7 +235,10 @@ def main() -> None:
         help='precision of "ours"; the other contenders use fp32 (default: fp32)',
     )
     parser.add_argument(
-        "--flags", action="append", default=[], help="also run ours with these flags, e.g. --flags=--sequence-parallel"
+        "--flags",
+        action="append",
+        default=[],
+        help='also run "ours" with these flags, e.g. --flags=--sequence-parallel',
     )
     parser.add_argument("--ours-only", action="store_true", help='skip all contenders except "ours" and "alone"')
     args = parser.parse_args()

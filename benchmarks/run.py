@@ -209,7 +209,7 @@ def arguments(about: str | None) -> argparse.Namespace:
         "--flags",
         action="append",
         default=[],
-        help="also run ours with these flags, e.g. --flags=--checkpoint-attention",
+        help='also run "ours" with these flags, e.g. --flags=--checkpoint-attention',
     )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .spans import SpanPlan
 
 ENOUGH = 200_000  # largest sample of documents from which to estimate how many documents end in a window
-TOLERATED = 1e-3  # unused fraction of the text up to which a plan is kept
+TOLERATED = 1e-3  # largest unused fraction of the text for which a plan is not shortened
 Sizes = NDArray[np.integer]
 
 
