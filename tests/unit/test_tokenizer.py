@@ -214,7 +214,7 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TokenizerError, match=r"tokenizer.json is not a tokenizer.json"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     (tmp_path / "vocab.txt").write_bytes(b"a\nb\n")
-    with pytest.raises(TokenizerError, match="vocab.txt has no <eod>"):
+    with pytest.raises(TokenizerError, match="vocab.txt has no end-of-document token <eod>"):
         load_tokenizer(str(tmp_path / "vocab.txt"))
     with pytest.raises(TokenizerError, match="contains none of tokenizer.json"):
         (tmp_path / "empty").mkdir()
