@@ -77,7 +77,6 @@ CONTRACT = (
         uses="_bf16_reduce_grads _exec_optimizer_step _exec_reduce_grads is_gradient_accumulation_boundary",
         fields="_force_grad_boundary pipeline_enable_backward_allreduce using_bf16_optimizer",
     ),
-    Names("deepspeed.runtime.pipe.engine", "timing the training step", uses="PipelineEngine TRAIN_BATCH_TIMER"),
     Names(
         CONFIG,
         "reading the ds_config",
@@ -115,15 +114,12 @@ CONTRACT = (
         fields="tied_comms tied_modules",
         patches="_synchronize_tied_weights",
     ),
-    Names("deepspeed.runtime.pipe.module", "building the layers of a stage", uses="PipelineModule"),
-    Names("deepspeed.pipe", "building the layers of a stage", uses="LayerSpec TiedLayerSpec"),
     Names(
         "deepspeed.runtime.pipe.module:TiedLayerSpec",
         "building the layers of a stage",
         uses="build",
         fields="forward_fn key module_args module_kwargs",
     ),
-    Names("deepspeed.runtime.utils", "cutting the layers into stages", uses="partition_balanced partition_uniform"),
     Names(
         GRID,
         "the process groups of a rank",
@@ -158,22 +154,16 @@ CONTRACT = (
         fields="cur_scale fp32_partitioned_groups_flat loss_scaler optimizer overflow",
         patches="_get_norm_groups",
     ),
-    Names("deepspeed.runtime.fp16.fused_optimizer", "training in fp16", uses="FP16_Optimizer"),
     Names(
         "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer",
         "training in fp16",
         fields="fp16_groups fp16_groups_flat",
     ),
-    Names("deepspeed.runtime.fp16.unfused_optimizer", "training in fp16", uses="FP16_UnfusedOptimizer"),
     Names(
         "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
         "the loss scale of fp16",
         fields="cur_hysteresis cur_iter cur_scale dynamic last_overflow_iter min_scale raise_error_at_min_scale",
     ),
-    Names("deepspeed.runtime.base_optimizer", "skipping a step with NaN or Inf", uses="DeepSpeedOptimizer"),
-    Names("deepspeed.runtime.bf16_optimizer", "training in bf16", uses="BF16_Optimizer"),
-    Names("deepspeed.runtime.zero.stage_1_and_2", "training with ZeRO-1 or ZeRO-2", uses="DeepSpeedZeroOptimizer"),
-    Names("deepspeed.runtime.zero.stage3", "training with ZeRO-3", uses="DeepSpeedZeroOptimizer_Stage3"),
     Names("deepspeed.runtime.zero.utils", "tds.DistributedOptimizer", uses="is_zero_supported_optimizer"),
     Names("deepspeed.runtime.zero", "training with ZeRO-3", uses="GatheredParameters Init"),
     Names(
@@ -189,7 +179,6 @@ CONTRACT = (
         uses="DeepSpeedConfig __version__ accelerator checkpointing comm init_distributed initialize utils zero",
         patches="DeepSpeedEngine PipelineEngine",
     ),
-    Names("deepspeed.runtime.engine", "tds.initialize", uses="DeepSpeedEngine"),
     Names("deepspeed.accelerator", "finding the device", uses="get_accelerator"),
     Names(
         ACCELERATOR,
@@ -208,7 +197,6 @@ CONTRACT = (
     Names("deepspeed.runtime.torch_autocast", "torch_autocast of the ds_config", uses="autocast_if_enabled"),
     Names("deepspeed.comm.config", "checking the ds_config", uses="CommsLoggerConfig"),
     Names("deepspeed.monitor.config", "checking the ds_config", uses="CSVConfig TensorBoardConfig WandbConfig"),
-    Names("deepspeed.runtime", "checking the ds_config", uses="precision_config"),
     Names(
         "deepspeed.runtime.precision_config", "checking the ds_config", uses="DeepSpeedBF16Config DeepSpeedFP16Config"
     ),
@@ -224,3 +212,19 @@ OF_OPTIMIZERS = (
     "fp16_groups load_state_dict overflow param_groups refresh_fp32_params set_gradient_accumulation_boundary "
     "state_dict step zero_grad"
 )
+
+# What is imported with this package: module and names. If one is missing, the ImportError names it.
+IMPORTS = """
+deepspeed.pipe LayerSpec TiedLayerSpec
+deepspeed.runtime precision_config
+deepspeed.runtime.base_optimizer DeepSpeedOptimizer
+deepspeed.runtime.bf16_optimizer BF16_Optimizer
+deepspeed.runtime.engine DeepSpeedEngine
+deepspeed.runtime.fp16.fused_optimizer FP16_Optimizer
+deepspeed.runtime.fp16.unfused_optimizer FP16_UnfusedOptimizer
+deepspeed.runtime.pipe.engine PipelineEngine TRAIN_BATCH_TIMER
+deepspeed.runtime.pipe.module PipelineModule
+deepspeed.runtime.utils partition_balanced partition_uniform
+deepspeed.runtime.zero.stage3 DeepSpeedZeroOptimizer_Stage3
+deepspeed.runtime.zero.stage_1_and_2 DeepSpeedZeroOptimizer
+"""

@@ -177,8 +177,14 @@ def test_the_code_uses_the_listed_names_and_no_others(kind: str) -> None:
 
 
 def test_every_import_of_deepspeed_is_listed() -> None:
+    listed = {
+        (module, name) for module, *names in map(str.split, _contract.IMPORTS.split("\n")[1:-1]) for name in names
+    }
     known = {(each.place, name) for each in CONTRACT for name in each.uses.split()}
-    assert imports() - known <= {("deepspeed", name) for name in ("utils", "zero", "checkpointing")}
+    assert listed <= imports(), "in tds/_contract.py, but not imported"
+    assert imports() - listed - known <= {("deepspeed", name) for name in ("utils", "zero", "checkpointing")}
+    for module, name in listed:
+        assert name in release_names(module)
 
 
 @pytest.mark.parametrize("names", CONTRACT, ids=lambda names: f"{names.place.rpartition('.')[2]} {names.purpose}")
