@@ -177,8 +177,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.overwritten:
             raise RuntimeError(
-                "this loss was differentiated before, and its logits hold their gradient since: compute it again, or "
-                "by mpu.vocab_parallel_cross_entropy, which leaves logits as they are"
+                "this loss was differentiated before, which overwrote its logits with their gradient: compute the loss "
+                "again, or use mpu.vocab_parallel_cross_entropy, which leaves logits unchanged"
             )
         logits, share, local, mine = ctx.saved_tensors
         found, ctx.overwritten = LossState(share, local, mine, ctx.real), ctx.overwrite

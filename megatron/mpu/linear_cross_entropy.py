@@ -161,7 +161,6 @@ def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
 def _given(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise RuntimeError(
-            "the gradients of an output layer in chunks are there for one backward pass: "
-            "use --logits-chunk-size 0 for a second one"
+            "logits that are computed in chunks allow one backward pass: use --logits-chunk-size 0 for a second one"
         )
     return gradient

@@ -19,7 +19,7 @@ from .random import RngStreams, checkpoint_with, derive_seed
 def divide(numerator: int, denominator: int) -> int:
     """Return the quotient. Raises ValueError if there is a remainder."""
     if numerator % denominator:
-        raise ValueError(f"{numerator} cannot be divided by {denominator} without a rest")
+        raise ValueError(f"{numerator} cannot be divided by {denominator} without a remainder")
     return numerator // denominator
 
 

@@ -28,7 +28,7 @@ def _places(ranks: int) -> None:
     assert all(part.is_contiguous() for part in mpu.split_tensor_along_last_dim(whole, 3, contiguous_split_chunks=True))
     assert mpu.divide(6, 3) == 2
     for wrong in (lambda: mpu.divide(7, 2), lambda: mpu.split_tensor_along_last_dim(whole, 4)):
-        with pytest.raises(ValueError, match="cannot be divided by . without a rest"):
+        with pytest.raises(ValueError, match="cannot be divided by . without a remainder"):
             wrong()
 
 

@@ -40,7 +40,7 @@ def _graph(loss: Tensor) -> set[str]:
 def _listening() -> Iterator[list[str]]:
     """Yield a list of a backward pass's events, in order.
 
-    "start": an asynchronous all-reduce begins. "settle": it is awaited. "product": a matmul.
+    "start": an asynchronous all-reduce begins. "settle": it is awaited. "matmul": a matmul.
     """
     said: list[str] = []
 
@@ -55,7 +55,7 @@ def _listening() -> Iterator[list[str]]:
         for name, owner, what in (
             ("start", Pending, "__init__"),
             ("settle", Pending, "settle"),
-            ("product", linear, "product"),
+            ("matmul", linear, "matmul"),
         ):
             patch.setattr(owner, what, telling(name, getattr(owner, what)))
         yield said
@@ -63,12 +63,12 @@ def _listening() -> Iterator[list[str]]:
 
 OURS = {
     "biased-attention": "_BiasedAttentionBackward",
-    "document-attention": "_DocumentAttentionBackward",
+    "document-attention": "_FlashAttentionBackward",
     "cross-entropy": "_VocabParallelCrossEntropyBackward",
     "gated-gelu": "_GatedBackward",
     "relative-positions": "FlipBackward0",
     "rms-norm": "_RMSNormBackward",
-    "rope": "_CutGroupsBackward",
+    "rope": "_SplitBackward",
     "swiglu": "_GatedBackward",
 }
 IN_LLAMA = ("rope", "swiglu")  # optimisations of Llama; those of T5 are all the others
@@ -128,5 +128,5 @@ def test_sums_under_way_or_not(flags: str) -> None:
     in_turn = on_ranks(2, _learns, f"{flags} --no-async-tensor-model-parallel-allreduce")
     for (ours, _, said), (theirs, _, said_in_turn) in zip(ahead, in_turn, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-        assert ("start", "product") in pairwise(said)
+        assert ("start", "matmul") in pairwise(said)
         assert {after for before, after in pairwise(said_in_turn) if before == "start"} == {"settle"}
