@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..streams import guarded
 from .command_line import help_if_asked, parse
 from .defaults import DEFAULTS
 from .fields import ConfigError
@@ -33,7 +34,8 @@ def first_look(family: str) -> Config | None:
 def print_note(note: str) -> None:
     """Print a note on rank 0, before the process group exists."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {note}", flush=True)
+        with guarded("training continues", "stdout"):
+            print(f"note: {note}", flush=True)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from .. import presets
 from ..json_text import describe_json
 from .decoder import unread
 from .fields import ConfigError, OneOf, flag, listed, types_of
-from .foreign.translate import Translation, add_to, flag_of, settings_for, suggestion, written
+from .foreign.translate import Translation, add_to, flag_of, suggestion, written
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 
@@ -307,30 +307,3 @@ def from_file(path: str) -> Config:
     """Return the configuration that a run wrote to its folder. Raises ConfigError."""
     found = _named(read_json(path), path)
     return with_values(Config(), with_family({**found.values, **found.follow(found.values)}))
-
-
-class Args:
-    """Flat, read-only view of a Config in Megatron's style: args.hidden_size is config.model.hidden_size.
-
-    `config` is the whole configuration. The tokenizer and the number of ranks are known only after start-up:
-    use `get_tokenizer()` and `torch.distributed`.
-    """
-
-    config: Config
-
-    def __init__(self, config: Config) -> None:
-        object.__setattr__(self, "config", config)
-
-    def __getattr__(self, name: str) -> Any:
-        name = RENAMED.get(name, name)
-        if name in HOME:
-            return getattr(getattr(self.config, HOME[name]), name)
-        ours = settings_for(name)
-        instead = f"; it is {' and '.join(f'args.{each}' for each in ours)} here" if ours else nearest(name, HOME)
-        raise AttributeError(f"there is no setting {name!r}{instead}")
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")
-
-    def __dir__(self) -> list[str]:
-        return sorted([*HOME, "config"])

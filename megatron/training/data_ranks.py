@@ -3,7 +3,7 @@
 In each replica, the first and the last stage read, with one model-parallel rank for each context-parallel rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from .. import mpu
@@ -14,7 +14,7 @@ from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.objects import from_rank_0
-from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..ranks.rank_0 import is_rank_0, print_notes
 from ..tokenizer import Tokenizer
 from ..tokenizer.base import other_end
 from .engine import Batches
@@ -65,7 +65,7 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     else:
         with all_ranks():
             datasets, notes = checked_datasets(task, config, tokenizer)
-        _say(notes)
+        print_notes(notes)
     with all_ranks():
         fingerprints = _corpus_fingerprints(config) if reads() or not task.reads_alone else None
     same_everywhere(fingerprints)
@@ -78,7 +78,7 @@ def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datase
     with all_ranks(), checked_once(checked):
         if is_rank_0():
             datasets, notes = checked_datasets(task, config, tokenizer)
-            _say(notes)
+            print_notes(notes)
     placeholders = tuple(each if each is None else RemoteDataset(lengths_of(each)) for each in datasets)
     found, placeholders = from_rank_0((checked, placeholders))
     checked.update(found)
@@ -86,11 +86,6 @@ def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datase
         if reads() and not is_rank_0():
             datasets, _ = checked_datasets(task, config, tokenizer)
     return cast(Datasets, datasets or placeholders)
-
-
-def _say(notes: Sequence[str]) -> None:
-    for note in notes:
-        print_rank_0(f"note: {note}")
 
 
 def read(

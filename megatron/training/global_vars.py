@@ -5,7 +5,7 @@ Only entry scripts use these functions; the packages below get what they need as
 
 from typing import TypeVar
 
-from ..compat.args import ScriptArgs as Args
+from ..compat.args import Args
 from ..config import Config
 from ..tokenizer import Tokenizer
 from .metrics import Timers

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.compat import names
-from megatron.compat.args import WITHOUT_VALUE, ScriptArgs
+from megatron.compat.args import WITHOUT_VALUE, Args
 from megatron.compat.fp16 import fp16_to_fp32, fp32_to_fp16
 from megatron.compat.masks import (
     T5Masks,
@@ -52,7 +52,7 @@ def test_every_name_is_here_or_names_its_counterpart() -> None:
 
 
 def test_every_setting_that_the_original_reads_has_a_value_or_a_reason() -> None:
-    args = ScriptArgs(parse(["--vocab-size", "3000"]))
+    args = Args(parse(["--vocab-size", "3000"]))
     for name in (ROOT / "tests/original/args.txt").read_text().split():
         if name in WITHOUT_VALUE:
             with pytest.raises(AttributeError, match=f"args.{name} has no value here"):

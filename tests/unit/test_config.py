@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing import plain_config
+from megatron.compat.args import Args
 from megatron.config import SECTIONS
-from megatron.config.command_line import Args, from_file, parse, with_values
+from megatron.config.command_line import from_file, parse, with_values
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
 from tests.support import command

@@ -15,7 +15,7 @@ from megatron.config.fields import ConfigError
 from megatron.data.fim import FillInTheMiddle
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tasks.fim import gaps_of
+from megatron.tasks.gpt2 import fill_in_the_middle
 from megatron.tokenizer import load_tokenizer
 from tests.support import losses, train_gpt2
 
@@ -102,7 +102,7 @@ def test_marks_must_be_in_the_tokenizer(vocab_file: str) -> None:
         ["--vocab-file", vocab_file, "--family", "gpt2", "--fim-rate", "0.5", "--fim-tokens", "<a>", "<b>", "<eod>"]
     )
     with pytest.raises(ValueError, match="<a> and <b> is no special token of .* --special-tokens makes tokenizers"):
-        gaps_of(config, load_tokenizer(vocab_file))
+        fill_in_the_middle(config, load_tokenizer(vocab_file))
 
 
 def test_marks_need_not_be_special(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_marks_need_not_be_special(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
     config = parse(["--vocab-file", str(path), "--family", "gpt2", "--fim-rate", "0.5", "--fim-tokens", *marks])
-    found = gaps_of(config, load_tokenizer(str(path)))
+    found = fill_in_the_middle(config, load_tokenizer(str(path)))
     assert found is not None and [found.prefix, found.middle, found.suffix] == [ids[mark] for mark in marks]
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.compat.args import Args
 from megatron.config import Config
-from megatron.config.command_line import HOME, Args, from_file, parse
+from megatron.config.command_line import HOME, from_file, parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
 from megatron.config.foreign.flags import FLAGS, ROWS
@@ -361,10 +362,8 @@ def test_args_name_the_setting_that_takes_the_place() -> None:
     args = Args(Config())
     with pytest.raises(AttributeError, match="there is no setting 'micro_batch_size'; it is args.batch_size here"):
         _ = args.micro_batch_size
-    with pytest.raises(AttributeError, match="there is no setting 'fp16'; it is args.precision here"):
-        _ = args.fp16
-    with pytest.raises(AttributeError, match="there is no setting 'deepspeed'; did you mean deepspeed_config?"):
-        _ = args.deepspeed
+    with pytest.raises(AttributeError, match="there is no setting 'deepspeed_configs'; did you mean deepspeed_config?"):
+        _ = args.deepspeed_configs
 
 
 def test_what_the_table_says_names_our_own_flags() -> None:
