@@ -91,7 +91,6 @@ def _import() -> Any:
 deepspeed = _import()
 
 try:
-    from deepspeed.runtime import precision_config
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -308,12 +307,13 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known: dict[str, Any] = {
         "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": precision_config.DeepSpeedFP16Config,
-        "bf16": precision_config.DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
         "comms_logger": CommsLoggerConfig,
         "tensorboard": TensorBoardConfig,
         "wandb": WandbConfig,

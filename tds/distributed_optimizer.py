@@ -102,6 +102,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if hasattr(p, "spec"):  # the record that megatron.mpu keeps of its layers' weights
                     p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
+    def _attached(self) -> BucketLauncher:
+        assert self._launcher, "tds.initialize() comes first"
+        return self._launcher
+
     def _accumulate_wgrad(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
         """Take the gradient of `parameter` `[o, i]` from a layer, as `left` `[o, n]` @ `right` `[n, i]`, past autograd.
 
@@ -109,8 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if has_hooks(parameter):
             return False
-        assert self._launcher
-        self._launcher.take(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
+        self._attached().take(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
         return True
 
     def _refuse_unsteppable(self, module: nn.Module) -> None:
@@ -167,13 +170,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def arm(self, chunk: int = 0) -> None:
         """Mark the next backward pass as a chunk's last one of this step, see `BucketLauncher`."""
-        assert self._launcher, "tds.initialize() comes first"
-        self._launcher.arm(chunk)
+        self._attached().arm(chunk)
 
     def finish(self) -> None:
         """Finish the reductions, see `BucketLauncher`; each replica then has the sums of its shares."""
-        assert self._launcher, "tds.initialize() comes first"
-        self._launcher.finish()
+        self._attached().finish()
         self._summed = True
 
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
