@@ -41,7 +41,7 @@ def refuse_other_releases(version: str) -> str | None:
     if os.environ.get(INSIST, "") not in ("", "0"):
         return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
-        f"DeepSpeed {version} may train on wrong gradients without a word{lacks}: pip install '{wanted}', "
+        f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
         f"or set {INSIST}=1 to use it nevertheless"
     )
 
