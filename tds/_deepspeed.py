@@ -41,7 +41,7 @@ def refuse_other_releases(version: str) -> str | None:
     if os.environ.get(INSIST, "") not in ("", "0"):
         return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
-        f"DeepSpeed {version} may train on wrong gradients without a word{lacks}: pip install '{wanted}', "
+        f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
         f"or set {INSIST}=1 to use it nevertheless"
     )
 
@@ -91,7 +91,6 @@ def _import() -> Any:
 deepspeed = _import()
 
 try:
-    from deepspeed.runtime import precision_config
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -308,12 +307,13 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known: dict[str, Any] = {
         "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": precision_config.DeepSpeedFP16Config,
-        "bf16": precision_config.DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
         "comms_logger": CommsLoggerConfig,
         "tensorboard": TensorBoardConfig,
         "wandb": WandbConfig,

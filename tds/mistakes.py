@@ -17,7 +17,7 @@ def require_iterator(data: Any, stage: int) -> None:
         return
     raise TypeError(
         f"stage {stage}: the data of train_batch() and eval_batch() come from an iterator, not from a {type(data).__name__}, which would "
-        f"begin anew with every step: make one before the loop, iter(data), and give it to every call"
+        f"start again at every step: create iter(data) before the loop and pass it to every call"
     )
 
 

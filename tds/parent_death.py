@@ -65,7 +65,7 @@ def refuse_impossible_ranks() -> None:
         for key, text in given.items():
             if not re.fullmatch(r"[0-9]{1,9}", text) or (key == total and not int(text)):
                 raise ImpossibleRanks(
-                    f"{key}={text[:40]} in the environment is no number of ranks: unset it, or start a launcher"
+                    f"{key}={text[:40]} in the environment is not a number of ranks: unset it, or use a launcher"
                 )
         if len(given) == 2 and int(given[name]) >= int(given[total]):
             raise ImpossibleRanks(

@@ -105,12 +105,12 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
         fewest = counts.index(min(counts))
         raise ValueError(
             f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter groups, and "
-            f"ZeRO here wants them all on each stage: cut the layers otherwise (partition_method), or train in bf16 or without ZeRO"
+            f"ZeRO here needs all of them on each stage: use other cuts (partition_method), or train in bf16 or without ZeRO"
         )
     idle = [rank for rank, (learns, _) in enumerate(stages) if not learns]
     if idle:
         raise ValueError(
-            f"the stage of rank {idle[0]} has no weight that learns, which DeepSpeed's ZeRO and half precision cannot do with: "
+            f"the stage of rank {idle[0]} has no trainable weight, but DeepSpeed's ZeRO and half precision need one: "
             f"cut the layers so that each stage has one (partition_method), or train in fp32 without ZeRO"
         )
 

@@ -75,7 +75,7 @@ def test_a_schedule_of_ones_own_is_checked() -> None:
         return with_messages(order, stage, stages)
 
     register("lazy", lazy)
-    with pytest.raises(ScheduleError, match="stage 0: 3 Backward of chunk 0 where 4 are due"):
+    with pytest.raises(ScheduleError, match="stage 0: 3 Backward of chunk 0 instead of 4"):
         check([list(schedule_of({"schedule": "lazy"})(stage, 2, 4)) for stage in range(2)], 4)
     with pytest.raises(ValueError, match="there is no pipeline schedule 'other'; there are .*zb-h1, .*lazy"):
         schedule_of({"schedule": "other"})

@@ -282,10 +282,10 @@ MISTAKES = {
         0, 1, r"forward_step returns a tensor of shape \[3\] as the loss: return a tensor of one number",
     ),
     "inner = get_batch_pipe; get_batch_pipe = lambda data: (*inner(data), None)": (
-        1, 1, r"a batch is \(inputs, labels\), each one thing or a tuple, not 3 things; let model._megatron_batch_fn",
+        1, 1, r"a batch is \(inputs, labels\), each a tensor or a tuple, not 3 things; convert what the iterator returns in model._megatron_batch_fn",
     ),
     "get_batch_pipe = None": (
-        1, 1, r"not dict; let model._megatron_batch_fn or engine.set_batch_fn make it of what the iterator gives",
+        1, 1, r"not dict; convert what the iterator returns in model._megatron_batch_fn or engine.set_batch_fn",
     ),
     "get_topology = mpu.get_topology; Module = PipelineModule; PipelineModule = lambda layers, topology, loss_fn: "
     "Module(layers, num_stages=1, loss_fn=loss_fn)": (

@@ -262,14 +262,14 @@ def _refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("no loss", "loss_fn returns NoneType for 'loss': return a tensor of one number, or a dict of such"),
+        ("no loss", "loss_fn returns NoneType for 'loss': return a scalar tensor, or a dict of scalar tensors"),
         ("a tuple", "loss_fn returns tuple for 'loss'"),
         ("an empty dict", "loss_fn returns an empty dict"),
         ("a number", "loss_fn returns float for 'b'"),
         ("a vector", r"loss_fn returns a tensor of shape \[4\] for 'loss'"),
         ("meta", "stage 0, outputs: tensor 0 is on meta, the stage on cpu; move it there"),
-        ("nothing", "stage 0, outputs: no tensor at all"),
-        ("nothing learns", "the stage of rank 0 has no weight that learns, which DeepSpeed's ZeRO"),
+        ("nothing", "stage 0, outputs: there are no tensors to send"),
+        ("nothing learns", "the stage of rank 0 has no trainable weight, but DeepSpeed's ZeRO"),
         ("no micro-batches", "num_micro_batches 0: there is nothing to evaluate"),
         ("no data", "there are no data: give train_batch"),
     ],

@@ -194,7 +194,7 @@ def test_what_cannot_be_is_refused(stages: int, module: dict[str, Any], config: 
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "None": (None, "stage 0, inputs of micro-batch 1: tensor 0 is NoneType; only tensors can be passed on"),
+    "None": (None, "stage 0, inputs of micro-batch 1: tensor 0 is NoneType; only tensors can be sent"),
     "a number": (3.5, "stage 0, inputs of micro-batch 1: tensor 0 is float"),
     "an array": (np.ones((4, WIDTH)), "stage 0, inputs of micro-batch 1: tensor 0 is ndarray"),
     "sparse": (
@@ -285,7 +285,7 @@ def test_an_adam_of_the_ds_config_needs_no_compiler_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("Lamb", {}, "the optimizer lamb of the ds_config runs on GPUs only; on a CPU take Adam, AdamW or Adagrad"),
+        ("Lamb", {}, "the optimizer lamb of the ds_config runs on GPUs only; on a CPU use Adam, AdamW or Adagrad"),
         ("Lion", {}, "the optimizer lion of the ds_config runs on GPUs only"),
         ("Adam", {"bias_correction": False}, '"bias_correction": false is for GPUs only'),
     ],
@@ -358,7 +358,7 @@ def _misfit(at_start: bool) -> None:
 def test_stages_that_do_not_fit_are_found_at_start_on_both() -> None:
     for end in ends_of_ranks(2, _misfit, True):
         assert end.code == 1
-        assert "stage 1 expects 2 tensors (hidden, mask) of stage 0, which puts out 1 (hidden)" in end.stderr
+        assert "stage 1 expects 2 tensors (hidden, mask) from stage 0, which outputs 1 (hidden)" in end.stderr
 
 
 def test_what_nobody_declared_is_checked_on_arrival_and_ends_both() -> None:

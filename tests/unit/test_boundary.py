@@ -65,9 +65,9 @@ def _stage(puts_out: list[Boundary] | None, takes_in: list[Boundary] | None, **s
     ("stages", "message"),
     [
         ([_stage([Boundary("hidden")], None), _stage(None, [Boundary("hidden"), Boundary("mask", "bool", grad=False)])],
-         r"stage 1 expects 2 tensors \(hidden, mask\) of stage 0, which puts out 1 \(hidden\)"),
+         r"stage 1 expects 2 tensors \(hidden, mask\) from stage 0, which outputs 1 \(hidden\)"),
         ([_stage(None, None), _stage([Boundary("hidden", split=True)], None), _stage(None, [Boundary("hidden")])],
-         r"stage 2 expects .*split=False\) of stage 1, which puts out .*split=True\)"),
+         r"stage 2 expects .*split=False\) from stage 1, which outputs .*split=True\)"),
         ([_stage(None, None, schedule="gpipe"), _stage(None, None, schedule="1f1b")],
          "stage 1 runs with schedule = 1f1b, stage 0 with gpipe"),
     ],
@@ -83,5 +83,5 @@ def test_chunks_have_borders_of_their_own() -> None:
     first = contract_of(SimpleNamespace(boundaries=[one, two], receives=[None, one]), 2, {})
     second = contract_of(SimpleNamespace(boundaries=[one, None], receives=[one, two]), 2, {})
     check_match([first, second])
-    with pytest.raises(BoundaryError, match=r"stage 1 expects 2 tensors \(decoded, encoded\) of stage 0"):
+    with pytest.raises(BoundaryError, match=r"stage 1 expects 2 tensors \(decoded, encoded\) from stage 0"):
         check_match([contract_of(SimpleNamespace(boundaries=[one, one]), 2, {}), second])

@@ -141,17 +141,17 @@ def test_forward_only(stages: int) -> None:
     ("plan", "message"),
     [
         ([[Forward(0), SendActivation(0), RecvGrad(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0)]],
-         "stage 1: 0 SendGrad of chunk 0 where 1 are due"),
-        ([[Forward(0), Forward(1), Backward(1)]], r"stage 0: Backward\(1\) of chunk 0 stands too early or too late"),
-        ([[Forward(0), Forward(1), Backward(0)]], "stage 0: 1 Backward of chunk 0 where 2 are due"),
-        ([[Forward(0), SendGrad(0), Backward(0)]], "stage 0: 1 SendGrad of chunk 0 where 0 are due"),
+         "stage 1: 0 SendGrad of chunk 0 instead of 1"),
+        ([[Forward(0), Forward(1), Backward(1)]], r"stage 0: Backward\(1\) of chunk 0 is too early or too late"),
+        ([[Forward(0), Forward(1), Backward(0)]], "stage 0: 1 Backward of chunk 0 instead of 2"),
+        ([[Forward(0), SendGrad(0), Backward(0)]], "stage 0: 1 SendGrad of chunk 0 instead of 0"),
         ([[RecvGrad(0), Forward(0), SendActivation(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0), SendGrad(0)]],
          r"the stages deadlock: stage 0 at RecvGrad\(0\), stage 1 at RecvActivation\(0\)"),
         ([[Forward(0), SendActivation(0), Forward(1), SendActivation(1)],
           [RecvActivation(1), Forward(1), RecvActivation(0), Forward(0)]],
-         r"RecvActivation\(1\) of chunk 0 stands too early or too late"),
+         r"RecvActivation\(1\) of chunk 0 is too early or too late"),
         ([[Forward(0), SendActivation(0), RecvGrad(0), Backward(0)],
-          [RecvActivation(0), Backward(0), SendGrad(0), Forward(0)]], r"stage 1: Backward\(0\) of chunk 0 stands too early"),
+          [RecvActivation(0), Backward(0), SendGrad(0), Forward(0)]], r"stage 1: Backward\(0\) of chunk 0 is too early"),
     ],
 )  # fmt: skip
 def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], message: str) -> None:
