@@ -1,7 +1,7 @@
 """Every name of DeepSpeed that this package imports, reads, calls, overrides or patches, by class, as data.
 
-`_deepspeed.missing_names` compares it with the installed release at run time, tests/unit/test_contract.py with
-this package's code and with the release. A new release is reviewed with `pytest tests/unit/test_contract.py`.
+At run time, `_deepspeed.missing_names` compares this list with the installed release. tests/unit/test_contract.py
+compares it with the release and with this package's code; run that test to review a new release of DeepSpeed.
 """
 
 from collections import defaultdict

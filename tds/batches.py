@@ -14,10 +14,10 @@ from .nested import as_tuple, each_tensor
 
 
 class DataEnded(RuntimeError, StopIteration):
-    """The data iterator ended; the message names the stage and how far it came.
+    """The data iterator ended; the message names the stage and the number of micro-batches read.
 
-    It is a StopIteration, as in DeepSpeed. everywhere: all stages learned of it before computing anything, so a
-    training loop may catch it and continue.
+    It is a StopIteration, as in DeepSpeed. everywhere: True if all stages learned of the end before they computed
+    anything; a training loop may then catch the error and continue.
     """
 
     everywhere = False
@@ -34,7 +34,7 @@ class Batches:
     takes_inputs, takes_labels: what this stage uses; the rest is dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
-    when it is read. It moves to the device when it is used.
+    when it is read. The copy moves to the device when it is used.
     """
 
     read: Callable[[], Any]
@@ -55,7 +55,7 @@ class Batches:
         return len(self._layouts)
 
     def inputs(self, micro: int) -> tuple[Tensor, ...]:
-        """Return the inputs of a micro-batch on the device, and drop them here.
+        """Return the inputs of a micro-batch on the device, and drop this reader's copy.
 
         Raises DataEnded, and BoundaryError if an input is not a tensor.
         """
@@ -63,7 +63,7 @@ class Batches:
         return tuple(t.to(self.device, non_blocking=True) for t in self._inputs.pop(micro))
 
     def labels(self, micro: int) -> Any:
-        """Return the labels of a micro-batch on the device, and drop them here."""
+        """Return the labels of a micro-batch on the device, and drop this reader's copy."""
         self.read_to(micro + 1)
         return each_tensor(self._labels.pop(micro), lambda t: t.to(self.device, non_blocking=True))
 
@@ -82,8 +82,8 @@ class Batches:
     def end_of_any(self, replicas: Any) -> DataEnded | None:
         """Return a DataEnded to raise if any replica's data have ended, else None.
 
-        All replicas then skip this step, so a loop may continue with the next epoch. replicas: process group of
-        this collective.
+        All replicas then skip this step, so a loop may continue with the next epoch. replicas: the process
+        group of the replicas; None if there is only one.
         """
         end = None
         try:
