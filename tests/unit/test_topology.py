@@ -38,7 +38,7 @@ def test_context_ranks_are_neighbours_on_the_data_axis() -> None:
     ]
     assert sorted(grid.context_lines()) == sorted(lines)
     assert str(Topology(2, 3, 1)) == "pipe 2 x data 3 x model 1"
-    with pytest.raises(ValueError, match="3 ranks of the data axis cannot be shared out in groups of 2"):
+    with pytest.raises(ValueError, match="3 ranks of the data axis cannot be split into context-parallel groups of 2"):
         Topology(data=3, context=2)
 
 
