@@ -18,7 +18,7 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks in row-major order over (pipe, data, model); `model` is the fastest axis.
+    """Grid of ranks in row-major order over (pipe, data, model); the model coordinate varies fastest.
 
     Model-parallel neighbours communicate most (twice a layer), so they get adjacent ranks and with them the
     fastest links. Stages communicate least and are farthest apart (Narayanan et al. 2021).
