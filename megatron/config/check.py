@@ -20,12 +20,11 @@ from .sections import Config
 def first_look(family: str) -> Config | None:
     """Return the settings of a training script before it imports anything heavy; exit on `--help` or invalid flags.
 
-    Returns None on all ranks but 0, which parse in `run`, so that only one rank prints an error. The other ranks
-    continue to the point where all ranks exit.
+    Returns None on ranks other than 0, which parse the flags later, in `run`, so that only rank 0 prints an error.
     """
     help_if_asked(family)
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():  # initialisation refuses such a world size
+    if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():  # an invalid WORLD_SIZE is refused later, by `run`
         return None
     with _one_sentence(Path(sys.argv[0]).name):
         return parse(sys.argv[1:], DEFAULTS[family], int(ranks), print_note)
@@ -40,7 +39,7 @@ def print_note(note: str) -> None:
 
 @contextmanager
 def _one_sentence(script: str) -> Iterator[None]:
-    """Print an error of the block and exit with code 2."""
+    """If the block raises ConfigError, print it in one sentence and exit with code 2."""
     try:
         yield
     except ConfigError as error:

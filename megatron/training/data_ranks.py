@@ -1,6 +1,6 @@
 """Reading of data on the ranks that need it; the other ranks open no data files.
 
-In each replica, the first and the last stage read, with one model-parallel rank for each context-parallel rank.
+In each replica, one rank of each model-parallel group of the first and the last pipeline stage reads data.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 class RemoteDataset:
     """Placeholder for a data set that other ranks read.
 
-    plan: lengths of its samples, None if they have one sequence.
+    plan: lengths of its samples, None if a sample is a single sequence.
     """
 
     def __init__(self, plan: Lengths | None) -> None:
@@ -91,9 +91,9 @@ def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datase
 def read(
     dataset: Any, config: Config, consumed_samples: int, skips: Callable[[int], bool] | None = None
 ) -> Batches | None:
-    """Return this rank's micro-batches from a sample on; None if other ranks send its data or it needs none.
+    """Return this rank's micro-batches, beginning after `consumed_samples`; None on a rank that reads no data.
 
-    skips: the sampler's `is_skipped`.
+    skips: predicate on the first sample of an iteration; True skips the iteration.
     """
     if not reads():
         return None

@@ -1,6 +1,6 @@
 """Global access to the settings, the tokenizer and the timers, for entry scripts.
 
-Only entry scripts use these functions; the packages below get what they need as arguments.
+Only entry scripts use these functions; all other code gets settings, tokenizer and timers as arguments.
 """
 
 from typing import TypeVar

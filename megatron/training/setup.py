@@ -72,9 +72,9 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     except BaseException:
         run_folder.release(locks)
         raise
-    publish(config, tokenizer, timers)  # again, as a resumed run has its checkpoint's schedule
+    publish(config, tokenizer, timers)  # a resumed run takes its learning-rate schedule from the checkpoint
     use_step_timeout(config)
-    if not estimates:  # without an estimate, which would include the number
+    if not estimates:  # else the estimate has already printed the number of parameters
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
     retrying = RetryingSaver(saver, config.checkpoint.max_failed_saves)
