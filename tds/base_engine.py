@@ -55,7 +55,9 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce the gradients over the replicas as DeepSpeed does, but leave `.grad` None if no replica has a gradient."""
-        if grads is not None or isinstance(self.optimizer, BF16_Optimizer):  # DeepSpeed's bf16 optimizer has gradient sums of all weights
+        if grads is not None or isinstance(
+            self.optimizer, BF16_Optimizer
+        ):  # DeepSpeed's bf16 optimizer has gradient sums of all weights
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return
         with keep_missing_grads(self.module, self.seq_data_parallel_group):

@@ -11,7 +11,9 @@ from ._torch import has_hooks
 from .messages import ways
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
-BYTES_A_REPLICA = 4 * 2**20  # minimum of a bucket, times replicas: messages between ranks must not shrink with more replicas
+BYTES_A_REPLICA = (
+    4 * 2**20
+)  # minimum of a bucket, times replicas: messages between ranks must not shrink with more replicas
 
 
 class ReducibleBucket(Protocol):
