@@ -160,7 +160,8 @@ def set_local_rank() -> None:
         return
     if count > 1:
         raise ValueError(
-            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but this machine shows it {count} accelerators: "
+            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but this machine shows it {count} "
+            "accelerators: "
             f"start {count} ranks on a machine ({ways['ranks']}), or one for each that a rank sees"
         )
     os.environ["LOCAL_RANK"] = "0"

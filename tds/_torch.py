@@ -37,7 +37,8 @@ def users(tensor: Tensor) -> int:
     """
     if _use_count is None:
         raise RuntimeError(
-            f"torch {torch.__version__} does not count the users of a tensor's memory: use a version that tds is tested with"
+            f"torch {torch.__version__} does not count the users of a tensor's memory: use a version that tds is "
+            "tested with"
         )
     return int(_use_count(tensor.untyped_storage()._cdata)) - 1
 

@@ -122,7 +122,8 @@ class Batches:
         if not isinstance(batch, (tuple, list)) or not 1 <= len(batch) <= 2:
             found = f"{len(batch)} things" if isinstance(batch, (tuple, list)) else type(batch).__name__
             raise BoundaryError(
-                f"{where}: a batch is (inputs, labels), each a tensor or a tuple, not {found}; convert what the iterator returns in model._megatron_batch_fn or "
+                f"{where}: a batch is (inputs, labels), each a tensor or a tuple, not {found}; convert what the "
+                "iterator returns in model._megatron_batch_fn or "
                 f"engine.set_batch_fn"
             )
         inputs = as_tuple(batch[0])

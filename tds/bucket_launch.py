@@ -123,8 +123,10 @@ class BucketLauncher:
         bucket = self._bucket_of[parameter]
         if bucket.launched:
             raise RuntimeError(
-                f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over the replicas: "
-                f"the weight is used more often than in the previous step. Turn the overlap of reduction and backward pass off: "
+                f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over "
+                "the replicas: "
+                "the weight is used more often than in the previous step. Turn the overlap of reduction and "
+                "backward pass off: "
                 f"{ways['overlap']}"
             )
         add(parameter)

@@ -143,8 +143,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             changed = [p for p in weights if p.requires_grad is learn]
             if changed:
                 raise RuntimeError(
-                    f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after tds.initialize(); a "
-                    f"DistributedOptimizer does not support that: initialize again, or train without it ({ways['no ZeRO']})"
+                    f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
+                    "tds.initialize(); a "
+                    "DistributedOptimizer does not support that: initialize again, or train without it "
+                    f"({ways['no ZeRO']})"
                 )
 
     def _adopt_replaced(self) -> None:
@@ -165,7 +167,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     )
             if replaced and not bucket.adopt(replaced):
                 raise ReplacedWeightError(
-                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), while something "
+                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), "
+                    "while something "
                     f"else still uses the old one or a weight next to it: {ADVICE}"
                 )
             bucket.pull_changes()
@@ -218,11 +221,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for p in self._bucket_of:
             if p.grad is not None:
                 raise RuntimeError(
-                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces it: set it before"
+                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces it: set it "
+                    "before"
                 )
         if closure is not None or self.norm is None or not self._summed:
             raise RuntimeError(
-                "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it takes no closure"
+                "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it "
+                "takes no closure"
             )
         for bucket in self.buckets:
             bucket.share.grad = bucket.share_grad
@@ -300,8 +305,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         mine = self._mine(state_dict_list)
         if mine is None:
             raise ValueError(
-                f"the checkpoint holds optimizer states of {len(state_dict_list)} replicas, whose shards differ from those of the "
-                f"{dist.get_world_size(self.dp_process_group)} replicas here: use as many replicas and the same partition, or "
+                f"the checkpoint holds optimizer states of {len(state_dict_list)} replicas, whose shards differ from "
+                "those of the "
+                f"{dist.get_world_size(self.dp_process_group)} replicas here: use as many replicas and the same "
+                "partition, or "
                 f"load_optimizer_states=False"
             )
         if load_optimizer_states:

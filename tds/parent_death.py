@@ -69,7 +69,8 @@ def refuse_impossible_ranks() -> None:
                 )
         if len(given) == 2 and int(given[name]) >= int(given[total]):
             raise ImpossibleRanks(
-                f"{name}={given[name]} in the environment is beyond {total}={given[total]}: ranks count from 0, so the last one is "
+                f"{name}={given[name]} in the environment is beyond {total}={given[total]}: ranks count from 0, so "
+                "the last one is "
                 f"{int(given[total]) - 1}"
             )
 

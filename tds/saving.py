@@ -140,7 +140,8 @@ def warn_of_replicas(module: nn.Module, group: Any) -> None:
     differing = sorted({name for each in replicas for name in each if each[name] != replicas[0].get(name)})
     if differing and dist.get_rank(group) == 0:
         warnings.warn(
-            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: reduce them over "
+            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: "
+            "reduce them over "
             f"the replicas, or set persistent=False if they are no state",
             stacklevel=4,
         )

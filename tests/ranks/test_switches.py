@@ -18,7 +18,8 @@ from megatron.ranks.initialize import initialize_megatron
 from tests.support import on_ranks
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --family t5 --enc-seq-length 12 --dec-seq-length 6 --vocab-size 50 "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --family t5 --enc-seq-length 12 --dec-seq-length 6 "
+    "--vocab-size 50 "
     "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --batch-size 3 --normalization rmsnorm "
     "--activation gated-gelu --position-embedding relative --no-scale-attention --no-hidden-bias --no-tie-embeddings"
 )
@@ -75,8 +76,10 @@ IN_LLAMA = ("rope", "swiglu")  # optimisations of Llama; those of T5 are all the
 
 
 LLAMA = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --family llama --seq-length 12 --vocab-size 50 "
-    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --batch-size 3 --normalization rmsnorm --qk-norm "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --family llama --seq-length 12 "
+    "--vocab-size 50 "
+    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --batch-size 3 --normalization "
+    "rmsnorm --qk-norm "
     "--activation swiglu --position-embedding rope --no-hidden-bias --no-tie-embeddings"
 )
 

@@ -101,7 +101,7 @@ def test_marks_must_be_in_the_tokenizer(vocab_file: str) -> None:
     config = parse(
         ["--vocab-file", vocab_file, "--family", "gpt2", "--fim-rate", "0.5", "--fim-tokens", "<a>", "<b>", "<eod>"]
     )
-    with pytest.raises(ValueError, match="<a> and <b> is no special token of .* --special-tokens makes tokenizers"):
+    with pytest.raises(ValueError, match="--special-tokens"):
         fill_in_the_middle(config, load_tokenizer(vocab_file))
 
 
@@ -149,5 +149,5 @@ def test_a_run_reads_rearranged_text(tmp_path: Path) -> None:
     fim = ["--fim-rate", "0.9", "--fim-tokens", *marks]
     plain = losses(train_gpt2(1, tmp_path / "plain", *flags, "--train-iters", "1"))
     assert losses(train_gpt2(1, tmp_path / "fim", *flags, *fim, "--train-iters", "1")) != plain
-    with pytest.raises(AssertionError, match="--fim-rate is 0.9 there and 0.0 here"):
+    with pytest.raises(AssertionError, match="--fim-rate"):
         train_gpt2(1, tmp_path / "fim", *flags, "--train-iters", "2")
