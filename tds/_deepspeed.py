@@ -91,7 +91,6 @@ def _import() -> Any:
 deepspeed = _import()
 
 try:
-    from deepspeed.runtime import precision_config
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -161,8 +160,8 @@ def set_local_rank() -> None:
         return
     if count > 1:
         raise ValueError(
-            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but sees only {count} accelerators: start {count} "
-            f"ranks per machine ({ways['ranks']}), or let each rank see one accelerator only"
+            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but sees only {count} accelerators: start "
+            f"{count} ranks per machine ({ways['ranks']}), or let each rank see one accelerator only"
         )
     os.environ["LOCAL_RANK"] = "0"
 
@@ -312,12 +311,13 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known: dict[str, Any] = {
         "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": precision_config.DeepSpeedFP16Config,
-        "bf16": precision_config.DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
         "comms_logger": CommsLoggerConfig,
         "tensorboard": TensorBoardConfig,
         "wandb": WandbConfig,

@@ -37,7 +37,8 @@ def users(tensor: Tensor) -> int:
     """
     if _use_count is None:
         raise RuntimeError(
-            f"torch {torch.__version__} lacks _storage_Use_Count, which tds needs to reuse buffers: install a release that tds is tested with"
+            f"torch {torch.__version__} does not count the users of a tensor's memory: use a version that tds is "
+            "tested with"
         )
     return int(_use_count(tensor.untyped_storage()._cdata)) - 1
 
@@ -50,7 +51,8 @@ def default_store() -> Any:
     found = getattr(dist.distributed_c10d, "_get_default_store", None)
     if found is None:
         raise RuntimeError(
-            f"torch {torch.__version__} lacks _get_default_store, with which ranks report errors: install a release that tds is tested with"
+            f"torch {torch.__version__} lacks _get_default_store, with which ranks report errors: install a release "
+            f"that tds is tested with"
         )
     return found()
 

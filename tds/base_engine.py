@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, extended for DistributedOptimizer: the engine without a pipeline, and the base of PipelineEngine."""
+"""DeepSpeed's engine, extended for DistributedOptimizer: used without a pipeline, and the base of PipelineEngine."""
 
 import math
 from functools import cached_property

@@ -124,12 +124,12 @@ def check_match(contracts: Sequence[Contract]) -> None:
         names = [", ".join(each.name for each in end) for end in (taken, put)]
         if len(put) != len(taken):
             raise BoundaryError(
-                f"stage {there} expects {len(taken)} tensors ({names[0]}) from stage {here}, which returns "
+                f"stage {there} expects {len(taken)} tensors ({names[0]}) from stage {here}, which outputs "
                 f"{len(put)} ({names[1]})"
             )
         for expected, got in zip(taken, put, strict=True):
             if expected != got:
-                raise BoundaryError(f"stage {there} expects {expected} from stage {here}, which returns {got}")
+                raise BoundaryError(f"stage {there} expects {expected} from stage {here}, which outputs {got}")
 
 
 def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
@@ -138,12 +138,12 @@ def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None
     who: beginning of the message, e.g. `stage 0, outputs`.
     """
     if not tensors:
-        raise BoundaryError(f"{who}: no tensor at all; a stage needs at least one")
+        raise BoundaryError(f"{who}: there are no tensors to send")
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise BoundaryError(
-                f"{who}: tensor {i} is {type(tensor).__name__}; only tensors can cross a stage boundary, so "
-                f"leave it out or convert it to a tensor"
+                f"{who}: tensor {i} is {type(tensor).__name__}; only tensors can be sent, so leave it out or "
+                f"convert it to a tensor"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)

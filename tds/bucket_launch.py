@@ -14,14 +14,14 @@ BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
 BYTES_A_REPLICA = 4 * 2**20  # minimum per replica, so that messages do not shrink as replicas increase
 
 
-class Bucket(Protocol):
+class ReducibleBucket(Protocol):
     """Gradients that are reduced together, in an order that is equal on all replicas."""
 
     parameters: list[nn.Parameter]
     launched: bool  # whether this step's gradients are being reduced or already are
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Take over the gradient in `parameter.grad`."""
+        """Accumulate the gradient in `parameter.grad`."""
         ...
 
     def reduce(self) -> None:
@@ -69,7 +69,7 @@ class BucketLauncher:
     chunk whose backward pass gives a weight its last gradient; 0 by default.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
+    def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
         self._buckets, self._chunk_of = buckets, dict(chunk_of or {})
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._expected: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the previous step
@@ -121,8 +121,10 @@ class BucketLauncher:
         bucket = self._bucket_of[parameter]
         if bucket.launched:
             raise RuntimeError(
-                f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over the replicas: "
-                f"the weight is used more often than in the step before. Do not overlap the reduction with the backward pass: "
+                f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over "
+                "the replicas: "
+                "the weight is used more often than in the previous step. Turn the overlap of reduction and "
+                "backward pass off: "
                 f"{ways['overlap']}"
             )
         add(parameter)
@@ -131,7 +133,7 @@ class BucketLauncher:
             while self._next < len(self._buckets) and self._is_complete(self._buckets[self._next]):
                 self._send_next()
 
-    def _is_complete(self, bucket: Bucket) -> bool:
+    def _is_complete(self, bucket: ReducibleBucket) -> bool:
         """Return whether the bucket has all its expected gradients.
 
         The expected counts are those of the previous step. A weight that had no gradient in that step may get one

@@ -20,7 +20,10 @@ NORM_SLICE = 2**20  # elements whose norm is taken in fp32; the squares of sever
 
 
 class Bucket:
-    """Flat memory of some parameters and their gradients; the parameters become views of it.
+    """Flat memory of some weights and their gradients, of which this replica owns one equal share.
+
+    The parameters become views of it. `reduce` sums the gradients over the replicas into the share, and `gather`
+    distributes the stepped weights.
 
     parameters: of one dtype and device. group: process group of the replicas.
     """

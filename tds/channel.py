@@ -140,8 +140,8 @@ class Sender:
             self._start(self._header([same_until - index, *_as_json(layout)], what))
         elif layout != run.layout:
             raise BoundaryError(
-                f"the outputs of {what} for micro-batch {index} differ from those for the one before in number, shapes, dtypes or "
-                f"requires_grad, although the inputs have equal shapes; if output shapes depend on the data, use "
+                f"{what}: outputs of micro-batch {index} differ in number, shape, dtype or requires_grad from those of "
+                f"the previous one, although the inputs have equal shapes; if output shapes depend on the data, use "
                 f"PipelineModule(..., dynamic_shape=True)"
             )
         if run.continuation_due(index):

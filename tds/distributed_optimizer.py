@@ -27,7 +27,11 @@ ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wrapper that shards an optimizer over the replicas, for fp32 and bf16 with ZeRO stage 1 in the ds_config.
+    """An optimizer sharded over the replicas, for fp32 and bf16 with ZeRO stage 1 in the ds_config.
+
+    Its weights and gradients lie in flat buckets, of which this replica steps one share each. A BucketLauncher
+    reduces each bucket during a step's last backward pass, and `step` all-gathers the weights of each bucket while
+    the next one is stepped.
 
     Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`,
     with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in fp32. The learning
@@ -103,6 +107,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if hasattr(p, "spec"):  # the record that megatron.mpu keeps of its layers' weights
                     p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
+    def _attached(self) -> BucketLauncher:
+        assert self._launcher, "tds.initialize() comes first"
+        return self._launcher
+
     def _accumulate_wgrad(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
         """Take the gradient of `parameter` `[o, i]` from a layer, as `left` `[o, n]` @ `right` `[n, i]`, past autograd.
 
@@ -110,8 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if has_hooks(parameter):
             return False
-        assert self._launcher
-        self._launcher.take(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
+        self._attached().take(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
         return True
 
     def _refuse_unsteppable(self, module: nn.Module) -> None:
@@ -121,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.state:
             problem = "already has states of unsharded weights: wrap it before its first step"
         elif any(hasattr(p, "_hp_mapping") for p in given):
-            problem = "has weights that are already sharded over replicas: build the model again"
+            problem = "is given weights that are already sharded over replicas: build the model again"
         elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
             problem = "has weights that are not in the model: register them in it"
         else:
@@ -137,8 +144,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             changed = [p for p in weights if p.requires_grad is learn]
             if changed:
                 raise RuntimeError(
-                    f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after tds.initialize(), which a "
-                    f"DistributedOptimizer does not support: call it again, or train without this optimizer ({ways['no ZeRO']})"
+                    f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
+                    f"tds.initialize(); a DistributedOptimizer does not support that: initialize again, or train "
+                    f"without it ({ways['no ZeRO']})"
                 )
 
     def _adopt_replaced(self) -> None:
@@ -159,8 +167,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     )
             if replaced and not bucket.adopt(replaced):
                 raise ReplacedWeightError(
-                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), while "
-                    f"another tensor still views the old storage, e.g. to restore it later: {ADVICE}"
+                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), "
+                    f"while another tensor still views the old storage, e.g. to restore it later: {ADVICE}"
                 )
             bucket.pull_changes()
 
@@ -168,13 +176,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def arm(self, chunk: int = 0) -> None:
         """Mark the next backward pass of `chunk` as its last one in this step, to overlap it with the reduction."""
-        assert self._launcher, "tds.initialize() comes first"
-        self._launcher.arm(chunk)
+        self._attached().arm(chunk)
 
     def finish(self) -> None:
         """Reduce the remaining buckets and wait; each replica then has the summed gradients of its shares."""
-        assert self._launcher, "tds.initialize() comes first"
-        self._launcher.finish()
+        self._attached().finish()
         self._summed = True
 
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
@@ -214,11 +220,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for p in self._bucket_of:
             if p.grad is not None:
                 raise RuntimeError(
-                    f"the gradient of the weight {self._name_of[p]} was set after finish() had summed it over the replicas: set it before finish()"
+                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces gradients: "
+                    f"set it before finish()"
                 )
         if closure is not None or self.norm is None or not self._summed:
             raise RuntimeError(
-                "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it takes no closure"
+                "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it "
+                "takes no closure"
             )
         for bucket in self.buckets:
             bucket.share.grad = bucket.share_grad
@@ -296,9 +304,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         mine = self._mine(state_dict_list)
         if mine is None:
             raise ValueError(
-                f"the checkpoint holds optimizer states of {len(state_dict_list)} replicas, which do not fit the shares of this run's "
-                f"{dist.get_world_size(self.dp_process_group)}: load it with as many replicas and the same layers on each stage, "
-                f"or with load_optimizer_states=False"
+                f"the checkpoint holds optimizer states of {len(state_dict_list)} replicas, whose shards differ from "
+                f"those of this run's {dist.get_world_size(self.dp_process_group)}: use as many replicas and the same "
+                f"partition of the layers, or load_optimizer_states=False"
             )
         if load_optimizer_states:
             self.optimizer.load_state_dict(mine["optimizer"])

@@ -67,7 +67,8 @@ class Losses:
         _check(named)
         if len(named) + len(additional) > MOST:
             raise ValueError(
-                f"loss_fn and get_additional_losses() return {len(named) + len(additional)} losses; return at most {MOST}"
+                f"loss_fn and get_additional_losses() return {len(named) + len(additional)} losses; return at most "
+                f"{MOST}"
             )
         for kind, given in ((TRAINED, named), (ADDITIONAL, additional)):
             for name, value in given.items():

@@ -16,8 +16,9 @@ def require_iterator(data: Any, stage: int) -> None:
     if data is None or hasattr(type(data), "__next__"):
         return
     raise TypeError(
-        f"stage {stage}: train_batch() and eval_batch() need an iterator, not a {type(data).__name__}, which would start again with every "
-        f"step: create one before the loop with iter(data), and pass it to every call"
+        f"stage {stage}: the data of train_batch() and eval_batch() come from an iterator, not from a "
+        f"{type(data).__name__}, which would start again at "
+        f"every step: create iter(data) before the loop and pass it to every call"
     )
 
 
@@ -28,8 +29,8 @@ def require_scalar_loss(outputs: Any, stage: int) -> None:
         return
     found = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
     raise TypeError(
-        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {found}, not a scalar loss: build it with "
-        f"PipelineModule(..., loss_fn=f), where f(outputs, labels) returns a scalar tensor"
+        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {found}, not a scalar loss: "
+        f"build it with PipelineModule(..., loss_fn=f), where f(outputs, labels) returns a scalar tensor"
     )
 
 
@@ -39,8 +40,8 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
         return
     if any(isinstance(each, Tensor) and each.requires_grad for each in as_tuple(outputs)):
         raise RuntimeError(
-            f"stage {stage}: the loss has no gradient with respect to the outputs of the model: loss_fn must compute it from the outputs without "
-            f"detach(), item() or no_grad()"
+            f"stage {stage}: the loss has no gradient with respect to the outputs of the model: loss_fn must compute "
+            f"it from the outputs without detach(), item() or no_grad()"
         )
     raise RuntimeError(
         f"stage {stage}: there is nothing to learn: no weight that the outputs depend on requires a gradient; call "

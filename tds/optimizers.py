@@ -25,11 +25,11 @@ def for_this_device() -> Iterator[list[str]]:
             engine._config.optimizer_params = _torch_settings(name, settings)
             engine._config.zero_force_ds_cpu_optimizer = False
             notes.append(
-                f"optimizer {name}: using torch's fused Adam, because DeepSpeed's would have to be compiled for this CPU"
+                f"optimizer {name}: using torch's fused Adam, because DeepSpeed's must be compiled for this CPU"
             )
         elif name.lower() in NOT_ON_CPUS:
             raise ValueError(
-                f"the optimizer {name} of the ds_config runs on GPUs only; on a CPU take Adam, AdamW or Adagrad"
+                f"the optimizer {name} of the ds_config runs on GPUs only; on a CPU use Adam, AdamW or Adagrad"
             )
         return before(engine, parameters)
 

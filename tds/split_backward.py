@@ -76,8 +76,8 @@ def backward_input(
     order = _children_first([edge.node for edge in edges])
     if any(node.name().startswith(REENTRANT) for node in order):
         warnings.warn(
-            "a layer recomputes activations with a re-entrant torch.utils.checkpoint, so zb-h1 cannot defer weight gradients and is no "
-            "faster than 1f1b: pass use_reentrant=False to the checkpoint",
+            "a layer recomputes activations with a re-entrant torch.utils.checkpoint, so zb-h1 cannot defer weight "
+            "gradients and is no faster than 1f1b: pass use_reentrant=False to the checkpoint",
             stacklevel=2,
         )
         torch.autograd.backward(outputs, grads)

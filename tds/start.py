@@ -53,7 +53,8 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
             if not narrow:
                 raise
             raise ScheduleError(
-                f"{error}. The cause may be CUDA_DEVICE_MAX_CONNECTIONS=1: unset it, or use the schedule 1f1b without extra_warmup"
+                f"{error}. The cause may be CUDA_DEVICE_MAX_CONNECTIONS=1: unset it, or use the schedule 1f1b without "
+                f"extra_warmup"
             ) from None
 
 
@@ -74,8 +75,8 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
         )
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING=1 would deadlock: a stage waits for a message before it sends the one that its peer needs: "
-            f"unset it, or debug without a pipeline ({ways['no pipeline']})"
+            "CUDA_LAUNCH_BLOCKING=1 would deadlock: a stage waits for a message before it sends the one that its "
+            f"peer needs: unset it, or debug without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:
@@ -104,13 +105,14 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     if len(set(counts)) > 1 and not bf16:
         fewest = counts.index(min(counts))
         raise ValueError(
-            f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter groups, but "
-            f"ZeRO needs all groups on each stage: cut the layers differently (partition_method), or train in bf16 or without ZeRO"
+            f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter "
+            f"groups, but ZeRO needs all groups on each stage: cut the layers differently (partition_method), or "
+            f"train in bf16 or without ZeRO"
         )
     idle = [rank for rank, (learns, _) in enumerate(stages) if not learns]
     if idle:
         raise ValueError(
-            f"the stage of rank {idle[0]} has no trainable weight, which DeepSpeed's ZeRO and half precision do not support: "
+            f"the stage of rank {idle[0]} has no trainable weight, but DeepSpeed's ZeRO and half precision need one: "
             f"cut the layers so that each stage has one (partition_method), or train in fp32 without ZeRO"
         )
 

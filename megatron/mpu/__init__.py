@@ -1,7 +1,7 @@
 """Model-parallel utilities: this rank's place in the (pipe, data, model) grid, and layers sharded over it.
 
-`initialize_model_parallel` builds the grid once. Layers take their axis from it when they are built and never
-look it up again. All functions take plain values, none takes a configuration object.
+`initialize_model_parallel` builds the grid once. A layer takes its process groups from the grid when it is built
+and keeps them. Functions take plain values instead of a configuration object.
 """
 
 import warnings
@@ -69,19 +69,19 @@ def initialize_model_parallel(
     options: Options | None = None,
     context_parallel_size: int = 1,
 ) -> Mesh:
-    """Arrange the running ranks in a pipe x data x model grid, create the process groups and enter the mesh.
+    """Arrange the running ranks in a pipe x data x model grid, create the process groups and make the mesh current.
 
     seed: seed of the dropout streams.
-    options: how layers built from now on work on these ranks.
+    options: communication and kernel options of layers built from now on.
     context_parallel_size: number of data-parallel ranks over which the tokens of each sample are sharded.
-    Raises ValueError unless the sizes, multiplied, divide the number of ranks.
+    Raises ValueError unless the product of the three sizes divides the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
     if world % (cell * context_parallel_size):
         context = f" times the context-parallel size {context_parallel_size}" if context_parallel_size > 1 else ""
         raise ValueError(
             f"{world} ranks cannot be laid out: the model-parallel size {model_parallel_size} times the "
-            f"pipeline-parallel size {max(pipe_parallel_size, 1)}{context} must divide them"
+            f"pipeline-parallel size {max(pipe_parallel_size, 1)}{context} must divide the number of ranks"
         )
     stages, data = max(pipe_parallel_size, 1), world // cell
     topology = Topology(pipe=stages, data=data, model=model_parallel_size, context=context_parallel_size)
@@ -91,17 +91,20 @@ def initialize_model_parallel(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Return whether this process has entered a mesh."""
+    """Return whether this process has a current mesh."""
     return _mesh.is_initialized()
 
 
 def destroy_model_parallel() -> None:
-    """Leave the mesh; torch keeps its process groups."""
+    """Forget the current mesh; its torch process groups stay open."""
     _mesh.enter(None)
 
 
 def get_mesh() -> Mesh:
-    """Return the mesh of this rank. Raises RuntimeError before `initialize_model_parallel`."""
+    """Return the mesh of this rank.
+
+    Raises RuntimeError if several ranks run and `initialize_model_parallel` has not been called.
+    """
     return _mesh.current()
 
 
@@ -116,7 +119,10 @@ def get_rng() -> RngStreams:
 
 
 def sequence_axis() -> Axis:
-    """Return the sequence-parallel axis of layers built now: the model axis, or an axis of this rank alone."""
+    """Return the sequence-parallel axis of layers built now.
+
+    It is the model axis, or without sequence parallelism an axis of this rank alone.
+    """
     return _mesh.parallel_context().sequence
 
 
@@ -183,8 +189,8 @@ def get_pipe_parallel_group() -> dist.ProcessGroup:
 def get_io_parallel_group() -> dist.ProcessGroup:
     """Return the process group of the ranks that read data.
 
-    These are the first model-parallel ranks of each replica; in a pipeline, those of its first and last
-    stage. All of them must make the first call together. Without a pipeline each rank gets its data-parallel
+    With a pipeline, these are the ranks with model-parallel rank 0 on the first and the last stage. They must make
+    the first call together, because it creates the group. Without a pipeline, returns this rank's data-parallel
     group. Raises RuntimeError on a pipeline rank that reads no data.
     """
     grid = get_topology()
@@ -217,7 +223,7 @@ _HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return what an old name means. It works, with a warning, until the next minor version."""
+        """Return the object of an old name, with a DeprecationWarning; old names go in the next minor version."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         warnings.warn(f"mpu.{name} is now mpu.{_HOMES[name]}", DeprecationWarning, stacklevel=2)

@@ -1,6 +1,6 @@
-"""Context parallelism: each context rank holds some tokens of each sample; only attention sees the others.
+"""Context parallelism: each context rank holds some tokens of each sample; only attention reads all tokens.
 
-A sequence is cut into 2c equal slices, of which rank i holds numbers i and 2c - 1 - i. With causal attention
+A sequence is cut into 2c equal slices. Rank i holds slices i and 2c - 1 - i, counted from 0. With causal attention
 early slices attend to few keys and late ones to many, so this pairing balances the work of the ranks
 (Megatron-LM, Llama 3: Grattafiori et al. 2024).
 
@@ -22,14 +22,14 @@ from .sequence import start_all_gather, start_reduce_scatter
 def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
     """Return (begin, end) of each slice that this rank holds of a sequence of `length` tokens, in order.
 
-    A rank alone holds the whole sequence. Raises ValueError, naming the flags, if the length cannot be cut
-    evenly.
+    On an axis of one rank this is the whole sequence. Raises ValueError, naming the flags, unless 2c divides the
+    length.
     """
     if axis.size == 1:
         return [(0, length)]
     if length % (2 * axis.size):
         raise ValueError(
-            f"a sequence of {length} tokens cannot be shared out over --context-parallel-size {axis.size} ranks; "
+            f"a sequence of {length} tokens cannot be sharded over --context-parallel-size {axis.size} ranks; "
             f"make --seq-length a multiple of {2 * axis.size}"
         )
     each = length // (2 * axis.size)
@@ -39,7 +39,7 @@ def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
 def own_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """Return this rank's tokens of `x` along `dim`: [..., s, ...] -> [..., s/c, ...].
 
-    Returns `x` itself on an axis of one rank. Raises ValueError if the length cannot be cut evenly.
+    Returns `x` itself on an axis of one rank. Raises ValueError unless 2c divides the length.
     """
     if axis.size == 1:
         return x

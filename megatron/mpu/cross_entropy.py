@@ -1,10 +1,11 @@
 """Cross entropy over a vocabulary whose logits are sharded over the model-parallel ranks.
 
-Ranks exchange only three numbers per token: the maximum, the sum of exponentials and the target's logit. No
-logit matrix is communicated. Padding rows count as minus infinity. At any time only one chunk of the logits
-is held in fp32.
+Ranks exchange only three numbers per token: the largest logit, the sum of exponentials and the target's logit. No
+logit matrix is communicated. Logits of padding rows count as minus infinity. At any time only one chunk of the
+logits is held in fp32.
 
-Shapes: ... any leading dimensions (tokens), v/t this rank's rows of the padded vocabulary.
+Shapes: ... any leading dimensions (tokens), n tokens, v/t this rank's rows of the padded vocabulary. Z is a token's
+sum of exp(logit) over the vocabulary.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ def _total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
-CHUNK, CPU_CHUNK = 1 << 24, 1 << 20  # logits held in fp32 at a time: 64 MiB, or what CPU caches hold
+CHUNK, CPU_CHUNK = 1 << 24, 1 << 20  # logits held in fp32 at a time: 64 MiB, or 4 MiB to fit a CPU's cache
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -50,7 +51,8 @@ def _losses_over_ranks(
 
     x: this rank's logits without padding.
     target: the local row of each target, -1 if another rank holds it.
-    torch's softmax is one fast pass on every device, and the other ranks' logits only rescale it.
+    Each rank runs torch's softmax, one fast pass over its own logits, and then rescales the result by the maximum
+    and the sum over all ranks.
     """
     # A rank that holds only padding contributes nothing: its maximum is minus infinity.
     real = x.shape[-1]
@@ -77,7 +79,8 @@ def _losses_over_ranks(
 class LossState(NamedTuple):
     """Values that `gradient` needs in addition to the logits, for n tokens.
 
-    share: [n] this rank's share of each token's probability mass; with z-loss multiplied by 1 + 2 c log Z.
+    share: [n] this rank's share of each token's probability mass; with the z-loss c (log Z)^2 multiplied by
+    1 + 2 c log Z.
     target: [n] the target's row on this rank, 0 if another rank holds it.
     mine: [n] whether this rank holds the target.
     real: number of this rank's rows that are not padding.
@@ -90,7 +93,10 @@ class LossState(NamedTuple):
 
 
 def _on_this_rank(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
-    """Return each target's row on this rank, or 0; whether this rank holds it; and the number of real rows here."""
+    """Locate targets [...] on this rank: return their local rows, a mask, and the number of rows without padding.
+
+    A target that another rank holds gets row 0 and False in the mask.
+    """
     rows = logits.shape[-1]
     first = axis.rank * rows
     real = max(0, min(rows, vocab_size - first))
@@ -133,7 +139,7 @@ def gradient(
     """Return the gradient of the losses with respect to logits [n, v/t], in their shape and dtype.
 
     grad: [n] gradient of the losses, z-losses included.
-    smoothed: label_smoothing / v, which label smoothing subtracts from every row of the vocabulary.
+    smoothed: label_smoothing / v, which label smoothing subtracts from the gradient of every logit.
     overwrite: write the result into the memory of the logits.
     """
     real = found.real
@@ -177,8 +183,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.overwritten:
             raise RuntimeError(
-                "this loss was differentiated before, and its logits hold their gradient since: compute it again, or "
-                "by mpu.vocab_parallel_cross_entropy, which leaves logits as they are"
+                "this loss was differentiated before, which overwrote its logits with their gradient: compute the loss "
+                "again, or use mpu.vocab_parallel_cross_entropy, which leaves logits unchanged"
             )
         logits, share, local, mine = ctx.saved_tensors
         found, ctx.overwritten = LossState(share, local, mine, ctx.real), ctx.overwrite
@@ -192,7 +198,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     axis: Axis | None = None,
 ) -> Tensor:
-    """Return the loss of each token in nats, [...] in fp32 (fp64 for fp64 logits).
+    """Return the cross entropy of each token in nats, [...] in fp32 (fp64 for fp64 logits).
 
     logits: [..., v/t], any float dtype, left unchanged. target: [...] ids < vocab_size.
     vocab_size: number of rows without padding; by default no row is padding.
@@ -212,13 +218,14 @@ def vocab_parallel_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the cross entropy and the z-loss of each token, [...] each.
 
-    The other arguments are those of `vocab_parallel_cross_entropy`.
+    logits: [..., v/t]. target: [...] ids < vocab_size. vocab_size: number of rows without padding; by default no
+    row is padding. label_smoothing: weight of the uniform distribution over the vocabulary.
     z_loss: the factor c of c (log Z)^2, which keeps the sum Z of exponentials near 1 (Chowdhery et al. 2022).
     The first result has the value of the cross entropy and the gradient of both losses. The second has no
     gradient.
-    overwrite: let the backward pass write the gradient over the logits; the two are the largest activations
-    of most models. If another operation needs these logits for its gradient, autograd raises its error. A
-    second backward pass raises RuntimeError.
+    overwrite: let the backward pass write the gradient over the logits, which saves one of the two largest
+    activations of most models. Autograd raises RuntimeError if another operation saved the logits for its own
+    backward pass, and a second backward pass raises RuntimeError, too.
     """
     axis = axis or current().model
     vocab_size = vocab_size or logits.shape[-1] * axis.size
@@ -235,7 +242,8 @@ def vocab_parallel_right(
 ) -> Tensor:
     """Return whether each target has the largest logit, bool [...]; a tie counts as correct.
 
-    Arguments as in `vocab_parallel_cross_entropy`.
+    logits: [..., v/t]. target: [...] ids < vocab_size. vocab_size: number of rows without padding; by default no
+    row is padding.
     """
     axis = axis or current().model
     local, mine, real = _on_this_rank(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)

@@ -1,8 +1,8 @@
-"""Dropout that draws from a named stream, in eager and in compiled code alike.
+"""Dropout that draws from a named random stream, in eager and in compiled code alike.
 
-A compiler cannot trace a generator. It sees an operation without tensors to fuse, `megatron::keep_mask`, and
-fuses only what uses the mask. A number in a tensor identifies the stream. A name would be compiled into the
-graph, and every layer would need its own graph.
+torch.compile cannot trace a random generator. So the custom operation `megatron::keep_mask` draws each mask, and
+the compiler fuses only the operations that use the mask. A number in a tensor identifies the stream. If its name
+did, the name would be compiled into the graph, and every layer would need its own graph.
 
 Shapes: ... any.
 """
@@ -33,7 +33,7 @@ class Stream:
         self.number = torch.tensor(number, device="cpu")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stream, (self.rng, self.name, self.split)  # a copy registers under its own number
+        return Stream, (self.rng, self.name, self.split)  # a copy registers itself under a new number
 
     def drop(self, x: Tensor, p: float, turn: int = 0) -> Tensor:
         """Set each element of x [...] to 0 with probability p, else divide it by 1 - p (Srivastava et al. 2014).
@@ -51,7 +51,7 @@ class Stream:
     def keep_mask(
         self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype, turn: int = 0
     ) -> Tensor:
-        """Return a mask [*shape] of `dtype`: 0 with probability p, else 1. turn: see `drop`."""
+        """Return a mask [*shape] of `dtype`: 0 with probability p, else 1. turn: index of this draw, as in `drop`."""
         if torch.compiler.is_compiling():
             found: Tensor = _in_graph(self.number, list(shape), p, device, dtype, turn)
             return found

@@ -1,4 +1,4 @@
-"""Norm and clipping of the whole model's gradients, each parameter counted once over the grid: `tds.clip` on a mesh."""
+"""Norm and clipping of the whole model's gradients, counting each parameter once over all ranks (see `tds.clip`)."""
 
 from collections.abc import Iterable
 
@@ -8,28 +8,35 @@ from torch import Tensor, nn
 
 from .mesh import Mesh, current
 
-# tds is imported inside functions: it imports DeepSpeed, which takes seconds that only training should pay.
+# tds is imported inside functions because it imports DeepSpeed, which takes seconds and only training needs.
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """Return whether `parameter` is marked as sharded over model-parallel ranks, see `tds.clip`."""
+    """Return whether `parameter` is marked as sharded over model-parallel ranks.
+
+    The mark is DeepSpeed's: attribute `tensor_model_parallel` or `model_parallel`.
+    """
     from tds import clip
 
     return clip.is_split(parameter)
 
 
 def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
-    """Return whether this rank counts `parameter` in sums over the model's parameters, see `tds.clip`."""
+    """Return whether this rank counts `parameter` in sums over all parameters of the model.
+
+    A sharded parameter counts on every model-parallel rank, a replicated one on model-parallel rank 0 only, and a
+    tied one on the first stage that has it.
+    """
     from tds import clip
 
     return clip.counts_here(parameter, model_rank)
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
-    """Return the 2-norm of the whole model's gradients, a scalar, equal on every rank, in fp32 (fp64 for fp64).
+    """Return the 2-norm of the whole model's gradients, a scalar, equal on every rank, fp32 (fp64 for fp64 gradients).
 
-    The gradients must already be reduced over the data-parallel ranks. The norm is not finite if any gradient
-    on any rank of the model is not.
+    The gradients must already be reduced over the data-parallel ranks. The norm is NaN or Inf if any
+    gradient on any rank of the model is.
     """
     from tds.clip import squared_norm_here
 
@@ -45,7 +52,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh | None = None) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; return the norm before scaling, a scalar.
 
-    With a max_norm of 0 the norm is only measured.
+    A max_norm of 0 leaves the gradients unchanged.
     """
     from tds.clip import clip_by_norm
 

@@ -3,8 +3,8 @@
 Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary, t model-parallel ranks.
 A layer draws the initial values of its whole weight when it is built, from torch's default generator, so that
 they do not depend on t. `init_method` fills a whole weight in place.
-axis, options: the ranks that a layer is sharded over, and how it works on them; by default those of the
-current mesh and options.
+axis, options: the ranks over which a layer is sharded, and its communication and kernel options; by default those
+of the current context (`mpu.parallel_context`).
 """
 
 import torch
@@ -38,18 +38,20 @@ def padded_vocab_size(vocab_size: int, multiple: int, ranks: int) -> int:
 
 
 def _refuse_strides(stride: int, keep_master_weight_for_test: bool) -> None:
-    """Raise ValueError for arguments of Megatron-LM's layers that cannot be honoured."""
+    """Raise ValueError for values of Megatron-LM's arguments that the layers of this module do not support."""
     if stride != 1:
         raise ValueError(
-            f"stride={stride}: weights are split into contiguous rows here; store query, key and value head by head, "
-            f"as a view [..., heads, 3 * head size] reads them, and leave stride at 1"
+            f"stride={stride} is not supported, because weights are split into contiguous rows: leave stride at 1, and "
+            f"order rows head by head: query, key and value of head 0, then those of head 1"
         )
     if keep_master_weight_for_test:
-        raise ValueError("keep_master_weight_for_test: no rank holds the whole weight; leave it out")
+        raise ValueError(
+            "keep_master_weight_for_test=True is not supported, because no rank holds the whole weight; leave it out"
+        )
 
 
 class _Sharded(nn.Module):
-    """Layer sharded over `axis`, which works there as `options` say."""
+    """Layer sharded over the ranks of `axis`, with the communication and kernel options `options`."""
 
     def __init__(self, axis: Axis | None, options: Options | None) -> None:
         super().__init__()
@@ -59,8 +61,8 @@ class _Sharded(nn.Module):
 class VocabParallelEmbedding(_Sharded):
     """Embedding with its rows sharded over the model-parallel ranks.
 
-    The table has vocab_size real rows, padded to shard evenly. Padding rows are zero, masked out of the
-    softmax and not saved.
+    The table has vocab_size rows and padding up to a multiple of `multiple` times the number of ranks. Padding rows
+    are zero, masked out of the softmax and not saved in checkpoints.
     Raises IndexError for an id outside the vocabulary.
     """
 

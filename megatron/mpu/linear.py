@@ -1,14 +1,14 @@
 """Linear function x W^T + b whose backward pass overlaps communication with computation.
 
-The gradient of the input is summed over the ranks, that of the weight is local to each rank. So the sum runs
+The gradient of the input is summed over the ranks, that of the weight is local to each rank. So the all-reduce runs
 while the weight's gradient is computed (Narayanan et al. 2021; Megatron-LM's
 `LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only the rank's shard of the
-input is saved. It is gathered again while the input's gradient is computed (Korthikanti et al. 2022).
+input is saved, and the whole input is gathered again while the input's gradient is computed (Korthikanti et al. 2022).
 
 On a CPU torch runs fp32 matmuls in the BLAS that it was built with. MKL uses half of the AVX-512 throughput
 of CPUs other than Intel's; oneDNN, which torch bundles, uses all of it.
 
-Shapes: ... s, b sequence and batch or any others, i features in, o features out, t model-parallel ranks.
+Shapes: ... any leading dimensions, mostly s sequence, b batch; i features in, o features out, t model-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 from .traced import is_traced, traced_gather
 
-# Matmuls with fewer rows, as in decoding, are bound by reading the weights, where torch's BLAS is as fast.
+# Reading the weights limits matmuls with fewer rows, as in decoding, so oneDNN would not be faster than torch's BLAS.
 FEWEST_ROWS = 32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
     """Compute x W^T + b on this rank's columns: x [..., i] -> [..., o/t] of the whole sequence.
 
-    x: the same on all ranks of `axis`, or with sequence parallelism [s/t, ..., i].
+    x: replicated on all ranks of `axis`, or with sequence parallelism this rank's shard [s/t, ..., i].
     weight: [o/t, i]. bias: [o/t]. `by_onednn` decides between oneDNN and torch's BLAS.
     """
     onednn = by_onednn(x, options)
@@ -47,10 +47,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
 
 
 def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
-    """Return the weight's `ParamSpec.accumulate_wgrad`, or None if autograd must add its gradient.
+    """Return the weight's `ParamSpec.accumulate_wgrad`, or None if autograd must accumulate the weight's gradient.
 
-    Autograd adds gradients under autocast, compilers and oneDNN. It also does for a weight that an embedding looks
-    up, too: it sums both gradients before it accumulates them.
+    Autograd accumulates under autocast, torch.compile and oneDNN, and for a weight tied to an embedding: it sums the
+    gradients of look-up and matmul before it accumulates them.
     """
     if torch.compiler.is_compiling() or options.onednn:
         return None
@@ -76,8 +76,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tens
 def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
 
-    oneDNN copies a first factor that is not row-major, such as a transpose. x is large if it is, say, the
-    gradient of logits. If copying x costs more than copying y and the result, y goes first and the result is
+    oneDNN copies its first factor unless that is row-major, so a transposed x is copied. If x is so large, as the
+    gradient of logits is, that copying y and the result costs less, y is the first factor and the result is
     transposed.
     """
     (n, o), i = x.shape, y.shape[1]
@@ -86,7 +86,7 @@ def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     return matmul(x.t(), y.t(), None, onednn)
 
 
-# oneDNN matmuls are registered as custom operations, into which a compiler need not trace.
+# oneDNN matmuls are registered as custom operations so that torch.compile need not trace into them.
 
 
 @torch.library.custom_op("megatron::onednn_product", mutates_args=())
@@ -130,8 +130,8 @@ _in_graph.register_autograd(_gradients_in_graph, setup_context=_keep_factors)
 def add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
     """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
 
-    A total of None starts a new one, in at least fp32. torch's matmul adds in a single pass over memory if
-    the total has its dtype.
+    If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
+    to it in a single pass over memory.
     """
     if total is not None and total.dtype == x.dtype and not onednn:
         return total.addmm_(x, weight.t(), alpha=factor)
@@ -184,7 +184,7 @@ class _Linear(torch.autograd.Function):
 def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
     """Return the transpose of grad [s b, o] times x [s b, i]; None if `ctx.accumulate` accepted both factors.
 
-    It runs the matmul itself and adds it to a sum in one pass over memory.
+    `ctx.accumulate` then runs the matmul and adds its result to the accumulated gradient in one pass over memory.
     """
     autograd_adds = ctx.accumulate is None or torch.is_grad_enabled() or not _is_accumulated(ctx, 1)
     if not autograd_adds and ctx.accumulate(grad.t(), x):
@@ -195,7 +195,7 @@ def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
 def _is_accumulated(ctx: Any, i: int) -> bool:
     """Return whether this backward pass accumulates the gradient of input `i` into `.grad`.
 
-    torch.autograd.grad returns gradients instead.
+    `backward()` accumulates; `torch.autograd.grad` returns gradients instead.
     """
     return will_run(ctx.next_functions[i][0], otherwise=False)
 
@@ -213,7 +213,7 @@ def needs_grad(ctx: Any, i: int) -> bool:
     A pipeline may compute gradients of inputs and of weights separately (Qi et al. 2023).
     """
     if torch.compiler.is_compiling():
-        # torch 2.11's compiler lacks `next_functions`; it removes unused gradients.
+        # The compiler of torch 2.11 cannot trace `next_functions`, but it removes unused gradients itself.
         return bool(ctx.needs_input_grad[i])
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None has no entry
-    return node is not None and will_run(node, otherwise=True)  # autograd drops a superfluous gradient
+    return node is not None and will_run(node, otherwise=True)  # if unknown: autograd drops an unused gradient

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .mesh import Axis, current
 
-AxisFunction = Callable[[Tensor, Any], Tensor]  # takes an Axis, or in a compiled graph the name of its group
+AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, Axis or, in a compiled graph, group name)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -68,7 +68,7 @@ class _Mapped(torch.autograd.Function):
 
 
 def over_ranks(x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction) -> Tensor:
-    """Return `forward(x, axis)` with the gradient `backward(gradient, axis)`: [...] -> [...], as the two define."""
+    """Return `forward(x, axis)` for x [...]; the backward pass returns `backward(gradient, axis)`."""
     return _Mapped.apply(x, axis, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -117,7 +117,7 @@ def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Te
 def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [..., n/t] -> [..., n]; the backward pass sums the ranks' gradients and keeps this rank's part.
 
-    For a region in which the ranks compute different things.
+    For regions in which each rank computes something else from the gathered tensor.
     """
     return _apply(x, axis, all_gather, _own_part_of_sum)
 

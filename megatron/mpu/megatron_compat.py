@@ -1,4 +1,4 @@
-"""Megatron-LM's mpu functions that tutorials and CPM-Pretrain call and our own layers do not need, on our grid.
+"""Functions of Megatron-LM's mpu that tutorials and CPM-Pretrain call but this package's own layers do not need.
 
 Shapes: ... any leading dimensions, n last dimension.
 """
@@ -19,7 +19,7 @@ from .random import RngStreams, checkpoint_with, derive_seed
 def divide(numerator: int, denominator: int) -> int:
     """Return the quotient. Raises ValueError if there is a remainder."""
     if numerator % denominator:
-        raise ValueError(f"{numerator} cannot be divided by {denominator} without a rest")
+        raise ValueError(f"{numerator} cannot be divided by {denominator} without a remainder")
     return numerator // denominator
 
 
@@ -28,7 +28,7 @@ def split_tensor_along_last_dim(
 ) -> tuple[Tensor, ...]:
     """Split [..., n] into `num_partitions` tensors [..., n/num_partitions]: views, or contiguous copies.
 
-    Raises ValueError if they do not divide n.
+    Raises ValueError if num_partitions does not divide n.
     """
     chunks: tuple[Tensor, ...] = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
@@ -50,69 +50,71 @@ def is_unitialized() -> bool:
 
 
 def set_model_parallel_rank(rank: int) -> None:
-    """Do nothing if `rank` is this process's rank. Raises RuntimeError otherwise."""
+    """Do nothing if `rank` is this process's model-parallel rank. Raises RuntimeError otherwise."""
     _same("set_model_parallel_rank", rank, _mesh.current().model.rank)
 
 
 def set_model_parallel_world_size(world_size: int) -> None:
-    """Do nothing if `world_size` is the actual size. Raises RuntimeError otherwise."""
+    """Do nothing if `world_size` is the number of model-parallel ranks. Raises RuntimeError otherwise."""
     _same("set_model_parallel_world_size", world_size, _mesh.current().model.size)
 
 
 def _same(name: str, wanted: int, there: int) -> None:
     if wanted != there:
         raise RuntimeError(
-            f"mpu.{name}({wanted}): it is {there} in this run and cannot be set by hand; lay the ranks out with "
-            f"mpu.initialize_model_parallel, or build a layer for another place with axis=mpu.Axis(None, ranks, rank)"
+            f"mpu.{name}({wanted}): the value is {there} in this run and cannot be set by hand; lay the ranks out with "
+            f"mpu.initialize_model_parallel, or build a layer for another rank with axis=mpu.Axis(None, ranks, rank)"
         )
 
 
 class RngTracker:
-    """Dropout streams of this rank under Megatron-LM's interface; its states are stored, ours are computed."""
+    """Dropout streams of this rank under the interface of Megatron-LM's `CudaRNGStatesTracker`.
+
+    Megatron-LM stores generator states. These streams compute each draw from seed, iteration and a counter.
+    """
 
     def fork(self, name: str = "model-parallel-rng") -> AbstractContextManager[None]:
         """Draw inside the block from a stream that differs on each model-parallel rank, as sharded layers need.
 
-        Layers that use the same name draw from it in turn, so their masks depend on which of them are on this
-        rank. With a name for each layer (`fork(f"layers.{i}.mlp")`) the masks are the same in all layouts.
+        Layers that use the same name draw from one stream in turn, so their masks depend on which of these layers
+        are on this rank. With a name for each layer (`fork(f"layers.{i}.mlp")`) the masks are the same in all layouts.
         """
         here = _mesh.parallel_context()
         return here.rng.fork(name, default_device(here.mesh.replica), split=True)
 
     def get_states(self) -> Any:
-        """Return the state of all streams, as DeepSpeed's activation checkpointing keeps it before a forward pass."""
+        """Return the state of all streams, which DeepSpeed's activation checkpointing saves before a forward pass."""
         return _mesh.parallel_context().rng.get_state()
 
     def set_states(self, states: Any) -> None:
-        """Continue from `states`, for the forward pass that DeepSpeed's activation checkpointing repeats."""
+        """Continue from `states`, as DeepSpeed's activation checkpointing does before it repeats a forward pass."""
         _mesh.parallel_context().rng.set_state(states)
 
     def add(self, name: str, seed: int) -> None:
         """Raise RuntimeError: streams need no registration."""
         raise RuntimeError(
-            f"get_cuda_rng_tracker().add({name!r}, {seed}): a stream is there when fork({name!r}) first asks for it, "
-            f"and begins where --seed and the iteration put it; leave the call out"
+            f"get_cuda_rng_tracker().add({name!r}, {seed}) is not supported: fork({name!r}) creates the stream on "
+            f"first use and seeds it from --seed and the iteration; leave the call out"
         )
 
 
 def get_cuda_rng_tracker() -> RngTracker:
-    """Return the random streams, under Megatron-LM's name."""
+    """Return the dropout streams of this rank; the name is Megatron-LM's."""
     return RngTracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Reseed torch's generators, alike on all ranks, and the dropout streams, which differ by rank."""
+    """Reseed torch's generators, with `seed` on every rank, and the dropout streams of this rank."""
     rng = _mesh.parallel_context().rng
     rng.seed = derive_seed(seed, "dropout")
     rng.begin(rng.iteration)
-    torch.manual_seed(seed)  # after `begin`, which seeds torch's generators by iteration
+    torch.manual_seed(seed)  # last, because `begin` seeds torch's generators, too
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None = None) -> Any:
     """Run `function(*args)` keeping only its inputs; recompute it in the backward pass.
 
-    The recomputation repeats all random draws: those from streams and, as by nn.Dropout, from torch's
-    generators.
-    rng: the streams; by default this rank's.
+    The recomputation repeats all random draws, both from streams and from torch's generators (as in nn.Dropout).
+    rng: the dropout streams; by default this rank's.
     """
     return checkpoint_with(rng or _mesh.parallel_context().rng, function, *args, torchs_own=True)

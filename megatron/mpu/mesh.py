@@ -1,4 +1,4 @@
-"""Process groups of this rank (Mesh), how layers use them (Options), and what layers built now take over.
+"""Process groups of this rank (Mesh), options of layers (Options), and both as new layers get them (ParallelContext).
 
 The current `ParallelContext` is the only global state of mpu.
 """
@@ -48,7 +48,7 @@ ALONE = Axis(None, (0,), 0)
 
 
 def neighbours(axis: Axis, count: int) -> Axis:
-    """Return the block of `count` consecutive ranks of `axis` that contains this rank; all ranks of it must call.
+    """Return the block of `count` consecutive ranks of `axis` that contains this rank; its ranks must all call.
 
     count must divide the size of the axis.
     """
@@ -61,12 +61,12 @@ def neighbours(axis: Axis, count: int) -> Axis:
 
 @dataclass(frozen=True)
 class Options:
-    """How layers work on the ranks that they are sharded over.
+    """Communication and kernel options of sharded layers.
 
     sequence_parallel: between sharded layers, each rank holds only its shard of the sequence
     (Korthikanti et al. 2022).
     overlap: sum the gradients of a layer's input over the ranks while those of its weight are computed.
-    onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains the last two.
+    onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
     """
 
     sequence_parallel: bool = False
@@ -79,7 +79,7 @@ class Options:
 
 
 class Share(NamedTuple):
-    """Share of an iteration's samples that a rank reads: `number`, from 0, of `of` equal shares."""
+    """Share of an iteration's samples that a rank reads: share `number`, counted from 0, of `of` equal shares."""
 
     number: int
     of: int
@@ -104,7 +104,7 @@ class Mesh:
 
     @property
     def share(self) -> Share:
-        """This rank's share of the samples; the ranks of `context` have the same one."""
+        """This rank's share of the samples; all ranks of a context-parallel group have the same share."""
         return Share(self.data.rank // self.context.size, self.data.size // self.context.size)
 
     @classmethod
@@ -112,7 +112,7 @@ class Mesh:
         """Create the process groups; every rank of the world must call this with the same arguments."""
         if dist.get_world_size() != topology.world_size():
             raise ValueError(
-                f"{dist.get_world_size()} ranks are running, but the grid {topology} has {topology.world_size()} places"
+                f"{dist.get_world_size()} ranks are running, but the grid {topology} needs {topology.world_size()}"
             )
         lines = {name: cls._line(topology.lines(name)) for name in ("pipe", "data", "model")}
         replica = cls._line(topology.lines("pipe", "model"))
@@ -132,11 +132,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """What layers built now take over: their ranks, options and dropout streams, and how weights are initialised.
+    """Context that layers copy when they are built: their ranks, options, dropout streams and initialisation.
 
     defer_init: declared parameters stay uninitialised; the caller fills them later by global name.
-    skip_init: seeded initialisation is skipped, for a model whose weights are all loaded from a file next. Draws
-    from torch's generator still happen, because they decide what a user's layer draws afterwards.
+    skip_init: seeded initialisation is skipped, for a model whose weights are all loaded from a file next.
+    Initialisation from torch's generator still happens, so that layers built afterwards draw the usual values.
     after_layer: called with each layer of a model after its initialisation, before the next layer is built.
     """
 
@@ -154,7 +154,7 @@ class ParallelContext:
 
 
 def group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of these ranks; only they need to call."""
+    """Return the process group of `ranks`; only these ranks need to call."""
     from tds.groups import of_members
 
     return of_members(ranks)  # type: ignore[no-any-return]
@@ -165,23 +165,23 @@ class _Current:
 
 
 def enter(context: ParallelContext | None) -> None:
-    """Make `context` the one of layers built from now on."""
+    """Make `context` the current one, which layers built from now on copy; None leaves no context."""
     _Current.context = context
 
 
 def is_initialized() -> bool:
-    """Return whether this process has entered a mesh."""
+    """Return whether this process has a current mesh."""
     return _Current.context is not None
 
 
 def parallel_context() -> ParallelContext:
-    """Return the context of layers built now; a single process needs no mesh and is alone on every axis.
+    """Return the current context; a single process gets by default one with a single rank on every axis.
 
-    Raises RuntimeError if several ranks run and no mesh has been entered.
+    Raises RuntimeError if several ranks run and there is no current context.
     """
     if _Current.context is None:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError("no mesh yet: call mpu.initialize_model_parallel() before building layers")
+            raise RuntimeError("model parallelism is not initialized: call mpu.initialize_model_parallel() first")
         _Current.context = ParallelContext()
     return _Current.context
 
@@ -192,17 +192,17 @@ def current() -> Mesh:
 
 
 def context_on(mesh: Mesh, options: Options | None, seed: int) -> ParallelContext:
-    """Return the current context with another mesh. seed: seed of its dropout streams."""
+    """Return a copy of the current context with `mesh`, `options` and dropout streams of `seed`."""
     before = _Current.context or ParallelContext()
     return replace(before, mesh=mesh, options=options or Options(), rng=mesh.streams(seed))
 
 
 @contextmanager
 def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> Iterator[ParallelContext]:
-    """Build layers inside on `mesh` with `options`, which they keep for good; restore the previous context afterwards.
+    """Build layers inside the block on `mesh` with `options`; restore the previous context afterwards.
 
-    Models on several meshes can so live in one process. seed: seed of the dropout streams of layers built
-    inside.
+    The layers keep their mesh and options, so models on several meshes can coexist in one process. seed: seed of
+    the layers' dropout streams.
     """
     before, context = _Current.context, context_on(mesh, options, seed)
     enter(context)
@@ -214,7 +214,7 @@ def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> 
 
 @contextmanager
 def _changed(name: str, value: Any) -> Iterator[None]:
-    """Change one field of the context inside the block; a mesh that is entered inside stays entered."""
+    """Change one field of the current context inside the block; other changes made inside, as of the mesh, stay."""
     before = getattr(parallel_context(), name)
     enter(replace(parallel_context(), **{name: value}))
     try:

@@ -1,4 +1,4 @@
-"""Old name of `megatron.mpu.megatron_compat`; it goes in the next minor version."""
+"""Old name of `megatron.mpu.megatron_compat`; the next minor version drops it."""
 
 import warnings
 

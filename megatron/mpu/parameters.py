@@ -1,8 +1,8 @@
 """Record of a parameter: which part of the whole parameter this rank holds, and how its initial values are drawn.
 
 Initial values do not depend on the number of model-parallel ranks. A large parameter is drawn in blocks of
-rows, each from its own seed, and a rank draws only the blocks in which it holds rows. Initialisers that look
-at the whole parameter fill it whole, and each rank keeps its part.
+rows, each from its own seed, and a rank draws only the blocks in which it holds rows. If an initialiser needs the
+whole parameter, every rank draws all of it and keeps its part.
 """
 
 import math
@@ -24,7 +24,7 @@ InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like t
 zeros: InitMethod = nn.init.zeros_
 ones: InitMethod = nn.init.ones_
 
-# These draw each element without looking at the others or at the shape.
+# Initialisers that draw each element independently of the others and of the shape.
 _BY_NUMBER = (
     nn.init.zeros_,
     nn.init.ones_,
@@ -33,11 +33,11 @@ _BY_NUMBER = (
     nn.init.uniform_,
     nn.init.trunc_normal_,
 )
-AT_ONCE = 1 << 20  # elements drawn from one seed, or those of one row if it has more
+AT_ONCE = 1 << 20  # elements in a block of rows with one seed; a longer row is a block of its own
 
 
 def normal(std: float) -> InitMethod:
-    """Return an initialiser that draws from a normal distribution around 0."""
+    """Return an initialiser that draws from a normal distribution of mean 0 and standard deviation `std`."""
     return partial(nn.init.normal_, mean=0.0, std=std)
 
 
@@ -64,8 +64,8 @@ class ParamSpec:
     shared_along_sequence: every rank holds a copy and sees only its shard of the sequence, so gradients are
     summed over the ranks.
     used_as_embedding: this rank looks up rows of the parameter, so autograd has a second gradient to add.
-    accumulate_wgrad: accepts both factors of the gradient of a linear layer's weight, [o, n] and [n, i], and adds
-    their product to the gradient itself, unless it returns False. An optimizer sets it.
+    accumulate_wgrad: function that an optimizer sets. It gets the two factors of the gradient of a linear layer's
+    weight, [o, n] and [n, i], and adds their product to the gradient, or returns False to leave that to autograd.
     """
 
     local_shape: tuple[int, ...]
@@ -93,14 +93,14 @@ class ParamSpec:
 
     @property
     def rows(self) -> Rows:
-        """Rows of the whole parameter that this rank holds, without padding; all rows of a copy."""
+        """Rows of the whole parameter that this rank holds, without padding: all rows if it holds a copy."""
         if self.dim is None:
             return Rows(0, 0, self.local_shape[0])
         length = self.local_shape[self.dim]
         return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
 
     def without_padding(self, part: Tensor) -> Tensor:
-        """Return a view of `part` without padding rows; it may have any shape with as many elements as [local]."""
+        """Return a view of `part` without padding rows; `part` may have any shape with as many elements as [local]."""
         dim, begin, end = self.rows
         return part.view(self.local_shape).narrow(dim, 0, end - begin)
 
@@ -120,10 +120,10 @@ class ParamSpec:
         parameter.narrow(dim, 0, end - begin).copy_(whole.narrow(dim, begin, end - begin))
 
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
-        """Draw the initial values of `parameter` [local]; with a seed, from that, leaving torch's generator unchanged.
+        """Draw the initial values of `parameter` [local] from `seed`, or without a seed from torch's generator.
 
-        Does nothing if no initialiser was declared or the parameter is on the meta device. With a seed, also
-        does nothing inside `skip_init`.
+        A draw from a seed leaves torch's generator unchanged and is skipped inside `skip_init`. Does nothing if no
+        initialiser was declared or the parameter is on the meta device.
         """
         if self.init_method is None or parameter.is_meta or (seed is not None and parallel_context().skip_init):
             return
@@ -137,7 +137,7 @@ class ParamSpec:
 
     @torch.no_grad()
     def _fill_by_rows(self, parameter: nn.Parameter, init_method: InitMethod, seed: int) -> None:
-        """Draw the same values however rows are sharded, skipping blocks in which this rank holds no rows."""
+        """Draw values that do not depend on the sharding, skipping blocks in which this rank holds no rows."""
         dim, begin, end = self.rows
         shape = list(self.full_shape)
         step = max(AT_ONCE * shape[dim] // max(math.prod(shape), 1), 1)
@@ -154,7 +154,7 @@ class ParamSpec:
 def spec_of(parameter: Tensor) -> ParamSpec:
     """Return the record of `parameter` [local]; an undeclared parameter counts as a copy on every rank.
 
-    Its shape is the full one, even if ZeRO-3 has partitioned it.
+    The record of a parameter that ZeRO-3 has partitioned has the shape before partitioning.
     """
     spec = getattr(parameter, "spec", None)
     if isinstance(spec, ParamSpec):

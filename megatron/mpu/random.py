@@ -4,7 +4,7 @@ Every dropout site draws from its own stream. Its draws are a pure function of s
 rank, the number of earlier draws in this iteration and, where activations are sharded, the model rank. So
 masks depend neither on how layers are cut into pipeline stages nor on the schedule. Model-parallel ranks draw
 equal masks for replicated activations and different ones for sharded activations. A resumed run needs no
-saved generator state, and a recomputation only resets the counters.
+saved generator state, and a recomputation only resets the counters of draws.
 """
 
 import hashlib
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-# Odd in both halves, so that seeds differ even if a generator uses only 32 bits (Steele et al. 2014).
+# Step between the seeds of successive draws. It is odd in both halves, so that seeds differ even if a generator uses
+# only 32 bits (Steele et al. 2014).
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -55,8 +56,8 @@ class RngStreams:
     def begin(self, iteration: int) -> None:
         """Restart every stream for this iteration (one optimizer step) and reseed torch's generators.
 
-        Layers that use torch's generators, such as nn.Dropout, thus draw the same on all ranks of a
-        model-parallel group, and the same after a resume. Their values depend on the layout.
+        Layers that use torch's generators, such as nn.Dropout, thus draw the same values on all ranks of a
+        model-parallel group, and also after a resume. Unlike draws from streams, they depend on the layout.
         """
         self.iteration = iteration
         self._draws.clear()
@@ -94,14 +95,14 @@ class RngStreams:
         return dict(self._draws), self.iteration
 
     def set_state(self, state: tuple[dict[str, int], int]) -> None:
-        """Continue every stream from `state`, so that what is computed again draws the same masks."""
+        """Continue every stream from `state`, so that a recomputation draws the same masks."""
         draws, self.iteration = state
         self._draws = dict(draws)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts that torch's checkpoint needs: none for the forward pass, a replay for the recomputation.
 
-        The replay restores the draw counters of this moment.
+        The replay resets the draw counters to their values at the time of this call.
         """
         return nullcontext(), self._replay(self.get_state())
 
@@ -110,7 +111,7 @@ def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any, t
     """Run `function(*args)` keeping only its inputs; recompute it in the backward pass.
 
     The recomputation draws the same dropout masks as the first run (Chen et al. 2016, with the replay of
-    Megatron-LM). It is not re-entrant, so inputs need not require gradients.
+    Megatron-LM). torch's non-reentrant checkpoint is used, so inputs need not require gradients.
     torchs_own: `function` may also draw from torch's generators, as nn.Dropout does, so their states are
     saved.
     """

@@ -5,8 +5,8 @@
     reduce-scatter   sum, keep local shard        all-gather         after a row-parallel matmul
     scatter          keep local shard             all-gather
 
-Each pair moves as many bytes as the all-reduce that it replaces. Norms, dropout and saved activations shrink
-to 1/t.
+An all-gather and a reduce-scatter together move as many bytes as the all-reduce that they replace. The work of
+norms and dropout, and the activations that they save, shrink to 1/t.
 Shapes: s sequence, always the first dimension; t model-parallel ranks.
 axis: the ranks over which the sequence is sharded, by default those of the current mesh and options. With one
 rank (no sequence parallelism) all functions are no-ops.
@@ -37,9 +37,9 @@ def shard_length(length: int, axis: Axis) -> int:
 
 
 def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None) -> Tensor:
-    """Pad `x` with `filler` along `dim` until the ranks divide its length: [..., s, ...] -> [..., s + padding, ...].
+    """Pad `x` with `filler` along `dim` until t divides its length: [..., s, ...] -> [..., s + padding, ...].
 
-    Returns `x` itself if they already do.
+    Returns `x` itself if no padding is needed.
     """
     axis = axis or parallel_context().sequence
     missing = -x.shape[dim] % axis.size
@@ -57,7 +57,11 @@ def whole_length(x: Tensor, axis: Axis | None = None) -> int:
 
 
 class Pending:
-    """Collective in progress; `wait()` returns its result. work: None if there is no communication to wait for."""
+    """Collective in progress; `wait()` returns its result.
+
+    work: None if there is no communication to wait for. parts: number of shards of `result` that `wait` must still
+    sum; 0 if there is nothing to sum.
+    """
 
     def __init__(self, work: dist.Work | None, result: Tensor, parts: int = 0) -> None:
         self._work, self._result, self._parts = work, result, parts
@@ -98,7 +102,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
     """Return this rank's shard of `x` along `dim`: [..., s, ...] -> [..., s/t, ...].
 
-    Without sequence parallelism it is `x` itself.
+    Without sequence parallelism this is `x` itself.
     """
     axis = axis or parallel_context().sequence
     if axis.size == 1:

@@ -18,7 +18,7 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks in row-major order over (pipe, data, model); `model` is the fastest axis.
+    """Grid of ranks in row-major order over (pipe, data, model); the model coordinate varies fastest.
 
     Model-parallel neighbours communicate most (twice a layer), so they get adjacent ranks and with them the
     fastest links. Stages communicate least and are farthest apart (Narayanan et al. 2021).
@@ -40,7 +40,7 @@ class Topology:
                 raise ValueError(f"the {axis} axis of the grid has size {getattr(self, axis)}; it must be at least 1")
         if self.data % self.context:
             raise ValueError(
-                f"{self.data} ranks of the data axis cannot be shared out in groups of {self.context} (context)"
+                f"{self.data} ranks of the data axis cannot be divided into context-parallel groups of {self.context}"
             )
 
     @property

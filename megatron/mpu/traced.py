@@ -1,9 +1,9 @@
-"""Model-parallel sums as functional collectives, which torch.compile can trace, unlike a `Work` handle.
+"""Model-parallel communication by functional collectives, which torch.compile can trace, unlike a `Work` handle.
 
-Only compiled code uses these. The compiler schedules communication itself, so nothing is started early by
-hand. It also decides what is saved for the backward pass: with sequence parallelism that may be the gathered
-sequence.
-Shapes: see `mappings` and `sequence`.
+Only compiled code uses these functions. The compiler schedules communication, so this module does not start it early
+by hand. The compiler also decides what is saved for the backward pass: with sequence parallelism that may be the
+gathered sequence.
+Shapes: s sequence, always the first dimension; t model-parallel ranks.
 """
 
 import torch
@@ -20,7 +20,7 @@ def is_traced(axis: Axis) -> bool:
 
 
 def traced_gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    """Return the input of a column-parallel matmul: x [s, ...]; with sequence parallelism gather [s/t, ...]."""
+    """Return the input [s, ...] of a column-parallel matmul: x, or with sequence parallelism x [s/t, ...] gathered."""
     forward, backward = (gather_in_graph, scatter_sum_in_graph) if sequence else (keep, sum_in_graph)
     return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 

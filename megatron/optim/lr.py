@@ -75,5 +75,6 @@ def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
     kept = replace(config, optim=replace(config.optim, **of_checkpoint))
     return (
         kept,
-        f"the learning rate follows the checkpoint's schedule ({there}); --override-lr-schedule takes the flags' ({here})",
+        f"the learning rate follows the checkpoint's schedule ({there}); --override-lr-schedule takes the flags' "
+        f"({here})",
     )
