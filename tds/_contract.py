@@ -7,10 +7,10 @@ compares it with the release and with this package's code; run that test to revi
 from collections import defaultdict
 from typing import NamedTuple
 
-# One block for each purpose of a class or module: `module:Class` and what does not work without these names, then
-#   uses       names that the class or module itself has
+# Each block has a class or module (`module:Class`), what fails without its names (for error messages), and the names:
+#   uses       names that the class or module itself defines
 #   fields     attributes that an instance has once it is built
-#   overrides  methods that our subclass replaces
+#   overrides  methods that a subclass in tds overrides
 #   patches    names that are replaced in DeepSpeed's own class, module or instance
 TABLE = """
 deepspeed.runtime.engine:DeepSpeedEngine  reading the settings of a run
@@ -186,10 +186,10 @@ deepspeed.runtime.zero.stage_1_and_2  importing tds
     uses      DeepSpeedZeroOptimizer
 """
 
-# Attributes that DeepSpeed gives to weights, and reads on them.
+# Attributes of weights that DeepSpeed sets and reads.
 OF_PARAMETERS = "_hp_mapping ds_id ds_pipe_replicated ds_process_group ds_tensor model_parallel tensor_model_parallel"
 
-# What DeepSpeed's engines read and call on the optimizer that they are given, here a DistributedOptimizer.
+# Attributes and methods of a DistributedOptimizer that DeepSpeed's engines read and call.
 OF_OPTIMIZERS = """
 _global_grad_norm _lazy_init_hp_params_optimizer_state _restore_from_bit16_weights bf16_groups
 dp_process_group fp16_groups load_state_dict overflow param_groups refresh_fp32_params

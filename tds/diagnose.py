@@ -217,8 +217,7 @@ class Watchdog:
     reports_all_errors = False  # also report errors outside steps, if they end the process
     advice = (
         "smaller micro-batches (train_micro_batch_size_per_gpu), recomputed activations "
-        "(activation_checkpoint_interval), more "
-        "stages or tensor-parallel ranks need less"
+        "(activation_checkpoint_interval), more stages or tensor-parallel ranks need less memory"
     )
 
     def __init__(
