@@ -1,6 +1,6 @@
 """Self-attention within documents on CUDA by torch's kernel for packed sequences (Dao 2023), which needs no mask.
 
-It does as little work as document_attention.py on a CPU.
+Like the attention by pieces on a CPU (pieces.py), it computes no scores between documents.
 Shapes: s sequence, b batch, n heads of this rank, d width of a head.
 """
 

@@ -17,7 +17,7 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
     """Map distance, key position - query position, int64 [...], to buckets 0 to count - 1.
 
     Half of the buckets are single distances. The others grow logarithmically up to `furthest`. Each direction
-    has half of them; if causal, the past has all, since nothing else is visible.
+    has half of the buckets; if causal, the past has all, since nothing else is visible.
     """
     found = torch.zeros_like(distance)
     if not causal:
