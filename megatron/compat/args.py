@@ -1,4 +1,4 @@
-"""Attributes of `get_args()` that entry scripts of CPM-Pretrain read and that are no settings here."""
+"""Attributes of `get_args()` that entry scripts of CPM-Pretrain read but this project's settings lack."""
 
 import os
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 from ..config.command_line import Args
 
-# Attributes with one value in every run.
+# Attributes that have the same value in every run.
 _OFF = (
     "adlr_autoresume apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
     "bias_dropout_fusion bias_gelu_fusion contigious_checkpointing cpu_optimizer cpu_torch_adam "
@@ -22,7 +22,7 @@ CONSTANTS: dict[str, Any] = {
     "lazy_mpu_init": None,
 }
 ATTRIBUTES: dict[str, Callable[["ScriptArgs"], Any]] = {
-    "args": lambda args: args,  # the tutorial writes args.args.hidden_size
+    "args": lambda args: args,  # CPM-Pretrain's tutorial writes args.args.hidden_size
     "bf16": lambda args: args.config.train.precision == "bf16",
     "checkpoint_in_cpu": lambda args: args.offload_activations,
     "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
@@ -42,7 +42,7 @@ ATTRIBUTES: dict[str, Callable[["ScriptArgs"], Any]] = {
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
 }
 _SCALE = 'see "fp16" of --deepspeed-config, whose scale DeepSpeed keeps'
-# Attributes without a value: the reason, for the error.
+# Attribute without a value -> reason, for the error message.
 WITHOUT_VALUE = {
     "adlr_autoresume_interval": "SIGTERM saves and ends a run",
     **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _SCALE),
@@ -51,7 +51,7 @@ WITHOUT_VALUE = {
 
 
 class ScriptArgs(Args):
-    """The settings of a run, flat and read-only, with the attributes above."""
+    """The settings of a run, flat and read-only, with the further attributes that CPM-Pretrain has."""
 
     def __getattr__(self, name: str) -> Any:
         if name in CONSTANTS:
@@ -59,7 +59,7 @@ class ScriptArgs(Args):
         if name in ATTRIBUTES:
             return ATTRIBUTES[name](self)
         if name in WITHOUT_VALUE:
-            raise AttributeError(f"args.{name} has no value here: {WITHOUT_VALUE[name]}")
+            raise AttributeError(f"args.{name} of CPM-Pretrain has no value: {WITHOUT_VALUE[name]}")
         return super().__getattr__(name)
 
 
@@ -70,7 +70,7 @@ def _on_cuda() -> bool:
 
 
 def _params_dtype(args: ScriptArgs) -> Any:
-    """Return the dtype of weights in the forward pass, as far as --precision names one: DeepSpeed casts them."""
+    """Return the dtype to which DeepSpeed casts weights for the forward pass, by --precision; fp32 for the others."""
     import torch
 
     names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}

@@ -17,10 +17,9 @@ def gaps_of(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle | None:
     missing = [name for name in names if name not in tokenizer.marks]
     if missing:
         raise ValueError(
-            f"--fim-tokens: {' and '.join(missing)} is no special token of {data.vocab_file}, which has "
-            f"{', '.join(tokenizer.marks)}; tools/train_tokenizer.py --special-tokens makes tokenizers that have "
-            "them, and "
-            f"transformers' tokenizer.add_special_tokens() with save_pretrained() adds them to one of Hugging Face"
+            f"--fim-tokens: {data.vocab_file} has no special token {' or '.join(missing)}, only "
+            f"{', '.join(tokenizer.marks)}; train a tokenizer by tools/train_tokenizer.py --special-tokens, or add the "
+            f"tokens to a Hugging Face tokenizer by add_special_tokens() and save_pretrained()"
         )
     prefix, middle, suffix = (tokenizer.marks[name] for name in names)
     return FillInTheMiddle(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)

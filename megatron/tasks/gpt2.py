@@ -29,7 +29,7 @@ class GPT2(Task):
     shares_out_tokens = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the datasets, whose samples are {"text": [s + 1]}; for --objective sft see sft.py."""
+        """Return the datasets, whose samples are {"text": [s + 1]}, or for --objective sft those of sft.py."""
         if config.objective == "sft":
             return sft.datasets(config, tokenizer)
         data = config.data
@@ -57,7 +57,7 @@ class GPT2(Task):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return (tokens, positions, document ids), (labels, loss mask), each [b, s].
 
-        data: {"text": [b, s + 1]}, or records of sft.py.
+        data: {"text": [b, s + 1]}, or for --objective sft a batch of sft.py.
 
         Ranks of a context-parallel group each take their own tokens, labels and loss mask, [b, s/c]. Positions
         and document ids cover the whole sequence on every rank.

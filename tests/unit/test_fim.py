@@ -101,7 +101,7 @@ def test_marks_must_be_in_the_tokenizer(vocab_file: str) -> None:
     config = parse(
         ["--vocab-file", vocab_file, "--family", "gpt2", "--fim-rate", "0.5", "--fim-tokens", "<a>", "<b>", "<eod>"]
     )
-    with pytest.raises(ValueError, match="<a> and <b> is no special token of .* --special-tokens makes tokenizers"):
+    with pytest.raises(ValueError, match="has no special token <a> or <b>, only .* --special-tokens"):
         gaps_of(config, load_tokenizer(vocab_file))
 
 
