@@ -38,9 +38,9 @@ def get_masks_and_position_ids_for_t5(
 
     ctx_eod_mask: int [b, k], nonzero at the last token of each document of the encoder. Unlike in CPM-Pretrain, tokens
     of text do not attend to padding.
-    Returns (encoder mask fp32 [b, 1, k, k], encoder positions int64 [b, k], decoder mask [b, 1, q, q], decoder positions
-    [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Masks are 1 where attention is allowed; the loss mask is 0
-    where a target is the end of a document or a label is padding.
+    Returns (encoder mask fp32 [b, 1, k, k], encoder positions int64 [b, k], decoder mask [b, 1, q, q], decoder
+    positions [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Masks are 1 where attention is allowed; the loss
+    mask is 0 where a target is the end of a document or a label is padding.
     Raises ValueError if, with `reset_attention_mask`, the decoder has more documents than the encoder.
     """
     ends = targets == tokenizer.eod_id

@@ -235,7 +235,7 @@ _EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} -
 
 
 def find(module: str, name: str) -> Any:
-    """Return the object of this project that `module.name` of the original stands for.
+    """Return the object of this project that replaces `module.name` of the original.
 
     Raises ImportError with what replaces the name, if only another form of it exists, and AttributeError for an
     unknown name.
@@ -243,9 +243,13 @@ def find(module: str, name: str) -> Any:
     if (module, name) in HOMES:
         return getattr(importlib.import_module(HOMES[module, name]), name)
     if (module, name) in COUNTERPARTS:
-        raise ImportError(f"{module}.{name} of CPM-Pretrain does not exist; instead: {COUNTERPARTS[module, name]}")
+        raise ImportError(
+            f"{module}.{name} of CPM-Pretrain is not part of this package; instead: {COUNTERPARTS[module, name]}"
+        )
     if f"{module}.{name}" in GONE_MODULES:
-        raise ImportError(f"{module}.{name} of CPM-Pretrain does not exist: {GONE_MODULES[f'{module}.{name}']}")
+        raise ImportError(
+            f"{module}.{name} of CPM-Pretrain is not part of this package: {GONE_MODULES[f'{module}.{name}']}"
+        )
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
     home_of_all = MODULES.get(module)
@@ -265,7 +269,9 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in GONE_MODULES:
-            raise ModuleNotFoundError(f"{name} of CPM-Pretrain does not exist: {GONE_MODULES[name]}", name=name)
+            raise ModuleNotFoundError(
+                f"{name} of CPM-Pretrain is not part of this package: {GONE_MODULES[name]}", name=name
+            )
         if name in MODULES:
             return ModuleSpec(name, _Names(name), is_package=any(each.startswith(f"{name}.") for each in MODULES))
         if name not in _EXTENDED:

@@ -18,7 +18,7 @@ from .masks import Documents, cached_on, causal_window
 
 
 class Views(NamedTuple):
-    """Which keys this rank's queries may attend to: earlier tokens, within the window, of the same document.
+    """Keys to which this rank's queries may attend: earlier tokens, within the window, of the same document.
 
     ids: document number of each token of the sequence, int [b, s]; if `apart` is False, only its device is
     used.

@@ -47,9 +47,10 @@ class Documents(NamedTuple):
 
 
 class DocumentRole(NamedTuple):
-    """What the document ids of a decoder-only model decide: which tokens a token attends to, and rotary positions.
+    """Roles of the document ids in a decoder-only model.
 
-    attention: tokens attend only within their document. positions: positions are counted from 0 in each document.
+    attention: tokens attend only within their document. positions: rotary positions are counted from 0 in each
+    document.
     """
 
     attention: bool = True

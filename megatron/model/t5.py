@@ -138,7 +138,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     m = config.model
     if not config.is_t5:
         raise ValueError(
-            f"a T5 cannot be built from settings of family {m.family}: give args_defaults={{'family': 't5'}}"
+            f"a T5 cannot be built from settings of family {m.family}: pass --family t5"
         )
 
     def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...], work: int) -> list[Layer]:

@@ -74,7 +74,7 @@ def initialize_model_parallel(
     seed: seed of the dropout streams.
     options: communication and kernel options of layers built from now on.
     context_parallel_size: number of data-parallel ranks over which the tokens of each sample are sharded.
-    Raises ValueError unless the product of the three sizes divides the number of ranks.
+    Raises ValueError unless the three sizes, multiplied, divide the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
     if world % (cell * context_parallel_size):
