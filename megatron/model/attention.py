@@ -178,7 +178,7 @@ class SelfAttention(Attention):
         qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, (n/t + 2 g) * d]
         with save_recipe_for((again, qkv)):
             query, key, value = self._cut(qkv, angles)
-        if again is not None and self.in_groups:  # key and value are in the memory of `query`
+        if again is not None and self.in_groups:  # key and value share the memory of `query`
             again, qkv = Recipe(lambda given: self._cut(given, angles)[0], again), query
         if cache is not None:
             key, value = cache.extend(key, value)

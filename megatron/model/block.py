@@ -38,7 +38,7 @@ class Dropout(nn.Module):
 
 
 class Encoded(NamedTuple):
-    """Encoder output to which a decoder layer attends, [k, b, h], and its document ids."""
+    """Encoder output [k, b, h] to which a decoder layer attends, and the documents that restrict this attention."""
 
     states: Tensor
     mask: Documents | None

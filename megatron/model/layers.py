@@ -20,10 +20,10 @@ from megatron._torch import persistent_buffers
 class Layer:
     """Layer that is not built yet.
 
-    name: its global name, a dotted path. `cls(*args)` builds it.
+    name: global name of the layer, a dotted path. `cls(*args)` builds it.
     tied: layers with the same key share one module, which has the name of the first.
     call: replaces the call of the module by `call(module, inputs)`.
-    puts_out: names of the tensors it returns, for the stage boundary after it.
+    puts_out: names of the tensors that the layer returns, for the stage boundary after it.
     repeated: belongs to the stack of equal layers, whose activations may be recomputed.
     prelude: recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
     work: multiply-adds of its forward pass over a sample, see work.py.
@@ -59,8 +59,9 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk: int, rng: mpu.RngStreams) -> Any:
-    """Pass `inputs` through the steps.
+    """Pass `inputs` through all steps in order.
 
+    steps: (layer, function that calls its module).
     chunk: 0 keeps all activations; n keeps the inputs of every n-th repeated layer and recomputes the rest in
     the backward pass.
     rng: the dropout streams of the steps.
@@ -107,7 +108,7 @@ class AuxLossMixin:
     loss_fn: Any = None
 
     def get_additional_losses(self) -> dict[str, Tensor]:
-        """Return the values besides the loss of the last micro-batch, a scalar each, by name.
+        """Return what the loss function reported besides the loss of the last micro-batch, a scalar each, by name.
 
         DeepSpeed calls this method on pipeline modules.
         """

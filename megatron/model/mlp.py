@@ -63,7 +63,7 @@ def gated_gelu(x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Apply SwiGLU, whose gate is x sigmoid(x): [..., 2 f], laid out as for `gated_gelu`, -> [..., f]."""
+    """Apply SwiGLU, whose gate is x sigmoid(x): [..., 2 f], gate and value of each feature adjacent, -> [..., f]."""
     return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward)  # type: ignore[no-untyped-call,no-any-return]
 
 

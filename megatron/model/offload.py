@@ -150,10 +150,10 @@ class OffloadedTensor(NamedTuple):
 
 @contextmanager
 def offloaded() -> Iterator[None]:
-    """Offload what autograd saves inside, one layer's forward pass, to pinned host memory.
+    """Offload what autograd saves inside the block, the forward pass of one layer, to pinned host memory.
 
-    Weights, small tensors and tensors on the host stay. Raises RuntimeError at the end if an offloaded tensor
-    was changed in place.
+    Weights, small tensors and tensors on the host are not offloaded. Raises RuntimeError at the end of the block if an
+    offloaded tensor was changed in place.
     """
     layer: LayerActivations | None = None
     # References to the saved tensors ensure that no address is reused.

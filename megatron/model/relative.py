@@ -32,7 +32,7 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
 
 
 class RelativePositions(nn.Module):
-    """Table of relative positions: one per stack, tied and placed before each of its layers, or one per layer.
+    """Table of relative positions: one per stack, tied and placed before each layer of the stack, or one per layer.
 
     weight: [r, n/t]
     """

@@ -81,7 +81,7 @@ def rotation(
     restart: bool = False,
     context: mpu.Axis | None = None,
 ) -> Rotation:
-    """Return the rotation of `length` tokens after `seen` others.
+    """Return the rotation of `length` tokens after `seen` cached tokens.
 
     restart: count positions from 0 in each document of document ids [b, s], if these are not empty.
     context: keep only the tokens of this context rank.

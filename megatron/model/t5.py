@@ -4,8 +4,8 @@
         decoder tokens -> (same) embedding -> start -> DecoderBlock x m -> norm -> logits
                                                             ^ encoded
 
-With relative positions, the table of a stack is a tied layer before each of its blocks, so every stage has it
-wherever the cuts fall. UMT5 (Chung et al. 2023) has a separate table for each block.
+With relative positions, the table of a stack is a tied layer before each of its blocks, so every stage has
+the table wherever stage boundaries fall. UMT5 (Chung et al. 2023) has a separate table for each block.
 Shapes: q decoder sequence, k encoder sequence, s either, b batch, h hidden, v vocabulary, t model-parallel
 ranks.
 """
@@ -33,7 +33,7 @@ DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
 
 
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Embed encoder tokens: (tokens [b, k], decoder tokens [b, q], ids of both) -> (hidden [k, b, h], the others).
+    """Embed encoder tokens: (tokens [b, k], decoder tokens [b, q], document ids) -> (hidden [k, b, h], the others).
 
     Raises ValueError if only one of encoder and decoder has document ids.
     """
@@ -45,7 +45,7 @@ def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 
 
 def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Embed decoder tokens: (encoded [k, b, h], tokens [b, q], ids of both) -> (hidden [q, b, h], encoded, ids)."""
+    """Embed decoder tokens: (encoded [k, b, h], tokens [b, q], document ids) -> (hidden [q, b, h], encoded, ids)."""
     encoded, tokens, *documents = inputs
     return embedding.word_embeddings(tokens.long().t()), encoded, *documents
 
@@ -137,9 +137,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     """
     m = config.model
     if not config.is_t5:
-        raise ValueError(
-            f"a T5 cannot be built from settings of family {m.family}: pass --family t5"
-        )
+        raise ValueError(f"a T5 cannot be built from settings of family {m.family}: pass --family t5")
 
     def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...], work: int) -> list[Layer]:
         layers = []
