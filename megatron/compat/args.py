@@ -70,7 +70,7 @@ def _on_cuda() -> bool:
 
 
 def _params_dtype(args: ScriptArgs) -> Any:
-    """Return the dtype to which DeepSpeed casts weights for the forward pass, by --precision; fp32 for the others."""
+    """Return the dtype to which DeepSpeed casts weights for the forward pass: that of --precision, by default fp32."""
     import torch
 
     names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}

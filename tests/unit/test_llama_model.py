@@ -165,7 +165,7 @@ def test_documents(restart: bool, apart: bool, window: int | None) -> None:
 def test_document_ids_that_contradict_the_flags() -> None:
     _, ours = pair("Llama", "--reset-position-ids")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="--reset-position-ids is given without --reset-attention-mask"):
+    with pytest.raises(ValueError, match="--reset-position-ids without --reset-attention-mask does not"):
         ours(tokens, document_ids=tokens)
 
 
