@@ -140,6 +140,6 @@ def _compare(name: str, given: Tensor, expected: Tensor | None) -> None:
         return
     sample, _, query, key = (given != expected).nonzero()[0].tolist()
     raise ValueError(
-        f"the {name} differs from that of documents, first in sample {sample} where token {query} "
+        f"the {name} cannot be expressed by document ids, first in sample {sample} where token {query} "
         f"{'attends' if bool(given[sample, 0, query, key]) else 'does not attend'} to token {key}; {ADVICE}"
     )

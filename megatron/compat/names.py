@@ -1,7 +1,7 @@
 """Modules and names of CPM-Pretrain ("the original"): where each is in this project, or what replaces it.
 
-`install()` makes `import` follow these tables, so that no file of this project need have a name of the original. A
-name without the same form in this project raises ImportError with its replacement. docs/reference/imports.md shows
+`install()` makes `import` follow these tables, so this project needs no files with the original's names. A name
+that exists only in another form raises ImportError, which says what replaces it. docs/reference/imports.md shows
 the tables.
 """
 

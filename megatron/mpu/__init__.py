@@ -198,7 +198,9 @@ def get_io_parallel_group() -> dist.ProcessGroup:
         return get_data_parallel_group()
     ranks = sorted({*grid.filter_match(pipe=0, model=0), *grid.filter_match(pipe=grid.pipe - 1, model=0)})
     if dist.get_rank() not in ranks:
-        raise RuntimeError(f"rank {dist.get_rank()} reads no data, so it has no io group; ranks {ranks} do")
+        raise RuntimeError(
+            f"rank {dist.get_rank()} reads no data, so it has no io-parallel group; only ranks {ranks} have one"
+        )
     return _mesh.group_of_members(tuple(ranks))
 
 

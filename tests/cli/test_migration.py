@@ -104,4 +104,4 @@ def test_a_script_of_a_tutorial(tmp_path: Path, flags: list[str], layout: list[s
         assert done.stdout.count("time (ms) | batch generator: ") == 2
     done = launch(2, str(script), *argv, "--reset-attention-mask")
     assert done.returncode == 1 and (layout or "Traceback" not in done.stderr)
-    assert "the attention mask differs from that of documents, first in sample 0 where token 0" in done.stderr
+    assert "the attention mask cannot be expressed by document ids, first in sample 0 where token 0" in done.stderr
