@@ -29,7 +29,10 @@ def on_ranks(ranks: int) -> None:
 
 
 def alternate(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return (seconds, CPU-seconds of all ranks) of each round, by contender. One extra round warms up."""
+    """Run the contenders in turn; return, for each contender, (seconds, CPU-seconds of all ranks) of each round.
+
+    An additional first round warms up and is not counted.
+    """
     import torch
     import torch.distributed as dist
 

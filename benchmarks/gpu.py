@@ -193,10 +193,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="steps per round (default: 5)")
     parser.add_argument(
-        "--turns", type=int, default=1, help="runs of all contenders, every second one in reverse order"
+        "--turns",
+        type=int,
+        default=1,
+        help="number of turns of all contenders, every second one in reverse order (default: 1)",
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="time limit per model (default: 8)")
-    parser.add_argument("--flags", default="", help="further flags of ours, e.g. --flags='--checkpoint-activations'")
+    parser.add_argument("--flags", default="", help='further flags for "ours", e.g. --flags=--checkpoint-activations')
     parser.add_argument("--no-compile", action="store_true", help="skip the compiled contenders")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on any device")
     parser.add_argument("--profile", help="file for a table of the most expensive operations")

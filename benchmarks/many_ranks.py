@@ -65,7 +65,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     tds.init_distributed("fake")
     dist.new_group = new_group
     tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store that all ranks share
-    with contextlib.suppress(ImportError):  # an older checkout creates groups one by one
+    with contextlib.suppress(ImportError):  # older checkouts lack these modules and create groups one by one
         from tds import groups, neighbours
 
         dist.split_group, groups.splits = split_group, lambda: True

@@ -229,12 +229,18 @@ def main() -> None:
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="precision of ours; peers use fp32"
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help='precision of "ours"; the other contenders use fp32 (default: fp32)',
     )
     parser.add_argument(
-        "--flags", action="append", default=[], help="also run ours with these flags, e.g. --flags=--sequence-parallel"
+        "--flags",
+        action="append",
+        default=[],
+        help='also run "ours" with these flags, e.g. --flags=--sequence-parallel',
     )
-    parser.add_argument("--ours-only", action="store_true", help="skip the peers")
+    parser.add_argument("--ours-only", action="store_true", help='skip all contenders except "ours" and "alone"')
     args = parser.parse_args()
     on_ranks(4 if args.kind == "pp-dp" else 2)
 

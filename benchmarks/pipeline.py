@@ -6,8 +6,8 @@
 
 Contenders are this project's engine ("ours"), stock DeepSpeed's PipelineEngine and the schedules of
 torch.distributed.pipelining, in turn within every round on the same processes. The table shows by how much the time of
-a step exceeds the ideal of 1F1B, (micro-batches + stages - 1) x (forward + backward), and by how much the ideal of each
-contender's own schedule does, whose bubble may be smaller.
+a step exceeds the ideal of 1F1B, (micro-batches + stages - 1) x (forward + backward). The last column shows the same
+for the ideal of the contender's own schedule, whose bubble may be smaller.
 """
 
 import argparse
@@ -26,7 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--micros", type=int, default=16)
     parser.add_argument("--megabytes", type=float, default=1.0, help="size of the tensor between stages, in MB")
     parser.add_argument(
-        "--jitter", type=float, default=0.0, help="relative jitter of a pass; 0.5: 0.5 to 1.5 times its time"
+        "--jitter",
+        type=float,
+        default=0.0,
+        help="random variation of the time of a pass; 0.5 means 0.5 to 1.5 times (default: 0)",
     )
     parser.add_argument("--schedules", choices=["1f1b", "all"], default="1f1b", help="all: also interleaved and zb-h1")
     parser.add_argument("--rounds", type=int, default=5)

@@ -6,8 +6,8 @@
 torch's profiler (profile_memory) records every allocation and release of tensor memory on each rank, from before the
 model is built to the end of the third step. The measured number is the peak of live bytes on the peak rank. Memory of
 Python and libraries, and memory cached by an allocator, are not included. The prediction is the planner's total for
-the stage that needs the most. DeepSpeed's ZeRO 2 and 3 allocate a bucket (reduce_bucket_size); the ds_config here
-makes it small, since it would dominate at the default size.
+the stage that needs the most memory. DeepSpeed's ZeRO 2 and 3 allocate a bucket of reduce_bucket_size elements, which
+this benchmark sets to a small value, since a bucket of the default size would dominate.
 """
 
 import argparse

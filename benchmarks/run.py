@@ -204,12 +204,12 @@ def arguments(about: str | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--no-compile", action="store_true", help="skip the compiled contenders")
-    parser.add_argument("--only", nargs="+", help="peers to run (default: all)")
+    parser.add_argument("--only", nargs="+", help='contenders to run besides "ours" (default: all)')
     parser.add_argument(
         "--flags",
         action="append",
         default=[],
-        help="also run ours with these flags, e.g. --flags=--checkpoint-attention",
+        help='also run "ours" with these flags, e.g. --flags=--checkpoint-attention',
     )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)

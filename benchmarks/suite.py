@@ -196,7 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--list", action="store_true", help="show the sections and their commands")
     parser.add_argument(
-        "more", nargs=argparse.REMAINDER, help="after --: arguments for each script, e.g. -- --rounds 3"
+        "more", nargs=argparse.REMAINDER, help="arguments after -- are passed to each script, e.g. -- --rounds 3"
     )
     args = parser.parse_args()
     if args.list:

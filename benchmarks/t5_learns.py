@@ -65,7 +65,8 @@ def rates(iters: int, peak: float) -> Iterator[float]:
 def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Train a contender.
 
-    Return its loss in nats and its accuracy on masked text over time, and the largest gradient norm in between.
+    Return its loss in nats and its accuracy on masked text at each evaluation, and the largest gradient norm between
+    two evaluations.
     """
     import torch
     import torch.nn.functional as F
@@ -181,7 +182,7 @@ def main() -> None:
     add("--lr", type=float, default=2e-3)
     add("--json", required=True, help="JSON file of results; runs that it contains are skipped")
     add("--out", help="file for the plot")
-    add("flags", nargs="*", help="after --: flags of pretrain_t5.py")
+    add("flags", nargs="*", help="flags of pretrain_t5.py, after --")
     args = parser.parse_args()
     if args.data_path:
         measure(args)

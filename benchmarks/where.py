@@ -4,7 +4,7 @@
     python benchmarks/where.py --model llama --ff 2048 --precision bf16
 
 Contenders and flags are those of run.py, except --rounds. torch's profiler records `--steps` steps of each contender,
-one contender after the other. All contenders leave matmuls to the same library, so matmuls bound any lead.
+one contender after the other. All contenders use the same library for matmuls, so their time limits any speed-up.
 """
 
 import argparse

@@ -321,7 +321,7 @@ def own_template(vocab_file: str) -> str | None:
 class ChatEncoder:
     """Encoder of rendered conversations as token ids and a loss mask.
 
-    append_eod: end a conversation whose last turn is the assistant's with `eod`, which counts in the loss.
+    append_eod: append `eod`, which counts in the loss, to a conversation whose last turn is the assistant's.
     """
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:

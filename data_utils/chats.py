@@ -66,7 +66,7 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         return
     template = template_of(args, tokenizer)
     if args.chat_date and not template.date:
-        raise ValueError("--chat-date has no effect, as the chat template does not call strftime_now; remove it")
+        raise ValueError("--chat-date has no effect, as the chat template does not call strftime_now; remove the flag")
     if template.date and not args.chat_date:
         print(
             "note: the chat template renders today's date, which the sidecar records as chat_date; "

@@ -59,12 +59,12 @@ class Parser(argparse.ArgumentParser):
 # Flag of another project's tool -> the flag of this project's tools, or an explanation.
 FOREIGN_FLAGS = {
     "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
-    "--dataset-impl": ".bin and .idx files are always memory-mapped; remove it",
+    "--dataset-impl": ".bin and .idx files are always memory-mapped; remove the flag",
     "--num-return-sequences": "--num-samples", "--max-length": "--max-new-tokens",
-    "--do-sample": "--temperature 0 decodes greedily, any other value samples; remove it",
+    "--do-sample": "--temperature 0 decodes greedily, any other value samples; remove the flag",
     "--load-dir": "--load", "--save-dir": "--output", "--output-dir": "--output", "--model-name-or-path": "--load",
-    "--target-tensor-parallel-size": "checkpoints fit every layout; remove it",
-    "--target-pipeline-parallel-size": "checkpoints fit every layout; remove it",
+    "--target-tensor-parallel-size": "checkpoints load in every layout; remove the flag",
+    "--target-pipeline-parallel-size": "checkpoints load in every layout; remove the flag",
 }  # fmt: skip
 
 

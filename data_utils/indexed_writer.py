@@ -128,7 +128,7 @@ class IndexedDatasetBuilder:
             log.close()
 
     def abort(self) -> None:
-        """Delete everything that was written."""
+        """Close and delete the temporary files."""
         self.close()
         for name in self._names.values():
             Path(name).unlink(missing_ok=True)

@@ -48,7 +48,7 @@ ABOUT_TOKENS = (
 
 def sidecar(prefix: str) -> dict[str, Any]:
     """Return the content of a pair's sidecar (PREFIX.json), which the preprocessor wrote; {} if there is none."""
-    # The three pairs of CPM's T5 corpora share one sidecar, and so do the two pairs of conversations.
+    # One sidecar describes all pairs of a corpus: three of a CPM corpus for T5, two of a conversation corpus.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}

@@ -1,4 +1,4 @@
-"""`ordered_map` over the machines of a Ray cluster (Moritz et al. 2018): the same results in the same order.
+"""Version of parallel.ordered_map for a Ray cluster (Moritz et al. 2018), with equal results in equal order.
 
 Ray starts the processes, transfers items and results, and restarts processes of a failed machine. All machines
 need the project and the data under the same paths.

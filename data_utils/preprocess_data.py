@@ -193,7 +193,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return everything that the output depends on."""
+    """Return all inputs and settings that determine the output, by which a journal recognises its job."""
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}

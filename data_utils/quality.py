@@ -26,7 +26,7 @@ _COMMON = frozenset(
 _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
 EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
-TAGS = 5  # fewer tags occur also in texts about HTML
+TAGS = 5  # smallest number of tags that counts as markup; texts about HTML may contain a few tags
 PROBE = 8  # characters of a sample whose occurrences in its line are counted to detect repetition
 MIN_REPEATS = 10
 

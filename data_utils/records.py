@@ -32,7 +32,7 @@ def too_long(largest: int, ends: str) -> str:
 def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterator[Record | BadLine]:
     """Yield the records of a file in order, with a BadLine for each unreadable one.
 
-    largest: most bytes of a record. Raises InputError if the file as a whole is unreadable.
+    largest: maximum size of a record in bytes. Raises InputError if the file as a whole is unreadable.
     """
     if kind == ".csv":
         yield from _csv_rows(path, encoding, largest)

@@ -13,8 +13,8 @@ PILES = 64  # number of temporary files (piles) of lines, of which only one is i
 def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles: int = PILES) -> Iterator[bytes]:
     """Yield the lines (each ending with a newline) in an order that is uniformly random for `seed`.
 
-    Each line goes to a random pile, and then each pile is shuffled in memory. `folder` (default: the system's
-    temporary folder) holds a copy of the lines meanwhile.
+    Each line is written to a random pile (temporary file), and then each pile is shuffled in memory. folder: folder
+    for the piles, which together are as large as the lines; default: the system's temporary folder.
     """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -25,7 +25,7 @@ def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles
                 file = files[rng.randrange(piles)]
                 try:
                     file.write(line)
-                except OSError as error:  # a full disk
+                except OSError as error:  # usually a full disk; name the folder in the error
                     error.filename = scratch
                     raise
         for path in paths:

@@ -44,7 +44,8 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
     for name, shape in shapes.items():
         if name not in found:
             raise CheckpointError(
-                f"{reader.path} holds no weight {name}: it is of a custom model, and this tool knows GPT-2, Llama and T5, "
+                f"{reader.path} holds no weight {name}: it is of a custom model, and this tool knows GPT-2, Llama "
+                "and T5, "
                 f"or {INDEX} describes another model"
             )
         if found[name] != shape:

@@ -1,20 +1,22 @@
 """A drop-in for DeepSpeed with its own pipeline engine: `import tds as deepspeed`.
 
-Names that are not defined here are DeepSpeed's.
+Every name that this package does not define is DeepSpeed's.
 
 schedule.py   order of computation and communication of each stage, as data
 boundary.py   tensors that cross from one stage to the next
-channel.py    point-to-point transport of these tensors
+channel.py    point-to-point transport of tensors between stages
 neighbours.py neighbours of a stage and their process groups
 groups.py     cheap creation of process groups in a large world
 queues.py     proof that a schedule cannot deadlock
-batches.py    micro-batches of a step, read when they are due
-engine.py     the interpreter: schedule x boundary x channel = one training step
-step.py       what a stage keeps during a step
-buckets.py    weights and gradients in flat memory; distributed_optimizer.py steps them, base_engine.py without a pipeline
+batches.py    micro-batches of a step, read when the schedule needs them
+engine.py     the pipeline engine: runs the instructions of a schedule as one training step
+step.py       state of a stage during a step
+buckets.py    weights and gradients in flat memory
+distributed_optimizer.py steps these weights, sharded over the replicas
+base_engine.py the engine without a pipeline
 apart.py      ZeRO-3: layers sharded over the replicas while a model is built
-trace.py      recorded timeline; align.py compares clocks, timeline.py reads it
-simulator.py  predicted timeline
+trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
+timetable.py  checks a schedule before it runs and predicts its timeline
 parent_death.py ends ranks whose launcher died
 measure.py    check of how DeepSpeed scales gradients
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
@@ -42,7 +44,7 @@ _submodules.install()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Call `deepspeed.initialize`, which builds our PipelineEngine when the model is a PipelineModule.
+    """Call `deepspeed.initialize` with the engines of tds: its PipelineEngine if the model is a PipelineModule.
 
     Accepts DeepSpeed's arguments, including the older `config_params`. Returns
     `(engine, optimizer, training_dataloader, lr_scheduler)`.
@@ -84,7 +86,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
 
 
 def __getattr__(name: str) -> Any:
-    """Return DeepSpeed's attribute or submodule `name`, for names that are not defined here."""
+    """Return DeepSpeed's attribute or submodule `name`, for names that tds does not define."""
     if name in _submodules.MOVED:
         return getattr(importlib.import_module(_submodules.MOVED[name]), name)
     if not hasattr(_ds, name) and not name.startswith("_"):

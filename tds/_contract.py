@@ -1,22 +1,204 @@
 """Every name of DeepSpeed that this package imports, reads, calls, overrides or patches, by class, as data.
 
-`_deepspeed.missing_names` compares it with the installed release at run time, tests/unit/test_contract.py with
-this package's code and with the release. A new release is reviewed with `pytest tests/unit/test_contract.py`.
+At run time, `_deepspeed.missing_names` compares this list with the installed release. tests/unit/test_contract.py
+compares it with the release and with this package's code; run that test to review a new release of DeepSpeed.
 """
 
+from collections import defaultdict
 from typing import NamedTuple
+
+# One block for each purpose of a class or module: `module:Class` and what does not work without these names, then
+#   uses       names that the class or module itself has
+#   fields     attributes that an instance has once it is built
+#   overrides  methods that our subclass replaces
+#   patches    names that are replaced in DeepSpeed's own class, module or instance
+TABLE = """
+deepspeed.runtime.engine:DeepSpeedEngine  reading the settings of a run
+    uses      bfloat16_enabled fp16_enabled gradient_accumulation_steps gradient_clipping optimizer_name
+    uses      optimizer_params steps_per_print train_batch_size wall_clock_breakdown zero_allow_untested_optimizer
+    uses      zero_cpu_offload zero_optimization zero_optimization_stage
+    fields    _config gradient_average mpu
+
+deepspeed.runtime.engine:DeepSpeedEngine  the training step
+    uses      backward destroy scale step
+    fields    device dp_world_size enable_backward_allreduce global_rank global_samples global_steps module
+    fields    monitor seq_data_parallel_group timers tput_timer
+
+deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints
+    fields    _global_grad_norm basic_optimizer lr_scheduler optimizer torch_autocast_z0_gradscaler
+    overrides _configure_optimizer _take_model_step buffered_allreduce_fallback clip_fp32_gradients
+    overrides load_checkpoint save_checkpoint
+    patches   _configure_basic_optimizer
+
+deepspeed.runtime.pipe.engine:PipelineEngine  the training step of a pipeline
+    uses      _next_batch is_last_stage set_batch_fn set_dataiterator
+    fields    agg_additional_losses agg_train_loss data_iterator dynamic_shape fwd_outputs grid micro_batches
+    fields    num_stages outputs stage_id total_loss
+    overrides eval_batch train_batch
+
+deepspeed.runtime.pipe.engine:PipelineEngine  the gradients and the optimizer step of a pipeline
+    uses      _bf16_reduce_grads _exec_optimizer_step _exec_reduce_grads is_gradient_accumulation_boundary
+    fields    _force_grad_boundary pipeline_enable_backward_allreduce using_bf16_optimizer
+
+deepspeed.runtime.config:DeepSpeedConfig  reading the ds_config
+    fields    _param_dict bfloat16_config communication_data_type float16_config gradient_predivide_factor
+    fields    optimizer_params pipeline prescale_gradients torch_autocast_dtype torch_autocast_enabled
+    fields    zero_force_ds_cpu_optimizer zero_optimization_stage
+
+deepspeed.utils.timer:SynchronizedWallClockTimer.Timer  timing the training step
+    uses      elapsed reset start stop
+    fields    event_timers
+
+deepspeed.utils.timer:ThroughputTimer  not waiting for the device in each micro-batch
+    fields    config
+
+deepspeed.monitor.monitor:MonitorMaster  reporting losses
+    uses      write_events
+    fields    enabled
+
+deepspeed.runtime.pipe.module:PipelineModule  building the layers of a stage
+    uses      _count_layer_params _find_layer_type _set_bounds
+    fields    _layer_specs _local_start _local_stop _topo global_rank num_stages parts stage_id
+    overrides _build _partition_layers ckpt_layer_path ckpt_layer_path_list stage_owner
+    patches   _build
+
+deepspeed.runtime.pipe.module:PipelineModule  running the layers of a stage
+    uses      _is_checkpointable get_additional_losses
+    fields    activation_checkpoint_func activation_checkpoint_interval forward_funcs fwd_map loss_fn
+
+deepspeed.runtime.pipe.module:PipelineModule  tied weights
+    uses      _recursive_getattr
+    fields    tied_comms tied_modules
+    patches   _synchronize_tied_weights
+
+deepspeed.runtime.pipe.module:TiedLayerSpec  building the layers of a stage
+    uses      build
+    fields    forward_fn key module_args module_kwargs
+
+deepspeed.runtime.pipe.topology:PipelineParallelGrid  the process groups of a rank
+    uses      get_data_parallel_group get_data_parallel_rank get_global_rank get_model_parallel_group
+    uses      get_pipe_parallel_group get_pipe_parallel_world_size get_slice_parallel_group
+    uses      get_slice_parallel_rank get_slice_parallel_world_size get_stage_id stage_to_global
+    fields    _topo pipe_parallel_size
+
+deepspeed.runtime.pipe.topology:ProcessTopology  the process groups of a rank
+    uses      get_axis_comm_lists get_axis_names get_coord get_dim get_rank
+
+deepspeed.runtime.bf16_optimizer:BF16_Optimizer  training in bf16
+    uses      _lazy_init_hp_params_optimizer_state clear_lp_grads update_hp_grads
+    fields    _hp_optimizer_states_linked bf16_groups bf16_groups_flat fp32_groups_gradients
+    fields    fp32_groups_has_gradients immediate_grad_update optimizer
+    patches   get_grads_for_norm
+
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer  training with ZeRO-1 or ZeRO-2
+    uses      _lazy_init_hp_params_optimizer_state
+    fields    _hp_optimizer_states_linked bit16_groups bit16_groups_flat check_grad_overflow cur_scale loss_scaler
+    fields    optimizer overflow
+
+deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3  training with ZeRO-3
+    uses      check_overflow
+    fields    cur_scale fp32_partitioned_groups_flat loss_scaler optimizer overflow
+    patches   _get_norm_groups
+
+deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer  training in fp16
+    fields    fp16_groups fp16_groups_flat
+
+deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler  the loss scale of fp16
+    fields    cur_hysteresis cur_iter cur_scale dynamic last_overflow_iter min_scale raise_error_at_min_scale
+
+deepspeed.runtime.zero.utils  tds.DistributedOptimizer
+    uses      is_zero_supported_optimizer
+
+deepspeed.runtime.zero  training with ZeRO-3
+    uses      GatheredParameters Init
+
+deepspeed.utils  reading and writing optimizer states in checkpoints
+    uses      lazy_init_hp_params_optimizer_state link_hp_params safe_get_full_fp32_param
+    uses      safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state
+
+deepspeed  tds.initialize
+    uses      DeepSpeedConfig __version__ accelerator checkpointing comm init_distributed initialize utils zero
+    patches   DeepSpeedEngine PipelineEngine
+
+deepspeed.accelerator  finding the device
+    uses      get_accelerator
+
+deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator  training on a device
+    uses      communication_backend_name device_name
+    patches   is_fp16_supported supported_dtypes
+
+deepspeed.comm  sharing the process groups of an axis
+    patches   new_group
+
+deepspeed.comm.torch  starting on a CPU without a compiler
+    patches   build_shm_op
+
+deepspeed.runtime.activation_checkpointing.checkpointing  activation checkpointing
+    uses      checkpoint non_reentrant_checkpoint reset
+    patches   _CUDA_RNG_STATE_TRACKER
+
+deepspeed.runtime.torch_autocast  torch_autocast of the ds_config
+    uses      autocast_if_enabled
+
+deepspeed.comm.config  checking the ds_config
+    uses      CommsLoggerConfig
+
+deepspeed.monitor.config  checking the ds_config
+    uses      CSVConfig TensorBoardConfig WandbConfig
+
+deepspeed.runtime.precision_config  checking the ds_config
+    uses      DeepSpeedBF16Config DeepSpeedFP16Config
+
+deepspeed.runtime.zero.config  checking the ds_config
+    uses      DeepSpeedZeroConfig
+
+deepspeed.pipe  importing tds
+    uses      LayerSpec TiedLayerSpec
+
+deepspeed.runtime.base_optimizer  importing tds
+    uses      DeepSpeedOptimizer
+
+deepspeed.runtime.bf16_optimizer  importing tds
+    uses      BF16_Optimizer
+
+deepspeed.runtime.engine  importing tds
+    uses      DeepSpeedEngine
+
+deepspeed.runtime.fp16.fused_optimizer  importing tds
+    uses      FP16_Optimizer
+
+deepspeed.runtime.fp16.unfused_optimizer  importing tds
+    uses      FP16_UnfusedOptimizer
+
+deepspeed.runtime.pipe.engine  importing tds
+    uses      PipelineEngine TRAIN_BATCH_TIMER
+
+deepspeed.runtime.pipe.module  importing tds
+    uses      PipelineModule
+
+deepspeed.runtime.utils  importing tds
+    uses      partition_balanced partition_uniform
+
+deepspeed.runtime.zero.stage3  importing tds
+    uses      DeepSpeedZeroOptimizer_Stage3
+
+deepspeed.runtime.zero.stage_1_and_2  importing tds
+    uses      DeepSpeedZeroOptimizer
+"""
+
+# Attributes that DeepSpeed gives to weights, and reads on them.
+OF_PARAMETERS = "_hp_mapping ds_id ds_pipe_replicated ds_process_group ds_tensor model_parallel tensor_model_parallel"
+
+# What DeepSpeed's engines read and call on the optimizer that they are given, here a DistributedOptimizer.
+OF_OPTIMIZERS = """
+_global_grad_norm _lazy_init_hp_params_optimizer_state _restore_from_bit16_weights bf16_groups
+dp_process_group fp16_groups load_state_dict overflow param_groups refresh_fp32_params
+set_gradient_accumulation_boundary state_dict step zero_grad
+"""
 
 
 class Names(NamedTuple):
-    """Names of one class or module, each field separated by spaces.
-
-    place: `module` or `module:Class`.
-    purpose: what does not work without these names, for messages.
-    uses: names that the class or module itself has.
-    fields: attributes that an instance has once it is built.
-    overrides: methods that our subclass replaces.
-    patches: names that are replaced in DeepSpeed's own class, module or instance.
-    """
+    """One block of TABLE; the names of each kind are separated by spaces."""
 
     place: str
     purpose: str
@@ -26,201 +208,12 @@ class Names(NamedTuple):
     patches: str = ""
 
 
-ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-PIPELINE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
-PIPELINE_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
-GRID = "deepspeed.runtime.pipe.topology:PipelineParallelGrid"
-TOPOLOGY = "deepspeed.runtime.pipe.topology:ProcessTopology"
-CONFIG = "deepspeed.runtime.config:DeepSpeedConfig"
-BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
-ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-ACCELERATOR = "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator"
-CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+def _block(text: str) -> Names:
+    (place, purpose), *rows = (line.split(maxsplit=1) for line in text.splitlines())
+    names = defaultdict(list)
+    for kind, row in rows:
+        names[kind].append(row)
+    return Names(place, purpose, **{kind: " ".join(found) for kind, found in names.items()})
 
-CONTRACT = (
-    # ------------------------------------------------------------------ engines
-    Names(
-        ENGINE,
-        "reading the settings of a run",
-        uses="bfloat16_enabled fp16_enabled gradient_accumulation_steps gradient_clipping optimizer_name optimizer_params "
-        "steps_per_print train_batch_size wall_clock_breakdown zero_allow_untested_optimizer zero_cpu_offload "
-        "zero_optimization zero_optimization_stage",
-        fields="_config gradient_average mpu",
-    ),
-    Names(
-        ENGINE,
-        "the training step",
-        uses="backward destroy scale step",
-        fields="device dp_world_size enable_backward_allreduce global_rank global_samples global_steps module monitor "
-        "seq_data_parallel_group timers tput_timer",
-    ),
-    Names(
-        ENGINE,
-        "the optimizer step and checkpoints",
-        fields="_global_grad_norm basic_optimizer lr_scheduler optimizer torch_autocast_z0_gradscaler",
-        overrides="_configure_optimizer _take_model_step buffered_allreduce_fallback clip_fp32_gradients load_checkpoint "
-        "save_checkpoint",
-        patches="_configure_basic_optimizer",
-    ),
-    Names(
-        PIPELINE_ENGINE,
-        "the training step of a pipeline",
-        uses="_next_batch is_last_stage set_batch_fn set_dataiterator",
-        fields="agg_additional_losses agg_train_loss data_iterator dynamic_shape fwd_outputs grid micro_batches num_stages "
-        "outputs stage_id total_loss",
-        overrides="eval_batch train_batch",
-    ),
-    Names(
-        PIPELINE_ENGINE,
-        "the gradients and the optimizer step of a pipeline",
-        uses="_bf16_reduce_grads _exec_optimizer_step _exec_reduce_grads is_gradient_accumulation_boundary",
-        fields="_force_grad_boundary pipeline_enable_backward_allreduce using_bf16_optimizer",
-    ),
-    Names("deepspeed.runtime.pipe.engine", "timing the training step", uses="PipelineEngine TRAIN_BATCH_TIMER"),
-    Names(
-        CONFIG,
-        "reading the ds_config",
-        fields="_param_dict bfloat16_config communication_data_type float16_config gradient_predivide_factor "
-        "optimizer_params pipeline prescale_gradients torch_autocast_dtype torch_autocast_enabled "
-        "zero_force_ds_cpu_optimizer zero_optimization_stage",
-    ),
-    Names(
-        "deepspeed.utils.timer:SynchronizedWallClockTimer.Timer",
-        "timing the training step",
-        uses="elapsed reset start stop",
-        fields="event_timers",
-    ),
-    Names("deepspeed.utils.timer:ThroughputTimer", "not waiting for the device in each micro-batch", fields="config"),
-    Names("deepspeed.monitor.monitor:MonitorMaster", "reporting losses", "write_events", fields="enabled"),
-    # ---------------------------------------------------------- pipeline modules
-    Names(
-        PIPELINE_MODULE,
-        "building the layers of a stage",
-        uses="_count_layer_params _find_layer_type _set_bounds",
-        fields="_layer_specs _local_start _local_stop _topo global_rank num_stages parts stage_id",
-        overrides="_build _partition_layers ckpt_layer_path ckpt_layer_path_list stage_owner",
-        patches="_build",
-    ),
-    Names(
-        PIPELINE_MODULE,
-        "running the layers of a stage",
-        uses="_is_checkpointable get_additional_losses",
-        fields="activation_checkpoint_func activation_checkpoint_interval forward_funcs fwd_map loss_fn",
-    ),
-    Names(
-        PIPELINE_MODULE,
-        "tied weights",
-        uses="_recursive_getattr",
-        fields="tied_comms tied_modules",
-        patches="_synchronize_tied_weights",
-    ),
-    Names("deepspeed.runtime.pipe.module", "building the layers of a stage", uses="PipelineModule"),
-    Names("deepspeed.pipe", "building the layers of a stage", uses="LayerSpec TiedLayerSpec"),
-    Names(
-        "deepspeed.runtime.pipe.module:TiedLayerSpec",
-        "building the layers of a stage",
-        uses="build",
-        fields="forward_fn key module_args module_kwargs",
-    ),
-    Names("deepspeed.runtime.utils", "cutting the layers into stages", uses="partition_balanced partition_uniform"),
-    Names(
-        GRID,
-        "the process groups of a rank",
-        uses="get_data_parallel_group get_data_parallel_rank get_global_rank get_model_parallel_group "
-        "get_pipe_parallel_group get_pipe_parallel_world_size get_slice_parallel_group get_slice_parallel_rank "
-        "get_slice_parallel_world_size get_stage_id stage_to_global",
-        fields="_topo pipe_parallel_size",
-    ),
-    Names(
-        TOPOLOGY, "the process groups of a rank", uses="get_axis_comm_lists get_axis_names get_coord get_dim get_rank"
-    ),
-    # ---------------------------------------------------------------- optimizers
-    Names(
-        BF16,
-        "training in bf16",
-        uses="_lazy_init_hp_params_optimizer_state clear_lp_grads update_hp_grads",
-        fields="_hp_optimizer_states_linked bf16_groups bf16_groups_flat fp32_groups_gradients fp32_groups_has_gradients "
-        "immediate_grad_update optimizer",
-        patches="get_grads_for_norm",
-    ),
-    Names(
-        ZERO_1_2,
-        "training with ZeRO-1 or ZeRO-2",
-        uses="_lazy_init_hp_params_optimizer_state",
-        fields="_hp_optimizer_states_linked bit16_groups bit16_groups_flat check_grad_overflow cur_scale loss_scaler "
-        "optimizer overflow",
-    ),
-    Names(
-        ZERO_3,
-        "training with ZeRO-3",
-        uses="check_overflow",
-        fields="cur_scale fp32_partitioned_groups_flat loss_scaler optimizer overflow",
-        patches="_get_norm_groups",
-    ),
-    Names("deepspeed.runtime.fp16.fused_optimizer", "training in fp16", uses="FP16_Optimizer"),
-    Names(
-        "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer",
-        "training in fp16",
-        fields="fp16_groups fp16_groups_flat",
-    ),
-    Names("deepspeed.runtime.fp16.unfused_optimizer", "training in fp16", uses="FP16_UnfusedOptimizer"),
-    Names(
-        "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
-        "the loss scale of fp16",
-        fields="cur_hysteresis cur_iter cur_scale dynamic last_overflow_iter min_scale raise_error_at_min_scale",
-    ),
-    Names("deepspeed.runtime.base_optimizer", "skipping a step with NaN or Inf", uses="DeepSpeedOptimizer"),
-    Names("deepspeed.runtime.bf16_optimizer", "training in bf16", uses="BF16_Optimizer"),
-    Names("deepspeed.runtime.zero.stage_1_and_2", "training with ZeRO-1 or ZeRO-2", uses="DeepSpeedZeroOptimizer"),
-    Names("deepspeed.runtime.zero.stage3", "training with ZeRO-3", uses="DeepSpeedZeroOptimizer_Stage3"),
-    Names("deepspeed.runtime.zero.utils", "tds.DistributedOptimizer", uses="is_zero_supported_optimizer"),
-    Names("deepspeed.runtime.zero", "training with ZeRO-3", uses="GatheredParameters Init"),
-    Names(
-        "deepspeed.utils",
-        "reading and writing optimizer states in checkpoints",
-        uses="lazy_init_hp_params_optimizer_state link_hp_params safe_get_full_fp32_param safe_get_full_optimizer_state "
-        "safe_set_full_fp32_param safe_set_full_optimizer_state",
-    ),
-    # ------------------------------------------------------------- device, config
-    Names(
-        "deepspeed",
-        "tds.initialize",
-        uses="DeepSpeedConfig __version__ accelerator checkpointing comm init_distributed initialize utils zero",
-        patches="DeepSpeedEngine PipelineEngine",
-    ),
-    Names("deepspeed.runtime.engine", "tds.initialize", uses="DeepSpeedEngine"),
-    Names("deepspeed.accelerator", "finding the device", uses="get_accelerator"),
-    Names(
-        ACCELERATOR,
-        "training on a device",
-        uses="communication_backend_name device_name",
-        patches="is_fp16_supported supported_dtypes",
-    ),
-    Names("deepspeed.comm", "sharing the process groups of an axis", patches="new_group"),
-    Names("deepspeed.comm.torch", "starting on a CPU without a compiler", patches="build_shm_op"),
-    Names(
-        CHECKPOINTING,
-        "activation checkpointing",
-        uses="checkpoint non_reentrant_checkpoint reset",
-        patches="_CUDA_RNG_STATE_TRACKER",
-    ),
-    Names("deepspeed.runtime.torch_autocast", "torch_autocast of the ds_config", uses="autocast_if_enabled"),
-    Names("deepspeed.comm.config", "checking the ds_config", uses="CommsLoggerConfig"),
-    Names("deepspeed.monitor.config", "checking the ds_config", uses="CSVConfig TensorBoardConfig WandbConfig"),
-    Names("deepspeed.runtime", "checking the ds_config", uses="precision_config"),
-    Names(
-        "deepspeed.runtime.precision_config", "checking the ds_config", uses="DeepSpeedBF16Config DeepSpeedFP16Config"
-    ),
-    Names("deepspeed.runtime.zero.config", "checking the ds_config", uses="DeepSpeedZeroConfig"),
-)
 
-# Attributes that DeepSpeed gives to weights, and reads on them.
-OF_PARAMETERS = "_hp_mapping ds_id ds_pipe_replicated ds_process_group ds_tensor model_parallel tensor_model_parallel"
-
-# What DeepSpeed's engines read and call on the optimizer that they are given, here a DistributedOptimizer.
-OF_OPTIMIZERS = (
-    "_global_grad_norm _lazy_init_hp_params_optimizer_state _restore_from_bit16_weights bf16_groups dp_process_group "
-    "fp16_groups load_state_dict overflow param_groups refresh_fp32_params set_gradient_accumulation_boundary "
-    "state_dict step zero_grad"
-)
+CONTRACT = [_block(text) for text in TABLE.strip().split("\n\n")]

@@ -1,7 +1,7 @@
-"""DeepSpeed, its classes under one name each, the supported range of releases, and patches of its internals.
+"""DeepSpeed's internal classes, the supported range of its releases, and patches of its internals.
 
-DeepSpeed does not promise these names; `_contract.py` lists them, and a release that lacks one is refused. Public
-names are delegated in `__init__`.
+DeepSpeed does not guarantee its internal names. `_contract.py` lists those that tds uses, and a release that lacks
+one is refused. `tds.__getattr__` forwards DeepSpeed's public names.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ INSIST = "TDS_ANY_DEEPSPEED"
 
 
 class UnsupportedDeepSpeed(ValueError, ImportError):
-    """A release of DeepSpeed that is untested with this package or known to compute wrong numbers."""
+    """A release of DeepSpeed that is outside the supported range or lacks a name that tds uses."""
 
 
 def refuse_other_releases(version: str) -> str | None:
     """Raise UnsupportedDeepSpeed for a release outside `SUPPORTED`, or without a name that this package uses.
 
-    If the user insists, return a warning instead.
+    Return a warning instead if the environment variable TDS_ANY_DEEPSPEED is set (not to 0).
     """
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     wanted = "deepspeed>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
@@ -41,7 +41,7 @@ def refuse_other_releases(version: str) -> str | None:
     if os.environ.get(INSIST, "") not in ("", "0"):
         return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
-        f"DeepSpeed {version} may train on wrong gradients without a word{lacks}: pip install '{wanted}', "
+        f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
         f"or set {INSIST}=1 to use it nevertheless"
     )
 
@@ -49,7 +49,7 @@ def refuse_other_releases(version: str) -> str | None:
 def missing_names() -> list[str]:
     """Describe each name of CONTRACT that a class or module of the installed release lacks, and what needs it.
 
-    Attributes that only instances have are left to tests/unit/test_contract.py.
+    tests/unit/test_contract.py checks the attributes that only instances have.
     """
     found = []
     for names in CONTRACT:
@@ -65,7 +65,7 @@ def missing_names() -> list[str]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress the library's output on standard output, and warnings, in this block; errors still raise."""
+    """Suppress standard output and warnings in this block, for noisy calls of DeepSpeed; errors still raise."""
     held = io.StringIO()
     with contextlib.redirect_stdout(held), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,8 +73,8 @@ def quietly() -> Iterator[None]:
 
 
 def _import() -> Any:
-    # The level must be set before the import, because the search for an accelerator logs while importing. DeepSpeed
-    # calls collectives by names that torch has just renamed; a user cannot change that.
+    # DeepSpeed calls collectives by old names, of which torch warns; a user cannot change these calls.
+    # The log level must be set before the import, because DeepSpeed searches for an accelerator and logs during it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logger = logging.getLogger("DeepSpeed")
     level = os.environ.get("TDS_LOG_LEVEL", "ERROR").upper()
@@ -91,7 +91,6 @@ def _import() -> Any:
 deepspeed = _import()
 
 try:
-    from deepspeed.runtime import precision_config
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -133,7 +132,7 @@ def prepare() -> None:
     """Patch DeepSpeed's view of what this device can do, before `init_distributed` and `initialize`.
 
     On a CPU, DeepSpeed would compile a shared-memory op in every rank (25-73 s, needs a compiler). It would also
-    refuse fp16 where the CPU has no native fp16 instructions, although torch computes it. It refuses to reduce fp64
+    refuse fp16 where the CPU has no native fp16 instructions, although torch supports fp16. It refuses to reduce fp64
     gradients on any device.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
@@ -142,7 +141,7 @@ def prepare() -> None:
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights
-    if not hasattr(tie, "__wrapped__"):  # broadcasting with gradients on would give tied weights a history
+    if not hasattr(tie, "__wrapped__"):  # a broadcast with autograd on would give tied weights a grad_fn
         StockPipelineModule._synchronize_tied_weights = torch.no_grad()(tie)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
@@ -150,10 +149,10 @@ def prepare() -> None:
 
 
 def set_local_rank() -> None:
-    """Set LOCAL_RANK to 0 before ranks meet if each rank sees only its own device.
+    """Set LOCAL_RANK to 0, before the process group is created, if this rank sees only its own device.
 
     DeepSpeed picks its device by LOCAL_RANK. `srun --gpus-per-task=1` and container schedulers show each rank one
-    device. Raises ValueError if several devices are visible and none is left for this rank.
+    device. Raises ValueError if several devices are visible but none has the number LOCAL_RANK.
     """
     count = torch.accelerator.device_count() if not on_cpu() else 0
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -161,7 +160,8 @@ def set_local_rank() -> None:
         return
     if count > 1:
         raise ValueError(
-            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but this machine shows it {count} accelerators: "
+            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but this machine shows it {count} "
+            "accelerators: "
             f"start {count} ranks on a machine ({ways['ranks']}), or one for each that a rank sees"
         )
     os.environ["LOCAL_RANK"] = "0"
@@ -208,7 +208,8 @@ def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: A
     """Make non-reentrant activation checkpointing the default, before an engine is built.
 
     DeepSpeed's default is re-entrant and gives no gradients to a stage that begins with an embedding.
-    `"pipeline": {"use_reentrant": true}`, or a function given to the PipelineModule, overrides this default.
+    `"pipeline": {"use_reentrant": true}`, or the PipelineModule's `activation_checkpoint_func`, overrides this
+    default.
     """
     default = deepspeed.checkpointing.checkpoint
     if config_class is None or model.activation_checkpoint_func is not default:
@@ -233,7 +234,10 @@ def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
 
 
 class Bf16Sum(NamedTuple):
-    """Where DeepSpeed's bf16 optimizer accumulates one gradient in fp32; flags[at]: whether there is any."""
+    """The fp32 tensor in which DeepSpeed's bf16 optimizer accumulates the gradient of one weight.
+
+    flags[at]: whether the weight has a gradient in this step.
+    """
 
     gradient: torch.Tensor
     flags: list[bool]
@@ -241,7 +245,7 @@ class Bf16Sum(NamedTuple):
 
 
 def bf16_sums(optimizer: Any) -> dict[torch.Tensor, Bf16Sum]:
-    """Return the fp32 sum of each weight that DeepSpeed's bf16 optimizer trains."""
+    """Return the fp32 gradient sum of each weight that DeepSpeed's bf16 optimizer trains."""
     groups = optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients
     return {
         weight: Bf16Sum(gradient, flags, at)
@@ -296,24 +300,25 @@ def link_states(bucket: Any, states: Any) -> None:
     lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
 
 
-FLOPS_PROFILER = {  # DeepSpeed does not check this section
+FLOPS_PROFILER = {  # keys of the section `flops_profiler`, in which DeepSpeed ignores unknown keys
     "enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
 }  # fmt: skip
 
 
 def complaint(section: str, content: dict[str, Any]) -> str | None:
-    """Return DeepSpeed's complaint about a section of a ds_config, the key first.
+    """Return DeepSpeed's error message about a section of a ds_config, starting with the invalid key.
 
     None if DeepSpeed accepts the section or does not check it.
     """
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known: dict[str, Any] = {
         "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": precision_config.DeepSpeedFP16Config,
-        "bf16": precision_config.DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
         "comms_logger": CommsLoggerConfig,
         "tensorboard": TensorBoardConfig,
         "wandb": WandbConfig,
@@ -344,7 +349,7 @@ def finish(device: torch.device) -> None:
 
 
 def use_rng_tracker(tracker: Any) -> None:
-    """Let DeepSpeed's activation checkpointing restore the streams of `tracker` before it repeats a forward pass.
+    """Let DeepSpeed's activation checkpointing restore the RNG states of `tracker` before it recomputes activations.
 
     tracker: has `fork()`, `get_states()` and `set_states(states)`.
     """

@@ -11,9 +11,9 @@ from types import ModuleType
 
 HERE = Path(__file__).parent
 PACKAGE = __name__.partition(".")[0]
-RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # modules of the original TDS
+RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # modules of the original TDS that tds has renamed
 
-GONE = {  # modules that the original TDS had or imported
+GONE = {  # modules that the original TDS had or imported, and what replaces them
     "pt": f"its modules are {PACKAGE}.runtime.utils, {PACKAGE}.runtime.config and {PACKAGE}.runtime.fp16.loss_scaler",
     "utils.distributed": f"{PACKAGE}.init_distributed",
 }
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder of modules of this package that have no file here."""
+    """Import finder for submodules of tds that have no file in tds, so they are DeepSpeed's."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, inner = name.partition(".")
@@ -47,7 +47,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Loader that returns a module already imported under another name."""
+    """Loader that imports the module `theirs` and returns it, although it was requested under another name."""
 
     def __init__(self, theirs: str) -> None:
         self._theirs = theirs
@@ -58,4 +58,4 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # import has set its own spec
+        module.__spec__ = self._spec  # importlib has overwritten the module's own spec

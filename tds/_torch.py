@@ -1,6 +1,6 @@
 """Every private torch name that this package uses, tested with the versions in pyproject.toml.
 
-If a name is missing, the code falls back where it can and otherwise raises an error that says so.
+If torch lacks a name, the code uses a public alternative if there is one; otherwise it raises RuntimeError.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def timed_event(device: torch.device) -> torch.Event:
-    """Return an event with a time, recorded now on an accelerator."""
+    """Return a device event with timing enabled, recorded now on the accelerator `device`."""
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
@@ -25,25 +25,26 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Return whether `tensor` has gradient hooks besides the one of this package."""
+    """Return whether `tensor` has gradient hooks besides the one that tds registers."""
     return bool(tensor._backward_hooks) or len(tensor._post_accumulate_grad_hooks or ()) > 1  # type: ignore[attr-defined]
 
 
 def users(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of `tensor`, autograd's and itself included.
+    """Return how many tensors use the storage of `tensor`, including itself and those that autograd has saved.
 
-    Raises RuntimeError if torch lacks the count. No public function has it, and reusing a buffer too early would
-    silently corrupt numbers elsewhere.
+    Raises RuntimeError if torch lacks this count, which has no public function. Without the count, a buffer could be
+    reused too early, which would silently corrupt another tensor.
     """
     if _use_count is None:
         raise RuntimeError(
-            f"torch {torch.__version__} does not tell who uses a tensor's memory: use a version that tds is tested with"
+            f"torch {torch.__version__} does not count the users of a tensor's memory: use a version that tds is "
+            "tested with"
         )
     return int(_use_count(tensor.untyped_storage()._cdata)) - 1
 
 
 def default_store() -> Any:
-    """Return the store at which the ranks met. Raises RuntimeError if torch does not give it.
+    """Return the store of the default process group. Raises RuntimeError if torch lacks the function for it.
 
     A separate store would need another port, and launchers do not provide one.
     """
@@ -63,7 +64,7 @@ def can_split(group: Any, device: torch.device) -> bool:
 def recorded_collectives() -> list[dict[str, Any]]:
     """Return the entries of torch's flight recorder, oldest first; empty if it is off or unreadable.
 
-    The public alternative is a file that a process writes when it dies.
+    The public alternative is a file that torch writes when the process dies.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
     found: list[dict[str, Any]] = []
@@ -78,7 +79,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return found
 
 
-ROW = 4096  # elements; torch's norm on a CPU is a plain fp32 sum, off by 5e-4 for 10 million elements
+ROW = 4096  # elements per norm; torch's norm on a CPU is a plain fp32 sum, off by 5e-4 for 10 million elements
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -117,8 +118,8 @@ def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
     """Start a reduce-scatter of `whole` `[replicas * n]` over the group and return its handle.
 
     `share` `[n]` is this rank's slice of `whole` and receives the sums; the rest of `whole` is undefined
-    afterwards. On gloo this is an all-reduce, because its reduce-scatter takes four times as long over four
-    ranks.
+    afterwards. On gloo this is an all-reduce, because gloo's reduce-scatter takes four times as long over
+    four ranks.
     """
     if dist.get_backend(group) == "gloo":
         return dist.all_reduce(whole, group=group, async_op=True)
@@ -126,7 +127,7 @@ def scatter_sum(share: Tensor, whole: Tensor, group: Any) -> Any:
 
 
 def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
-    """Start an all-gather of every rank's `share` `[n]` into `whole` `[replicas * n]`; `share` is a slice of it."""
+    """Start an all-gather of every rank's `share` `[n]` into `whole` `[replicas * n]`; `share` is a slice of `whole`."""
     return _all_gather(whole, share, group=group, async_op=True)
 
 
@@ -138,7 +139,7 @@ def raw_bytes(tensor: Tensor) -> bytes:
 def keep_saved_tensors() -> None:
     """Disable donated buffers, so compiled backward passes keep the tensors that their forward pass saved.
 
-    A backward pass in two halves reads them twice. Resets torch.compile, so functions compiled before are
+    A backward pass that is split in two (zb-h1) reads them twice. Resets torch.compile, so functions compiled before are
     compiled again.
     """
     from torch._functorch import config

@@ -1,7 +1,7 @@
 """Offsets of the ranks' clocks from rank 0's clock, with a proven error bound.
 
-All ranks are inside a collective at one moment: when the last of them arrives. So the intervals [enter, leave] of
-all ranks, on one clock, share a moment. The offset d of a clock from rank 0's therefore satisfies
+When the last rank enters a collective, all ranks are inside it. So, measured on one clock, the intervals
+[enter, leave] of all ranks overlap. The offset d of a clock from rank 0's therefore satisfies
 enter - leave_0 <= d <= leave - enter_0.
 Several collectives narrow the bound. This works on any backend and world size.
 """
@@ -16,7 +16,7 @@ ROUNDS = 12
 
 
 def narrow(mine: Sequence[Sequence[int]], zeros: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return (offset, error bound) in ns. mine, zeros: (enter, leave) of each collective, here and on rank 0."""
+    """Return (offset, error bound) in ns. mine, zeros: (enter, leave) of each collective, on this rank and rank 0."""
     low = max(enter - leave for (enter, _), (_, leave) in zip(mine, zeros, strict=True))
     high = min(leave - enter for (_, leave), (enter, _) in zip(mine, zeros, strict=True))
     return (low + high) / 2, (high - low) / 2

@@ -11,7 +11,7 @@ from torch import nn
 
 from . import _deepspeed
 
-# DeepSpeed prepares the whole model when it builds its engine with one of these settings.
+# With any of these settings, DeepSpeed must partition the whole model, when it builds its engine.
 _OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
@@ -19,7 +19,7 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
     """Return a callable that ZeRO-3-partitions an initialised layer; None if DeepSpeed partitions the whole model.
 
     `deepspeed.zero.Init` as a context would initialise in half precision, with other values than without ZeRO.
-    config, mpu: as for `deepspeed.initialize`. dtype: of the forward pass.
+    config, mpu: arguments of `deepspeed.initialize`. dtype: of the forward pass.
     """
     zero = config.get("zero_optimization", {})
     offloaded = (zero.get("offload_param") or {}).get("device")

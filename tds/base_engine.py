@@ -16,11 +16,11 @@ from .sparse import make_dense, refuse_sparse, sparse_weights
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
-    """DeepSpeed's engine, which neither wraps a DistributedOptimizer nor reduces for it, and refuses replaced weights.
+    """DeepSpeed's engine, extended to accept a DistributedOptimizer and to refuse replaced weights.
 
-    Without a pipeline, call a DistributedOptimizer's `arm()` before the last `backward()` of a step and `finish()`
-    after it, then `clip(norm, limit)` and the engine's `step()`. With another optimizer, a weight that no replica
-    used keeps no gradient after the reduction, so it does not decay.
+    A DistributedOptimizer reduces its gradients itself. Without a pipeline, call its `arm()` before the last
+    `backward()` of a step and `finish()` after it, then its `clip(norm, limit)` and the engine's `step()`. With
+    another optimizer, a weight that no replica used has no gradient after the reduction, so it does not decay.
     """
 
     optimizer: Any
@@ -54,8 +54,10 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         self.enable_backward_allreduce = False
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Reduce the gradients over the replicas as DeepSpeed does, and keep missing ones missing."""
-        if grads is not None or isinstance(self.optimizer, BF16_Optimizer):  # that optimizer has sums of all weights
+        """Reduce the gradients over the replicas as DeepSpeed does, but leave `.grad` None if no replica has a gradient."""
+        if grads is not None or isinstance(
+            self.optimizer, BF16_Optimizer
+        ):  # DeepSpeed's bf16 optimizer has gradient sums of all weights
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return
         with keep_missing_grads(self.module, self.seq_data_parallel_group):

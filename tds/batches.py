@@ -1,6 +1,7 @@
 """The micro-batches of a step, read when the schedule needs them and copied into separate memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from .nested import as_tuple, each_tensor
 
 
 class DataEnded(RuntimeError, StopIteration):
-    """The data iterator ended; the message names the stage and how far it came.
+    """The data iterator ended; the message names the stage and the number of micro-batches read.
 
-    It is a StopIteration, as in DeepSpeed. everywhere: all stages learned of it before computing anything, so a
-    training loop may catch it and continue.
+    It is a StopIteration, as in DeepSpeed. everywhere: True if all stages learned of the end before they computed
+    anything; a training loop may then catch the error and continue.
     """
 
     everywhere = False
@@ -25,6 +26,7 @@ class DataEnded(RuntimeError, StopIteration):
 Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
+@dataclass(eq=False)
 class Batches:
     """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
 
@@ -32,25 +34,20 @@ class Batches:
     takes_inputs, takes_labels: what this stage uses; the rest is dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
-    when it is read. It moves to the device when it is used.
+    when it is read. The copy moves to the device when it is used.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        total: int,
-        ahead: int,
-        device: torch.device,
-        stage: int,
-        takes_inputs: bool,
-        takes_labels: bool,
-    ) -> None:
-        self._read, self._total, self._ahead, self._device, self._stage = read, total, ahead, device, stage
-        self._takes = (takes_inputs, takes_labels)
-        self._ended = False
-        self._inputs: dict[int, tuple[Tensor, ...]] = {}
-        self._labels: dict[int, Any] = {}
-        self._layouts: list[Layout] = []  # input layouts of all micro-batches read so far
+    read: Callable[[], Any]
+    total: int
+    ahead: int
+    device: torch.device
+    stage: int
+    takes_inputs: bool
+    takes_labels: bool
+    _ended: bool = False
+    _inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    _labels: dict[int, Any] = field(default_factory=dict)
+    _layouts: list[Layout] = field(default_factory=list)  # input layouts of all micro-batches read so far
 
     @property
     def count(self) -> int:
@@ -58,21 +55,21 @@ class Batches:
         return len(self._layouts)
 
     def inputs(self, micro: int) -> tuple[Tensor, ...]:
-        """Return the inputs of a micro-batch on the device, and drop them here.
+        """Return the inputs of a micro-batch on the device, and drop this reader's copy.
 
         Raises DataEnded, and BoundaryError if an input is not a tensor.
         """
-        self.read_to(micro + 1, micro + 1 + self._ahead)
-        return tuple(t.to(self._device, non_blocking=True) for t in self._inputs.pop(micro))
+        self.read_to(micro + 1, micro + 1 + self.ahead)
+        return tuple(t.to(self.device, non_blocking=True) for t in self._inputs.pop(micro))
 
     def labels(self, micro: int) -> Any:
-        """Return the labels of a micro-batch on the device, and drop them here."""
+        """Return the labels of a micro-batch on the device, and drop this reader's copy."""
         self.read_to(micro + 1)
-        return each_tensor(self._labels.pop(micro), lambda t: t.to(self._device, non_blocking=True))
+        return each_tensor(self._labels.pop(micro), lambda t: t.to(self.device, non_blocking=True))
 
     def all_labels(self) -> Sequence[Any]:
         """Return all labels of the step, for a loss that counts its targets first. Reads to the end of the step."""
-        self.read_to(self._total)
+        self.read_to(self.total)
         return list(self._labels.values())
 
     def same_until(self, micro: int) -> int:
@@ -85,8 +82,8 @@ class Batches:
     def end_of_any(self, replicas: Any) -> DataEnded | None:
         """Return a DataEnded to raise if any replica's data have ended, else None.
 
-        All replicas then skip this step, so a loop may continue with the next epoch. replicas: process group of
-        this collective.
+        All replicas then skip this step, so a loop may continue with the next epoch. replicas: the process
+        group of the replicas; None if there is only one.
         """
         end = None
         try:
@@ -95,43 +92,44 @@ class Batches:
             end = error
         if replicas is None:
             return end
-        ended = torch.tensor(float(end is not None), device=self._device)
+        ended = torch.tensor(float(end is not None), device=self.device)
         dist.all_reduce(ended, op=dist.ReduceOp.MAX, group=replicas)
         if not ended.item():
             return None
         return end or DataEnded(
-            f"the data of another replica of stage {self._stage} ended, so this step is left out here, too"
+            f"the data of another replica of stage {self.stage} ended, so this step is skipped here, too"
         )
 
     def read_to(self, needed: int, wanted: int = 0) -> None:
         """Read until `wanted` micro-batches, or the end of the data. Raises DataEnded if fewer than `needed` exist."""
-        while not self._ended and self.count < min(max(needed, wanted), self._total):
+        while not self._ended and self.count < min(max(needed, wanted), self.total):
             try:
                 with trace.span("Read"):
-                    batch = self._read()
+                    batch = self.read()
             except StopIteration:
                 self._ended = True  # only prefetching, so not an error yet
             else:
                 self._keep(self.count, batch)
         if self.count < needed:
             raise DataEnded(
-                f"the data iterator of stage {self._stage} ended after {self.count} of {self._total} micro-batches"
+                f"the data iterator of stage {self.stage} ended after {self.count} of {self.total} micro-batches"
             )
 
     def _keep(self, micro: int, batch: Any) -> None:
-        where = f"stage {self._stage}, inputs of micro-batch {micro}"
+        where = f"stage {self.stage}, inputs of micro-batch {micro}"
         if batch is None:
             raise BoundaryError(f"{where}: there are no data: give train_batch() or eval_batch() an iterator")
         if not isinstance(batch, (tuple, list)) or not 1 <= len(batch) <= 2:
             found = f"{len(batch)} things" if isinstance(batch, (tuple, list)) else type(batch).__name__
             raise BoundaryError(
-                f"{where}: a batch is (inputs, labels), each one thing or a tuple, not {found}; let model._megatron_batch_fn or "
-                f"engine.set_batch_fn make it of what the iterator gives"
+                f"{where}: a batch is (inputs, labels), each a tensor or a tuple, not {found}; convert what the "
+                "iterator returns in model._megatron_batch_fn or "
+                f"engine.set_batch_fn"
             )
         inputs = as_tuple(batch[0])
-        if self._takes[0]:
+        if self.takes_inputs:
             check_sendable(inputs, where)
             self._inputs[micro] = tuple(t.detach().clone() for t in inputs)
-        if self._takes[1]:
+        if self.takes_labels:
             self._labels[micro] = each_tensor(batch[1] if len(batch) > 1 else None, lambda t: t.detach().clone())
         self._layouts.append(tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor)))

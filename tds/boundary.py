@@ -1,7 +1,7 @@
-"""The tensors that cross from one stage to the next: a tuple, each declared by name.
+"""Declarations and checks of the tensors that a pipeline stage sends to the next one.
 
-A declaration is optional: dtypes, shapes and gradient flags are read from the tensors and sent with them. A
-declaration adds a check, and `split` saves bandwidth.
+A stage sends a tuple of tensors. Declaring them is optional: dtypes, shapes and gradient flags are read from the
+tensors and sent with them. A declaration adds a check, and its flag `split` saves bandwidth.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ class BoundaryError(RuntimeError):
 class Boundary:
     """The declaration of one tensor at a stage boundary.
 
-    name: for messages.
+    name: used in error messages.
     kind: `float`, `int` or `bool`.
-    grad: whether a gradient comes back.
-    split: the tensor is equal on all tensor-parallel ranks, so each sends 1/t of it, and the receivers all-gather
-        it.
+    grad: whether the next stage sends a gradient back.
+    split: the tensor is equal on all t tensor-parallel ranks, so each of them sends 1/t of it, and the receiving
+        ranks all-gather it.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Boundary:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """Return the kind of a tensor as `Boundary` has it: `float`, `int` or `bool`."""
+    """Return the kind of a tensor's dtype, as in `Boundary.kind`: `float` (also if complex), `int` or `bool`."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return "float"
     return "bool" if str(tensor.dtype) == "torch.bool" else "int"
@@ -53,7 +53,10 @@ Tensors = tuple[Boundary, ...] | None  # the declaration of one stage boundary; 
 
 @dataclass(frozen=True)
 class Contract:
-    """A stage's declarations before the first step. puts_out, takes_in: one item per chunk."""
+    """A stage's boundary declarations, which the stages exchange before the first step.
+
+    puts_out, takes_in: declared outputs and inputs, one item per chunk. settings: must be equal on all stages.
+    """
 
     puts_out: tuple[Tensors, ...]
     takes_in: tuple[Tensors, ...]
@@ -63,9 +66,9 @@ class Contract:
 def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
     """Return the declarations of `model`: its `boundaries` (outputs) and `receives` (inputs).
 
-    Both are optional; with several chunks they hold one sequence per chunk. The original TDS used three parallel
-    lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. They declare both
-    ends of every boundary.
+    Both attributes are optional; with several chunks they hold one sequence per chunk. The original TDS used three parallel
+    lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. These lists
+    declare both inputs and outputs.
     """
     legacy = _legacy(model)
     ends: list[tuple[Tensors, ...]] = []
@@ -100,7 +103,7 @@ def _legacy(model: Any) -> Tensors:
 
 
 def check_match(contracts: Sequence[Contract]) -> None:
-    """Raise BoundaryError, on every stage alike, unless the stages' declarations match. contracts: by stage."""
+    """Raise the same BoundaryError on every stage unless settings and declarations match. contracts: by stage."""
     stages = len(contracts)
     for stage, contract in enumerate(contracts):
         for key, value in contract.settings.items():
@@ -119,23 +122,23 @@ def check_match(contracts: Sequence[Contract]) -> None:
         names = [", ".join(each.name for each in end) for end in (taken, put)]
         if len(put) != len(taken):
             raise BoundaryError(
-                f"stage {there} expects {len(taken)} tensors ({names[0]}) of stage {here}, which puts out "
+                f"stage {there} expects {len(taken)} tensors ({names[0]}) from stage {here}, which outputs "
                 f"{len(put)} ({names[1]})"
             )
         for expected, got in zip(taken, put, strict=True):
             if expected != got:
-                raise BoundaryError(f"stage {there} expects {expected} of stage {here}, which puts out {got}")
+                raise BoundaryError(f"stage {there} expects {expected} from stage {here}, which outputs {got}")
 
 
 def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
     """Raise BoundaryError for a non-tensor, or a tensor that is not dense or not on `device` (if given)."""
     if not tensors:
-        raise BoundaryError(f"{who}: no tensor at all, so there is nothing to pass on")
+        raise BoundaryError(f"{who}: there are no tensors to send")
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise BoundaryError(
-                f"{who}: tensor {i} is {type(tensor).__name__}; only tensors can be passed on, so leave it out or "
-                f"make a tensor of it"
+                f"{who}: tensor {i} is {type(tensor).__name__}; only tensors can be sent, so leave it out or "
+                f"convert it to a tensor"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)

@@ -10,18 +10,20 @@ from torch import nn
 from ._torch import has_hooks
 from .messages import ways
 
-BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients
-BYTES_A_REPLICA = 4 * 2**20  # bytes per replica; keeps messages between ranks from shrinking as replicas increase
+BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
+BYTES_A_REPLICA = (
+    4 * 2**20
+)  # minimum of a bucket, times replicas: messages between ranks must not shrink with more replicas
 
 
-class Bucket(Protocol):
+class ReducibleBucket(Protocol):
     """Gradients that are reduced together, in an order that is equal on all replicas."""
 
     parameters: list[nn.Parameter]
     launched: bool  # whether this step's gradients are being reduced or already are
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Take over the gradient in `parameter.grad`."""
+        """Accumulate the gradient in `parameter.grad`."""
         ...
 
     def reduce(self) -> None:
@@ -42,9 +44,9 @@ def pack(
 ) -> list[list[nn.Parameter]]:
     """Group parameters into buckets, roughly in the order in which their gradients arrive: last layer first.
 
-    bucket_bytes: minimum bytes of gradients; None: depends on the number of replicas.
-    chunk_of: see `BucketLauncher`.
-    apart: weights that get their own bucket.
+    bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
+    chunk_of: the chunk of each weight, 0 by default; a bucket holds weights of one chunk only.
+    apart: weights that each get a separate bucket.
     """
     packed: list[list[nn.Parameter]] = []
     room = bucket_bytes or max(BUCKET_BYTES, BYTES_A_REPLICA * dist.get_world_size(group))
@@ -65,11 +67,11 @@ class BucketLauncher:
     """Scheduler of bucket reductions: `arm()` before a step's last backward pass, `finish()` after it.
 
     A bucket is reduced once each of its gradients has arrived as often as in the previous step's last pass and
-    all buckets before it are on their way. chunk_of: for a stage with several chunks of layers, the chunk whose
+    the reductions of all earlier buckets have started. chunk_of: for a stage with several chunks of layers, the chunk whose
     backward pass gives a weight its last gradient; 0 by default.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
+    def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
         self._buckets, self._chunk_of = buckets, dict(chunk_of or {})
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._expected: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the previous step
@@ -112,7 +114,7 @@ class BucketLauncher:
         self.reset()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        """Take a gradient; autograd may call the hook without one."""
+        """Take the gradient that autograd has accumulated; autograd may also call this hook without a gradient."""
         if parameter.grad is not None:
             self.take(parameter, self._bucket_of[parameter].add)
 
@@ -121,8 +123,10 @@ class BucketLauncher:
         bucket = self._bucket_of[parameter]
         if bucket.launched:
             raise RuntimeError(
-                f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over the replicas: "
-                f"the weight is used more often than in the step before. Do not overlap the reduction with the backward pass: "
+                f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over "
+                "the replicas: "
+                "the weight is used more often than in the previous step. Turn the overlap of reduction and "
+                "backward pass off: "
                 f"{ways['overlap']}"
             )
         add(parameter)
@@ -131,11 +135,11 @@ class BucketLauncher:
             while self._next < len(self._buckets) and self._is_complete(self._buckets[self._next]):
                 self._send_next()
 
-    def _is_complete(self, bucket: Bucket) -> bool:
+    def _is_complete(self, bucket: ReducibleBucket) -> bool:
         """Return whether the bucket has all its expected gradients.
 
-        The expectation is the previous step's; a weight that had no gradient then may still get one, so its
-        bucket waits.
+        The expected counts are those of the previous step. A weight that had no gradient in that step may get one
+        in this step, so its bucket waits for `finish`.
         """
         if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed:
             return False

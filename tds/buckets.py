@@ -20,9 +20,12 @@ NORM_SLICE = 2**20  # elements whose norm is taken in fp32; the squares of sever
 
 
 class Bucket:
-    """Flat memory of some parameters and their gradients; the parameters become views of it.
+    """Flat memory of some weights and their gradients, of which this replica owns one equal share.
 
-    parameters: of one dtype and device. group: the replicas.
+    The parameters become views of it. `reduce` sums the gradients over the replicas into the share, and `gather`
+    distributes the stepped weights.
+
+    parameters: of one dtype and device. group: process group of the replicas.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
@@ -63,15 +66,15 @@ class Bucket:
         return begin - self.begin, max(end, begin) - self.begin
 
     def count_views(self) -> None:
-        """Record how many tensors view the flat memory, when all are made; any view added later is the user's."""
+        """Record how many tensors view the flat memory. Call it once all parameters do; later views are the user's."""
         self._views = users(self.weights)
 
     def view_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the view of the flat memory, in the shape of `parameter`, that belongs to it."""
+        """Return the view of the flat memory that holds the values of `parameter`, in its shape."""
         return self._view_of[parameter]
 
     def replaced(self) -> list[nn.Parameter]:
-        """Return the weights that no longer view their place in the flat memory."""
+        """Return the weights that no longer view their slice of the flat memory."""
         return [p for p, place in self._view_of.items() if not _is_same_view(p, place)]
 
     def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
@@ -88,23 +91,23 @@ class Bucket:
         return True
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Accumulate the gradient that autograd found into the bucket, and free it."""
+        """Accumulate `parameter.grad` into the bucket, and set it to None."""
         assert parameter.grad is not None
         total, grad = self._grad_of[parameter], parameter.grad
         if parameter in self._arrived:
             total.add_(grad.to(total.dtype) if grad.is_sparse else grad)
         elif grad.is_sparse:
             total.zero_().add_(grad.to(total.dtype))
-        else:  # copying saves the pass that would zero the memory first
+        else:  # the first gradient overwrites the memory, which saves zeroing it
             total.copy_(grad)
         self._arrived.add(parameter)
         parameter.grad = None
 
     @property
     def accumulates_matmuls(self) -> bool:
-        """True if this device accumulates a matmul into the sums in one pass.
+        """True if this device can add a matmul to the gradient sums in one kernel.
 
-        All devices can within one dtype; from half precision to fp32 only CUDA can.
+        All devices can if weights and sums have one dtype; from half-precision weights to fp32 sums only CUDA can.
         """
         return not self.copies or widens(self.weights.device, self.weights.dtype)
 
@@ -149,13 +152,13 @@ class Bucket:
             exact.copy_(torch.where(exact.to(seen.dtype) == seen, exact, seen))
 
     def wait(self) -> None:
-        """Wait for the collective that was started."""
+        """Wait for the collective that `reduce` or `gather` has started."""
         work, self.work = self.work, None
         if work is not None:
             work.wait()
 
     def shares_of_grads(self) -> list[Tensor]:
-        """Return this replica's part `[n]` of each parameter's summed gradient, without empty parts."""
+        """Return this replica's slice `[n]` of each parameter's summed gradient, without empty slices."""
         slices = [self.slice_of(parameter) for parameter in self.parameters]
         return [self.share_grad[begin:end] for begin, end in slices if begin < end]
 
@@ -166,9 +169,9 @@ class Bucket:
             parameter.grad = None
 
     def norm_slices(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
-        """Return pieces `[n]` of this replica's gradients, each with a flag: it counts in a model-wide sum.
+        """Return slices `[n]` of this replica's gradients, each with whether it counts in the global gradient norm.
 
-        counts: this flag of each parameter.
+        counts: for each parameter, whether this rank counts it in that norm.
         """
         joined: list[list[Any]] = []
         for parameter in self.parameters:

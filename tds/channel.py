@@ -139,8 +139,10 @@ class Sender:
             self._start(self._header([same_until - index, *_as_json(layout)], what))
         elif layout != run.layout:
             raise BoundaryError(
-                f"{what} puts out tensors of other number, shapes, dtypes or gradients for micro-batch {index} than for the one "
-                f"before, though its inputs are alike; if they depend on the data, use PipelineModule(..., dynamic_shape=True)"
+                f"{what}: outputs of micro-batch {index} differ in number, shape, dtype or gradient from those of "
+                "the previous "
+                "one, although its inputs are alike; if they depend on the data, use PipelineModule(..., "
+                "dynamic_shape=True)"
             )
         if run.continuation_due(index):
             more = max(same_until - run.end, 0)

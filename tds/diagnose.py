@@ -37,7 +37,8 @@ _LOST = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
 )
 _CPP = re.compile(
-    r"\n?(Exception raised from [^\n]*|C\+\+ CapturedTraceback:)\n((frame )?#\d+[:\s][^\n]*(\n|$)|\n(?=(frame )?#\d+[:\s]))*"
+    r"\n?(Exception raised from [^\n]*|C\+\+ CapturedTraceback:)\n((frame )?#\d+[:\s][^\n]*(\n|$)|\n(?=(frame "
+    r")?#\d+[:\s]))*"
 )
 INTERRUPTED = 130  # exit code that a shell gives to a process ended by Ctrl-C
 
@@ -105,7 +106,10 @@ def _name_dead_ranks(fault: str, dead: list[int]) -> str:
         return fault
     whose, be = ("its process is", "does") if len(dead) == 1 else ("their processes are", "do")
     ranks = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
-    return f"{ranks} {be} not answer: {whose} dead or stopped; {fault.split(' raised ')[0]} lost the connection ({lost[0]})"
+    return (
+        f"{ranks} {be} not answer: {whose} dead or stopped; {fault.split(' raised ')[0]} lost the connection "
+        f"({lost[0]})"
+    )
 
 
 def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
@@ -209,7 +213,8 @@ class Watchdog:
     _latest: "Watchdog | None" = None
     reports_all_errors = False  # also report errors outside steps, if they end the process
     advice = (
-        "smaller micro-batches (train_micro_batch_size_per_gpu), recomputed activations (activation_checkpoint_interval), more "
+        "smaller micro-batches (train_micro_batch_size_per_gpu), recomputed activations "
+        "(activation_checkpoint_interval), more "
         "stages or tensor-parallel ranks need less"
     )
 
@@ -324,7 +329,8 @@ class Watchdog:
             silent = now - self._answered > SILENCE_SECONDS
             if silent and doing is not None and now - doing[1] > self.timeout + SILENCE_SECONDS:
                 self._leave(
-                    f"rank {self._board.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that keeps the ranks' store "
+                    f"rank {self._board.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that keeps "
+                    "the ranks' store "
                     f"(rank 0, or the launcher) does not answer: it is dead or was stopped"
                 )
 

@@ -26,7 +26,11 @@ ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # optimizer
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wrapper that shards an optimizer over the replicas, for fp32 and bf16 with ZeRO stage 1 in the ds_config.
+    """An optimizer sharded over the replicas, for fp32 and bf16 with ZeRO stage 1 in the ds_config.
+
+    Its weights and gradients lie in flat buckets, of which this replica steps one share each. A BucketLauncher
+    reduces each bucket during a step's last backward pass, and `step` all-gathers the weights of each bucket while
+    the next one is stepped.
 
     Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`,
     with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in fp32. The learning
@@ -102,6 +106,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if hasattr(p, "spec"):  # the record that megatron.mpu keeps of its layers' weights
                     p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
+    def _attached(self) -> BucketLauncher:
+        assert self._launcher, "tds.initialize() comes first"
+        return self._launcher
+
     def _accumulate_wgrad(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
         """Take the gradient of `parameter` `[o, i]` from a layer, as `left` `[o, n]` @ `right` `[n, i]`, past autograd.
 
@@ -109,8 +117,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if has_hooks(parameter):
             return False
-        assert self._launcher
-        self._launcher.take(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
+        self._attached().take(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
         return True
 
     def _refuse_unsteppable(self, module: nn.Module) -> None:
@@ -120,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.state:
             problem = "already has states, by whole weights: wrap it before its first step"
         elif any(hasattr(p, "_hp_mapping") for p in given):
-            problem = "is given weights that are cut over replicas already: build the model again"
+            problem = "is given weights that are already sharded over replicas: build the model again"
         elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
             problem = "is given weights that are not in the model: make them part of it"
         else:
@@ -131,13 +138,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Raise RuntimeError if weights were frozen or unfrozen since `attach`, which fixed the sharding."""
         for verb, weights, learn in (
             ("frozen", self._bucket_of, False),
-            ("set free", self._frozen, True),
+            ("unfrozen", self._frozen, True),
         ):
             changed = [p for p in weights if p.requires_grad is learn]
             if changed:
                 raise RuntimeError(
-                    f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after tds.initialize(), which a "
-                    f"DistributedOptimizer cannot follow: initialize again, or train without it ({ways['no ZeRO']})"
+                    f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
+                    "tds.initialize(); a "
+                    "DistributedOptimizer does not support that: initialize again, or train without it "
+                    f"({ways['no ZeRO']})"
                 )
 
     def _adopt_replaced(self) -> None:
@@ -158,8 +167,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     )
             if replaced and not bucket.adopt(replaced):
                 raise ReplacedWeightError(
-                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), while something "
-                    f"else still looks at the old one or at a weight next to it, as to put it back later: {ADVICE}"
+                    f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), "
+                    "while something "
+                    f"else still uses the old one or a weight next to it: {ADVICE}"
                 )
             bucket.pull_changes()
 
@@ -167,13 +177,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def arm(self, chunk: int = 0) -> None:
         """Mark the next backward pass as a chunk's last one of this step, see `BucketLauncher`."""
-        assert self._launcher, "tds.initialize() comes first"
-        self._launcher.arm(chunk)
+        self._attached().arm(chunk)
 
     def finish(self) -> None:
         """Finish the reductions, see `BucketLauncher`; each replica then has the sums of its shares."""
-        assert self._launcher, "tds.initialize() comes first"
-        self._launcher.finish()
+        self._attached().finish()
         self._summed = True
 
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
@@ -213,11 +221,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for p in self._bucket_of:
             if p.grad is not None:
                 raise RuntimeError(
-                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which had summed it: set it before"
+                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces it: set it "
+                    "before"
                 )
         if closure is not None or self.norm is None or not self._summed:
             raise RuntimeError(
-                "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it takes no closure"
+                "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it "
+                "takes no closure"
             )
         for bucket in self.buckets:
             bucket.share.grad = bucket.share_grad
@@ -295,8 +305,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         mine = self._mine(state_dict_list)
         if mine is None:
             raise ValueError(
-                f"the checkpoint holds the optimizer's states of {len(state_dict_list)} replicas with other shares than those of the "
-                f"{dist.get_world_size(self.dp_process_group)} here: load it on as many, cut in the same way, or with "
+                f"the checkpoint holds optimizer states of {len(state_dict_list)} replicas, whose shards differ from "
+                "those of the "
+                f"{dist.get_world_size(self.dp_process_group)} replicas here: use as many replicas and the same "
+                "partition, or "
                 f"load_optimizer_states=False"
             )
         if load_optimizer_states:

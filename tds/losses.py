@@ -21,7 +21,9 @@ def _check(named: Mapping[str, Any]) -> None:
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"loss_fn returns {found} for {name!r}: return a tensor of one number, or a dict of such")
+            raise TypeError(
+                f"loss_fn returns {found} for {name!r}: return a scalar tensor, or a dict of scalar tensors"
+            )
 
 
 class Losses:

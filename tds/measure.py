@@ -149,8 +149,10 @@ def check_factor(
     found = _learned(engine, settings, GRADIENT * factor_of(micros) / (micros * replicas), own_reduction, pipeline)
     if not abs(found / wanted - 1) < TOLERANCE:
         raise ValueError(
-            f"DeepSpeed {deepspeed.__version__} makes gradients {found / wanted:.4g} times as large as they should be with this "
-            f"ds_config (measured on one weight with {micros} accumulation steps and {replicas} replicas): install a release that "
+            f"DeepSpeed {deepspeed.__version__} makes gradients {found / wanted:.4g} times as large as they should "
+            "be with this "
+            f"ds_config (measured on one weight with {micros} accumulation steps and {replicas} replicas): install a "
+            "release that "
             f"tds supports, or leave settings that scale gradients out of the ds_config"
         )
     _verified.add(kind)

@@ -16,8 +16,9 @@ def require_iterator(data: Any, stage: int) -> None:
     if data is None or hasattr(type(data), "__next__"):
         return
     raise TypeError(
-        f"stage {stage}: the data of train_batch() and eval_batch() come from an iterator, not from a {type(data).__name__}, which would "
-        f"begin anew with every step: make one before the loop, iter(data), and give it to every call"
+        f"stage {stage}: the data of train_batch() and eval_batch() come from an iterator, not from a "
+        f"{type(data).__name__}, which would "
+        f"start again at every step: create iter(data) before the loop and pass it to every call"
     )
 
 
@@ -28,7 +29,8 @@ def require_scalar_loss(outputs: Any, stage: int) -> None:
         return
     found = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
     raise TypeError(
-        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {found}, which is no loss: build it with "
+        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {found}, which is no loss: "
+        "build it with "
         f"PipelineModule(..., loss_fn=f), where f(outputs, labels) returns one number"
     )
 
@@ -39,7 +41,8 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
         return
     if any(isinstance(each, Tensor) and each.requires_grad for each in as_tuple(outputs)):
         raise RuntimeError(
-            f"stage {stage}: no gradient leads from the loss to the outputs of the model: loss_fn must compute it from them without "
+            f"stage {stage}: no gradient leads from the loss to the outputs of the model: loss_fn must compute it "
+            "from them without "
             f"detach(), item() or no_grad()"
         )
     raise RuntimeError(

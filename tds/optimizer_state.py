@@ -191,21 +191,24 @@ def _kept_of(scaler: Any) -> tuple[str, ...]:
     return ("cur_scale", *dynamic) if scaler.dynamic else ("cur_scale",)
 
 
+def _scaler_of(engine: Any, dynamic: bool = False) -> Any:
+    """Return fp16's loss scaler, or None in another precision; dynamic: also None for a static one."""
+    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+    return scaler if scaler and (scaler.dynamic or not dynamic) else None
+
+
 def get_loss_scaler(engine: Any) -> dict[str, float]:
     """Return the state of fp16's loss scaler, only `cur_scale` if it is static; empty in another precision."""
-    if not engine.fp16_enabled():
-        return {}
-    scaler = engine.optimizer.loss_scaler
-    return {key: getattr(scaler, key) for key in _kept_of(scaler)}
+    scaler = _scaler_of(engine)
+    return {key: getattr(scaler, key) for key in _kept_of(scaler)} if scaler else {}
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
     """Restore what `get_loss_scaler` returned, if both scales are dynamic: a static one is a setting of this run."""
-    if not engine.fp16_enabled() or "cur_iter" not in state or not engine.optimizer.loss_scaler.dynamic:
-        return
-    scaler = engine.optimizer.loss_scaler
-    for key in _kept_of(scaler):
-        setattr(scaler, key, state.get(key, getattr(scaler, key)))
+    scaler = _scaler_of(engine, dynamic=True)
+    if scaler and "cur_iter" in state:
+        for key in _kept_of(scaler):
+            setattr(scaler, key, state.get(key, getattr(scaler, key)))
 
 
 def least_loss_scale(engine: Any) -> float | None:
@@ -213,9 +216,9 @@ def least_loss_scale(engine: Any) -> float | None:
 
     Afterwards the engine keeps skipping steps at this minimum instead of raising.
     """
-    if not engine.fp16_enabled() or not engine.optimizer.loss_scaler.dynamic:
+    scaler = _scaler_of(engine, dynamic=True)
+    if not scaler:
         return None
-    scaler = engine.optimizer.loss_scaler
     scaler.raise_error_at_min_scale = False  # DeepSpeed would raise a bare Exception; the caller reports this better
     return float(scaler.min_scale)
 
@@ -235,12 +238,12 @@ def check_all_copies(engine: Any) -> None:
         optimizer.check_grad_overflow = True
 
 
-def _with_copies(optimizer: Any, honest: Any, for_clipping: bool = False) -> Any:
+def _with_copies(optimizer: Any, original: Any, for_clipping: bool = False) -> Any:
     """Return the gradients for the bf16 optimizer's norm, and 0 times the norms of the others.
 
     The latter is NaN unless they are finite.
     """
-    found = honest(for_clipping)
+    found = original(for_clipping)
     if for_clipping:
         return found
     counted, experts = found
@@ -249,9 +252,9 @@ def _with_copies(optimizer: Any, honest: Any, for_clipping: bool = False) -> Any
     return [*counted, *([0 * torch.stack(norms(rest)).sum().float()] if rest else [])], experts
 
 
-def _invalid_if_any_is(optimizer: Any, honest: Any) -> list[Any]:
+def _invalid_if_any_is(optimizer: Any, original: Any) -> list[Any]:
     optimizer.check_overflow()
-    return [*honest(), *([float("inf")] if optimizer.overflow else [])]
+    return [*original(), *([float("inf")] if optimizer.overflow else [])]
 
 
 def use_fp64(engine: Any) -> None:

@@ -27,7 +27,7 @@ def for_this_device() -> Iterator[list[str]]:
             notes.append(f"optimizer {name}: torch's fused Adam, as DeepSpeed's would be compiled for this CPU")
         elif name.lower() in NOT_ON_CPUS:
             raise ValueError(
-                f"the optimizer {name} of the ds_config runs on GPUs only; on a CPU take Adam, AdamW or Adagrad"
+                f"the optimizer {name} of the ds_config runs on GPUs only; on a CPU use Adam, AdamW or Adagrad"
             )
         return before(engine, parameters)
 

@@ -65,11 +65,12 @@ def refuse_impossible_ranks() -> None:
         for key, text in given.items():
             if not re.fullmatch(r"[0-9]{1,9}", text) or (key == total and not int(text)):
                 raise ImpossibleRanks(
-                    f"{key}={text[:40]} in the environment is no number of ranks: unset it, or start a launcher"
+                    f"{key}={text[:40]} in the environment is not a number of ranks: unset it, or use a launcher"
                 )
         if len(given) == 2 and int(given[name]) >= int(given[total]):
             raise ImpossibleRanks(
-                f"{name}={given[name]} in the environment is beyond {total}={given[total]}: ranks count from 0, so the last one is "
+                f"{name}={given[name]} in the environment is beyond {total}={given[total]}: ranks count from 0, so "
+                "the last one is "
                 f"{int(given[total]) - 1}"
             )
 

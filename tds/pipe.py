@@ -128,7 +128,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             chosen = set(self._find_layer_type(method.split(":", 1)[1]))
             return partition_balanced([int(i in chosen) for i in range(count)], groups)  # type: ignore[no-any-return]
         raise ValueError(
-            f"there is no partition_method {method!r}; there are uniform, parameters, type:REGEX, balanced and lists of cuts"
+            f"there is no partition_method {method!r}; there are uniform, parameters, type:REGEX, balanced and lists "
+            "of cuts"
         )
 
     def _build(self) -> None:

@@ -102,7 +102,7 @@ class Graph:
         self.costs: list[float] = []
         self.after: list[list[int]] = []
 
-    def moment(self, name: str, cost: float, *after: int | None) -> int:
+    def add_event(self, name: str, cost: float, *after: int | None) -> int:
         """Add an event and return its number."""
         self.names.append(name)
         self.costs.append(cost)
@@ -147,23 +147,21 @@ class StageGraph:
     def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int) -> None:
         self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
         self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # start and end events of messages
-        self.taken: int | None = None  # arrival of the message that was taken last
         self._last: dict[Hashable, int] = {}  # last message of each queue
         self._computed: int | None = None
         self._host: int | None = None  # event that the host has waited for
-        self._asked: int | None = None  # start of the last submitted operation
-        self._given: list[int] = []  # ends of operations submitted since the last device synchronization
-        self._agenda: dict[type[Instruction], deque[At]] = {RecvActivation: deque(), RecvGrad: deque()}
-        self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = {
-            RecvActivation: deque(),
-            RecvGrad: deque(),
-        }
-        self._known: dict[type[Instruction], set[At]] = {RecvActivation: set(), RecvGrad: set()}
+        self._last_start: int | None = None  # start of the last submitted operation
+        self._since_sync: list[int] = []  # ends of operations submitted since the last device synchronization
+        # By kind of receive: messages that are not posted yet, those that are, and those of known layout.
+        self._agenda: dict[type[Instruction], deque[At]] = defaultdict(deque)
+        self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = defaultdict(deque)
+        self._known: dict[type[Instruction], set[At]] = defaultdict(set)
 
     def run(self, instructions: Sequence[Instruction]) -> None:
         """Submit all instructions."""
-        for kind, agenda in self._agenda.items():
-            agenda.extend(each.at for each in instructions if type(each) is kind)
+        for each in instructions:
+            if type(each) in (RecvActivation, RecvGrad):
+                self._agenda[type(each)].append(each.at)
         for each in instructions:
             kind, at = type(each), each.at
             if kind is RecvActivation:
@@ -191,19 +189,19 @@ class StageGraph:
     def _compute(self, each: Instruction) -> None:
         name = f"{type(each).__name__}({each.micro}) of stage {self.stage}"
         if self.rules.device_waits:
-            self._host = self.graph.moment(
-                f"the device of stage {self.stage} before {name}", 0.0, self._host, *self._given
+            self._host = self.graph.add_event(
+                f"the device of stage {self.stage} before {name}", 0.0, self._host, *self._since_sync
             )
-            self._given = []
-        self._computed = self._ask(name, COST[type(each)] / self.chunks, self._computed)[1]
+            self._since_sync = []
+        self._computed = self._submit(name, COST[type(each)] / self.chunks, self._computed)[1]
 
-    def _ask(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
+    def _submit(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
         """Submit an operation that starts after the computation submitted before it; return its start and end."""
-        first = self._asked if self.rules.one_hardware_queue else None
-        start = self.graph.moment(name, 0.0, *after, self._computed, self._host, first)
-        self._asked = start
-        end = self.graph.moment(name, cost, start)
-        self._given.append(end)
+        first = self._last_start if self.rules.one_hardware_queue else None
+        start = self.graph.add_event(name, 0.0, *after, self._computed, self._host, first)
+        self._last_start = start
+        end = self.graph.add_event(name, cost, start)
+        self._since_sync.append(end)
         return start, end
 
     def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
@@ -213,7 +211,7 @@ class StageGraph:
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
         queue = self.rules.queue(boundary, self.stages, down)
         name = f"{kind.__name__}({at.micro}{what and ', ' + what}) of stage {self.stage}"
-        start, end = self._ask(name, self.rules.message, None if queue is None else self._last.get(queue))
+        start, end = self._submit(name, self.rules.message, None if queue is None else self._last.get(queue))
         self._last[queue] = end
         self.ends[boundary, down, what, At(at.micro, sender), kind in (SendActivation, SendGrad)] = start, end
         return end
@@ -225,8 +223,7 @@ class StageGraph:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} stands before the SendActivation that it answers")
         arrived, word = self._posted[kind].popleft()
         self._host = self._host if word is None else word
-        self.taken = arrived
-        self._computed = self._ask(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]
+        self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]
         self._post(kind, self.rules.ahead)
 
     def _post(self, kind: type[Instruction], messages: int) -> None:
@@ -249,8 +246,8 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
     for number, instructions in enumerate(plan):
         stage = StageGraph(graph, rules, number, len(plan), chunks)
         stage.run(instructions)
-        for (*message, sends), moments in stage.ends.items():
-            ends[tuple(message)][sends] = moments  # type: ignore[index]
+        for (*message, sends), events in stage.ends.items():
+            ends[tuple(message)][sends] = events  # type: ignore[index]
     for both in ends.values():
         (sent, left), (posted, arrived) = both[True], both[False]
         graph.after[arrived].append(sent)

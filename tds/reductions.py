@@ -82,12 +82,14 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
                 continue
             if not weight.requires_grad:
                 raise RuntimeError(
-                    f"the tied weight {key}.{name} is frozen on stage {stage} but learns on another one: freeze it on all "
+                    f"the tied weight {key}.{name} is frozen on stage {stage} but learns on another one: freeze it "
+                    "on all "
                     f"of its stages or on none"
                 )
             if grad is None and gradient is not None:
                 raise RuntimeError(
-                    f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage {stage}: give it to both"
+                    f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage "
+                    f"{stage}: give it to both"
                 )
             if weight in sparse:
                 sum_sparse([weight], group)

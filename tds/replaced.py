@@ -58,7 +58,8 @@ class KnownModel:
         for p, name in names.items():
             if p.requires_grad and p not in self._weights and p not in stepped:
                 raise ReplacedWeightError(
-                    f"the weight {name} became another Parameter after tds.initialize(), which no optimizer steps: {ADVICE}"
+                    f"the weight {name} became another Parameter after tds.initialize(), which no optimizer steps: "
+                    f"{ADVICE}"
                 )
         for weights, flat in flat_groups(optimizer):
             for weight in weights:

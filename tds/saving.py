@@ -44,7 +44,7 @@ class PipelineState:
         saved += [f"tied_modules.{key}." for key, tied in module.tied_modules.items() if tied in module.forward_funcs]
         found = {name: value for name, value in module.state_dict().items() if not name.startswith(tuple(saved))}
         for name in [name for name, value in found.items() if not isinstance(value, Tensor)]:
-            warnings.warn(f"{name} is no tensor, and is not saved: keep that state in buffers", stacklevel=4)
+            warnings.warn(f"{name} is not a tensor, so it is not saved: keep such state in buffers", stacklevel=4)
             del found[name]
         return found
 
@@ -140,7 +140,8 @@ def warn_of_replicas(module: nn.Module, group: Any) -> None:
     differing = sorted({name for each in replicas for name in each if each[name] != replicas[0].get(name)})
     if differing and dist.get_rank(group) == 0:
         warnings.warn(
-            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: reduce them over "
+            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: "
+            "reduce them over "
             f"the replicas, or set persistent=False if they are no state",
             stacklevel=4,
         )

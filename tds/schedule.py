@@ -218,7 +218,9 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     if name not in NAMES and name not in _ADDED:
         raise ValueError(f"there is no pipeline schedule {name!r}; there are {', '.join([*NAMES, *_ADDED])}")
     if not isinstance(extra, int) or extra < 0 or (extra and name != "1f1b"):
-        raise ValueError(f"extra_warmup {extra!r} does not fit the schedule {name}: 1f1b takes 0, 1, 2 ..., others 0")
+        raise ValueError(
+            f"extra_warmup {extra!r} does not fit the schedule {name}: 1f1b supports 0, 1, 2 ..., other schedules 0"
+        )
     if name == "interleaved":
         return partial(interleaved, chunks=chunks)
     if chunks > 1:

@@ -25,7 +25,8 @@ def refuse_sparse(module: nn.Module, optimizer: object) -> None:
     if weights and not takes and type(optimizer).__module__.startswith("torch.optim."):
         name = next(name for name, p in module.named_parameters() if p is weights[0])
         raise ValueError(
-            f"torch's {type(optimizer).__name__} takes no sparse gradients, which the weight {name} has: build that embedding with "
+            f"torch's {type(optimizer).__name__} takes no sparse gradients, which the weight {name} has: build that "
+            "embedding with "
             f"sparse=False, or use SGD, Adagrad, SparseAdam, or ZeRO stage 1"
         )
 

@@ -76,7 +76,8 @@ def backward_input(
     order = _children_first([edge.node for edge in edges])
     if any(node.name().startswith(REENTRANT) for node in order):
         warnings.warn(
-            "a layer recomputes activations with a re-entrant torch.utils.checkpoint, so zb-h1 cannot put off the gradients of weights "
+            "a layer recomputes activations with a re-entrant torch.utils.checkpoint, so zb-h1 cannot put off the "
+            "gradients of weights "
             "and is no faster than 1f1b: call it with use_reentrant=False",
             stacklevel=2,
         )

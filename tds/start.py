@@ -53,7 +53,8 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
             if not narrow:
                 raise
             raise ScheduleError(
-                f"{error}. That is so with CUDA_DEVICE_MAX_CONNECTIONS=1: unset it, or use the schedule 1f1b without extra_warmup"
+                f"{error}. That is so with CUDA_DEVICE_MAX_CONNECTIONS=1: unset it, or use the schedule 1f1b without "
+                "extra_warmup"
             ) from None
 
 
@@ -74,7 +75,8 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
         )
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING=1 lets a stage wait for a message before it has sent the one that the other waits for: "
+            "CUDA_LAUNCH_BLOCKING=1 lets a stage wait for a message before it has sent the one that the other waits "
+            "for: "
             f"unset it, or look for the fault without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config
@@ -104,13 +106,15 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
     if len(set(counts)) > 1 and not bf16:
         fewest = counts.index(min(counts))
         raise ValueError(
-            f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter groups, and "
-            f"ZeRO here wants them all on each stage: cut the layers otherwise (partition_method), or train in bf16 or without ZeRO"
+            f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter "
+            "groups, and "
+            "ZeRO here needs all of them on each stage: use other cuts (partition_method), or train in bf16 or "
+            "without ZeRO"
         )
     idle = [rank for rank, (learns, _) in enumerate(stages) if not learns]
     if idle:
         raise ValueError(
-            f"the stage of rank {idle[0]} has no weight that learns, which DeepSpeed's ZeRO and half precision cannot do with: "
+            f"the stage of rank {idle[0]} has no trainable weight, but DeepSpeed's ZeRO and half precision need one: "
             f"cut the layers so that each stage has one (partition_method), or train in fp32 without ZeRO"
         )
 

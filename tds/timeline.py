@@ -54,7 +54,7 @@ def read(folder: Path) -> list[RankTrace]:
             content = json.loads(path.read_text(encoding="utf-8"))
             found.append(_aligned(content["otherData"], [e for e in content["traceEvents"] if e["ph"] == "X"]))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is no timeline of ours: {error}") from None
+            raise ValueError(f"{path} is not a timeline: {error}") from None
     return found
 
 

@@ -63,7 +63,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
                     raise ScheduleError(
-                        f"stage {stage}: {done[kind]} {kind.__name__} of chunk {chunk} where {wanted} are due"
+                        f"stage {stage}: {done[kind]} {kind.__name__} of chunk {chunk} instead of {wanted}"
                     )
     times(plan)
     if len(plan) > 1:  # a stage sends nothing to itself
@@ -80,7 +80,7 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Co
         kind = type(each)
         if each.micro != done[kind] or (kind in AFTER and done[AFTER[kind]] <= each.micro):
             raise ScheduleError(
-                f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} stands too early or too late"
+                f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} is too early or too late"
             )
         done[kind] += 1
     return done

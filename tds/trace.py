@@ -26,8 +26,15 @@ from .messages import say
 LAST = 50  # iterations that are kept by default
 EVERY = 50  # iterations between two writes
 COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier", "all_to_all_single", "reduce",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "barrier",
+    "all_to_all_single",
+    "reduce",
+)
 
 
 class Mark(NamedTuple):

@@ -10,8 +10,10 @@ from megatron.model import global_parameters
 
 VOCAB = 61
 FLAGS = (
-    f"--family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias --hidden-dropout 0 "
-    f"--attention-dropout 0 --vocab-size {VOCAB} --make-vocab-size-divisible-by 16 --max-position-embeddings 64 --seq-length 24"
+    "--family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
+    "--hidden-dropout 0 "
+    f"--attention-dropout 0 --vocab-size {VOCAB} --make-vocab-size-divisible-by 16 --max-position-embeddings 64 "
+    "--seq-length 24"
 )
 OF_KIND = {"Llama": "", "Qwen2": "--qkv-bias", "Qwen3": "--qk-norm", "Mistral": ""}
 
@@ -32,7 +34,8 @@ USUAL = Sizes()
 
 def flags_of(kind: str, sizes: Sizes = USUAL, tied: bool = False, window: int | None = None) -> str:
     flags = (
-        f"{FLAGS} {OF_KIND[kind]} --num-layers {sizes.layers} --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} "
+        f"{FLAGS} {OF_KIND[kind]} --num-layers {sizes.layers} --hidden-size {sizes.hidden} --num-attention-heads "
+        f"{sizes.heads} "
         f"--num-key-value-heads {sizes.groups} --kv-hidden-size {sizes.head} --ff-hidden-size {sizes.inner}"
     )
     flags += "" if tied else " --no-tie-embeddings"
@@ -52,11 +55,20 @@ def theirs(
 
     more: dict[str, Any] = {"sliding_window": window} if kind == "Mistral" else {}
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=vocab, hidden_size=sizes.hidden, intermediate_size=sizes.inner, num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads, num_key_value_heads=sizes.groups, head_dim=sizes.head, max_position_embeddings=64,
-        rms_norm_eps=1e-5, tie_word_embeddings=tied, attn_implementation="eager",
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **(rope or {})}, **more,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.groups,
+        head_dim=sizes.head,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **(rope or {})},
+        **more,
+    )
     torch.manual_seed(5)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for p in model.parameters():

@@ -16,9 +16,21 @@ import time
 from pathlib import Path
 
 OPTIONS = {  # option of sbatch or srun -> whether it takes a value
-    "nodes": True, "ntasks": True, "ntasks-per-node": True, "cpus-per-task": True, "gpus-per-node": True, "time": True, "chdir": True,
-    "job-name": True, "output": True, "open-mode": True, "signal": True, "requeue": False, "kill-on-bad-exit": True, "wait": True,
-}  # fmt: skip
+    "nodes": True,
+    "ntasks": True,
+    "ntasks-per-node": True,
+    "cpus-per-task": True,
+    "gpus-per-node": True,
+    "time": True,
+    "chdir": True,
+    "job-name": True,
+    "output": True,
+    "open-mode": True,
+    "signal": True,
+    "requeue": False,
+    "kill-on-bad-exit": True,
+    "wait": True,
+}
 JOB = "4242"
 PATIENCE = 60.0  # seconds from the signal to the kill at the time limit
 
@@ -98,9 +110,14 @@ def sbatch(words: list[str]) -> int:
         (state / "requeued").unlink(missing_ok=True)
         with log.open("a" if options.get("open-mode") == "append" or not start else "w") as file:
             job = subprocess.Popen(
-                ["bash", str(copy), *argv], cwd=options.get("chdir"), env=env, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+                ["bash", str(copy), *argv],
+                cwd=options.get("chdir"),
+                env=env,
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         end = None
         while job.poll() is None and not (state / "requeued").exists():
             time.sleep(0.05)

@@ -16,20 +16,42 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # In menu order. A page of docs/ that is not listed here is placed under "Running".
 CHAPTERS = {
-    ("Start", "入门"): ["README", "docs/start", "docs/howto", "docs/layouts", "docs/faq", "docs/glossary", "docs/migration"],
+    ("Start", "入门"): [
+        "README",
+        "docs/start",
+        "docs/howto",
+        "docs/layouts",
+        "docs/faq",
+        "docs/glossary",
+        "docs/migration",
+    ],
     ("Models and data", "模型与数据"): [
-        "docs/own_model", "docs/llama", "docs/t5", "docs/data", "docs/objectives", "corpus/README",
+        "docs/own_model",
+        "docs/llama",
+        "docs/t5",
+        "docs/data",
+        "docs/objectives",
+        "corpus/README",
     ],
     ("Running", "运行"): ["docs/launching", "docs/checkpoints", "docs/reliability", "docs/scaling", "docs/planning"],
     ("Inside", "内部"): ["docs/design", "docs/tds", "docs/benchmarks", "CONTRIBUTING", "CHANGELOG", "SECURITY"],
     ("Reference", "参考"): [
-        "docs/reference/flags", "docs/reference/ds_config", "docs/reference/tools", "docs/reference/api",
+        "docs/reference/flags",
+        "docs/reference/ds_config",
+        "docs/reference/tools",
+        "docs/reference/api",
         "docs/reference/imports",
     ],
-}  # fmt: skip
+}
 LANGUAGES = ("en", "zh")
 HOME = ("Home", "首页")
-NAMES = {"README": "index", "corpus/README": "corpus", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog", "SECURITY": "security"}  # fmt: skip
+NAMES = {
+    "README": "index",
+    "corpus/README": "corpus",
+    "CONTRIBUTING": "contributing",
+    "CHANGELOG": "changelog",
+    "SECURITY": "security",
+}
 LEXERS = {".py": "python", ".json": "json", ".sh": "bash", ".txt": "text", ".md": "markdown", ".yml": "yaml"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 CHINESE_END, CHINESE_BEGIN = re.compile("[\u3000-\u9fff\uff00-\uffef]$"), re.compile("[\u4e00-\u9fff“（]")
@@ -78,7 +100,9 @@ class Tree:
     def __init__(self, folder: Path, language: str) -> None:
         self.folder, self.language = folder, language
         self.pages = [page for pages in chapters().values() for page in pages]
-        self.by_path = {ROOT / f"{page}{end}.md": (page, lang) for page in self.pages for end, lang in (("", "en"), ("_zh", "zh"))}  # fmt: skip
+        self.by_path = {
+            ROOT / f"{page}{end}.md": (page, lang) for page in self.pages for end, lang in (("", "en"), ("_zh", "zh"))
+        }
         self.shown: set[Path] = set()  # source files for which a page that shows their text is written already
 
     def write(self) -> None:

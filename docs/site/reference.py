@@ -83,8 +83,13 @@ def flags_page(say: dict[str, str]) -> str:
                 family = each.metadata["family"]
                 only = f" ({say['only']}: {', '.join(family)})" if family else ""
                 rows.append(
-                    (code(flag(each.name)), _values(section, each), _default(each.default), cell(each.metadata["help"]) + only)
-                )  # fmt: skip
+                    (
+                        code(flag(each.name)),
+                        _values(section, each),
+                        _default(each.default),
+                        cell(each.metadata["help"]) + only,
+                    )
+                )
         out.append(f"## {name}\n\n{cell(' '.join((section.__doc__ or '').split()))}\n\n{table(heads, rows)}")
     rows = [
         (code(f"pretrain_{family}.py"), code(flag(name)), _default(value))
@@ -119,10 +124,14 @@ def ds_config_page(say: dict[str, str]) -> str:
     out.append(f"## {say['refused']}\n\n{table((say['key'], say['instead']), rows)}")
     out.append(f"## {say['inner']}\n\n{say['inner_about']}\n")
     models = {
-        "zero_optimization": DeepSpeedZeroConfig, "fp16": precision_config.DeepSpeedFP16Config,
-        "bf16": precision_config.DeepSpeedBF16Config, "comms_logger": CommsLoggerConfig, "tensorboard": TensorBoardConfig,
-        "wandb": WandbConfig, "csv_monitor": CSVConfig,
-    }  # fmt: skip
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": precision_config.DeepSpeedFP16Config,
+        "bf16": precision_config.DeepSpeedBF16Config,
+        "comms_logger": CommsLoggerConfig,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CSVConfig,
+    }
     for name, model in models.items():
         rows = []
         for key, each in model.model_fields.items():

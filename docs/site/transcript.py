@@ -12,7 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"gpt2": ("README.md", "README_zh.md"), "t5": ("docs/t5.md", "docs/t5_zh.md"), "llama": ("docs/llama.md", "docs/llama_zh.md")}  # fmt: skip
+PAGES = {
+    "gpt2": ("README.md", "README_zh.md"),
+    "t5": ("docs/t5.md", "docs/t5_zh.md"),
+    "llama": ("docs/llama.md", "docs/llama_zh.md"),
+}
 # Patterns of output lines to show; omitted lines become "...". From the summary on, all lines are shown.
 SHOWN = (
     r"documents, .* tokens ->",
@@ -31,7 +35,9 @@ def run(name: str, folder: str, *flags: str) -> list[str]:
     """Run scripts/run_NAME.sh with `folder` as run directory; return its lines with that path shown as runs/NAME."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RUN_DIR": folder}
     flags = "--precision", "fp32", *flags  # CPUs with AMX tiles would choose bf16
-    done = subprocess.run(["bash", f"scripts/run_{name}.sh", *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["bash", f"scripts/run_{name}.sh", *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
     return done.stdout.replace(folder, f"runs/{name}").splitlines()

@@ -4,7 +4,7 @@
     checkpoints/iter_0000200/
         SHA256SUMS                          a checksum per file; `sha256sum -c SHA256SUMS` verifies them
         checkpoint.json                     training state, settings, and the location of each tensor
-        pipe00-model00-data00.safetensors   written by that rank: whole tensors or ranges of rows
+        pipe00-model00-data00.safetensors   written by one rank: whole tensors or ranges of rows
 
 Every tensor is stored under its global name. Copies and tied weights are stored once, vocabulary padding not at all.
 A checkpoint is written into a folder with a temporary name, which is renamed when all of it is on disk;

@@ -1,4 +1,4 @@
-"""Plausibility checks: sizes in a settings file against the stored tensors, before anything that large is allocated."""
+"""Checks that the sizes in a settings file fit the stored tensors, before the model is allocated."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Persistent buffers in checkpoints: the rank that writes each one, and those that a checkpoint cannot hold."""
+"""Persistent buffers in checkpoints: which rank writes each one, and warnings for those that cannot be stored."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,12 +52,12 @@ class Buffers:
 
 
 def savable(buffer: Tensor) -> bool:
-    """Return whether our files can store a buffer of this dtype."""
+    """Return whether checkpoint files can store a buffer of this dtype."""
     return (buffer.real.dtype if buffer.is_complex() else buffer.dtype) in CODES
 
 
 def _not_savable(model: nn.Module) -> Iterator[str]:
-    """Yield a warning for each buffer or module state of this process that our files cannot store."""
+    """Yield a warning for each buffer or module state of this process that checkpoint files cannot store."""
     for name, buffer in global_buffers(model):
         if buffer.numel() and not savable(buffer):
             yield (
@@ -74,7 +74,11 @@ def _not_savable(model: nn.Module) -> Iterator[str]:
 
 
 def _owner(name: str, held: Sequence[BufferCopy]) -> int:
-    """Return the stage whose buffer is saved: for the loss the last, else the first that changed it, else the first."""
+    """Return the pipeline stage whose copy of a buffer is saved.
+
+    It is the last stage for buffers of the loss function, else the first stage that changed the buffer, else the
+    first stage that holds it.
+    """
     stages = sorted({each.pipe for each in held})
     if name.startswith("loss_fn."):
         return stages[-1]

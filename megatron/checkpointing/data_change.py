@@ -25,8 +25,8 @@ def describe(saved: Config, config: Config, dataset: Any, consumed: int, in_orde
     """Return one sentence on the samples that are skipped and repeated after `consumed` samples of `saved`.
 
     dataset: the training data set of `config`.
-    in_order: whether each corpus still gives its samples in the same order. Then the sentence names the ranges,
-    as each corpus continues where the new blend would have had it.
+    in_order: whether each corpus still gives its samples in the same order. Then the sentence names the ranges:
+    each corpus continues at the sample that it would have reached if `config` had been used from the start.
     """
     unknown = (
         f"the {consumed} samples consumed so far differ from what this data, --split and --seed produce, "
@@ -68,7 +68,7 @@ def _corpora(config: Config) -> list[Corpus]:
 
 
 def _is_ambiguous(there: list[Corpus], here: list[Corpus]) -> bool:
-    """Return whether a blend holds a corpus twice, or a prefix now names other files."""
+    """Return whether the old or the new blend holds a corpus twice, or a prefix now names other files."""
     now = {c.prefix: c.identity for c in here}
     rewritten = any(now.get(c.prefix, c.identity) != c.identity for c in there)
     return rewritten or any(len({c.identity for c in blend}) < len(blend) for blend in (there, here))
@@ -80,7 +80,10 @@ def _epochs(dataset: Any, corpora: int) -> list[int]:
 
 
 def _consumed(corpora: list[Corpus], lengths: dict[str, int], consumed: int) -> dict[str, int] | None:
-    """Return the samples of each corpus among the first `consumed`; None if a default weight is unknown."""
+    """Return how many of the first `consumed` samples come from each corpus, by its identity.
+
+    lengths: samples of each known corpus, the default of its weight. Returns None if a weight is unknown.
+    """
     weights = [c.weight or lengths.get(c.identity) for c in corpora]
     if len(corpora) > 1 and None in weights:
         return None

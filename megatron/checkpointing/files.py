@@ -58,7 +58,7 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
     write_text(temporary / SUMS, "".join(f"{every[name]}  {name}\n" for name in sorted(every)), synced=True)
     sync(temporary)
     old = _aside(final)
-    if final.exists():  # the same iteration saved again
+    if final.exists():  # this iteration was saved before
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     temporary.rename(final)
@@ -97,7 +97,7 @@ def clear(folder: Path) -> None:
 
 
 def latest_name(folder: Path) -> str | None:
-    """Return the first line of `latest`, whatever follows it; None if there is no such file."""
+    """Return the first line of the file `latest`, the name of a checkpoint; None if there is no such file."""
     pointer = folder / "latest"
     return pointer.read_bytes().decode("utf-8", "replace").split("\n")[0] if pointer.is_file() else None
 

@@ -36,22 +36,23 @@ LARGE_BATCH = 1 << 22  # samples per iteration over all replicas, more than any 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Selection of what to load from a checkpoint, and of the contradictions to ignore."""
+    """Selection of what to load from a checkpoint, and of the contradictions to refuse."""
 
-    position: bool = True  # iteration, consumed samples
-    optimizer: bool = True  # moments, step counts, loss scale
-    rng: bool = True  # seed of the dropout streams
-    same_data: bool = True
-    same_tokenizer: bool = True
+    position: bool = True  # load the iteration and the consumed samples
+    optimizer: bool = True  # load moments, step counts and the loss scale
+    rng: bool = True  # load the seed of the dropout streams
+    same_data: bool = True  # refuse a run with other samples
+    same_tokenizer: bool = True  # refuse a run with another tokenizer
 
     @classmethod
     def by(cls, config: Config, beside_load: bool = False) -> "Wanted":
-        """Return what the flags ask for.
+        """Return the selection that the flags ask for.
 
-        beside_load: the checkpoint is the run's own although --load is given. Some flags then apply only to --load.
+        beside_load: the run resumes from a checkpoint of its own although --load is given.
         """
         c = config.checkpoint
-        # Applying --finetune and --no-load-* again would discard the progress of this run.
+        # --finetune and --no-load-* applied to --load at the first start. Applying them to the run's own checkpoint
+        # would discard its progress.
         if beside_load:
             return cls(same_data=not c.override_data, same_tokenizer=not c.override_tokenizer)
         return cls(
@@ -233,12 +234,11 @@ def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
 def _read_once(
     reader: CheckpointReader, keys: Sequence[Key], device: torch.device
 ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Yield (kind, parameter, value [local], fp32 or fp64 on `device`) of each of `keys`.
+    """Yield (kind, parameter, value) of each of `keys`; a value has the local shape, in fp32 or fp64, on `device`.
 
-    Each value is read by one rank of the data-parallel group and broadcast to the others. Each rank reads one
-    key at a time, so as many are read in parallel as the group has ranks. A rank that cannot read keeps taking
-    part, so that no other rank hangs, and raises its CheckpointError or OSError at the end. The values that the
-    others got are useless then.
+    One rank of the data-parallel group reads a value and broadcasts it to the others. Each rank of the group reads
+    another key at the same time. A rank that cannot read still takes part in the broadcasts, so that no other rank
+    hangs, and raises its CheckpointError or OSError at the end; the values of all ranks are invalid then.
     If all ranks are on the CPUs of one machine, each rank reads the files itself: the kernel's page cache is
     faster than a broadcast.
     """

@@ -33,7 +33,7 @@ WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 
 def keep_tokenizer(vocab_file: str, home: Path) -> None:
-    """Copy a tokenizer's files into `home`/tokenizer, with chat templates, token-id roles and generation settings.
+    """Copy a tokenizer's files into `home`/tokenizer, with chat templates, special token ids and generation settings.
 
     Raises OSError, and ValueError if one of its JSON files is invalid.
     """
@@ -60,9 +60,9 @@ def kept_beside(home: Path) -> Path:
 
 
 def keep_roles(source: Path, home: Path) -> None:
-    """Keep the token-id roles and generation settings found beside `source`, so that an export can restore them.
+    """Copy special token ids and generation settings found beside `source` into `home`, so that an export has them.
 
-    Only the ids of config.json are kept: with the rest, the folder would pass for that of a model.
+    Of config.json only the token ids are copied: with the other settings, the folder would look like a model.
     Raises OSError and ValueError.
     """
     ids, named = ids_beside(source), class_beside(source)
@@ -91,7 +91,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
 
 
 def relocated(config: Config, run_dir: Path) -> Config:
-    """Return the settings of a run that was moved to `run_dir`, with the paths inside its directory updated."""
+    """Return the settings of a run that was moved to `run_dir`, with paths inside its old directory updated."""
     d = config.data
     was = config.log.run_dir
 

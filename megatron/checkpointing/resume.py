@@ -93,7 +93,7 @@ def start_or_resume(
 def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, dataset: Any, wanted: Wanted) -> int:
     """Return the hash of the samples consumed so far, as `dataset` gives them.
 
-    Raises CheckpointError if the checkpoint has consumed other samples, or prints a note if that is permitted.
+    Raises CheckpointError if the checkpoint has consumed other samples; with --override-data prints a note instead.
     begin: the hash before the first sample.
     """
     found = extend(begin, dataset, 0, state.consumed_samples)

@@ -12,8 +12,8 @@ from .whole import is_complete
 def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
     """Delete older checkpoints; return a note on each one that could not be deleted.
 
-    The checkpoint that `latest` names always stays, and so does the newest complete one up to it. So there is
-    one to go back to, whatever went wrong with newer ones.
+    The checkpoint that `latest` names always stays, and so does the newest complete one up to it. So the run can
+    resume even if newer checkpoints are damaged.
     Checkpoints numbered above `latest` neither count nor are deleted: a user who went back to an earlier one has
     abandoned them. Each checkpoint is renamed before deletion, so that a crash leaves no partial one under its name.
     keep_last: number of newest checkpoints to keep; None keeps all.

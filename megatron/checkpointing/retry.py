@@ -25,7 +25,7 @@ class RetryingSaver:
 
     @property
     def busy(self) -> bool:
-        """True while this rank is still writing."""
+        """True while this rank still writes its share of a background save."""
         return self.saver.busy
 
     def save(self, state: TrainState, wait: bool = False, must: bool = False) -> None:

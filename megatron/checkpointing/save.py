@@ -20,7 +20,7 @@ from megatron.ranks.agreement import all_ranks, check_replicas
 from megatron.ranks.buffers import fingerprint_buffers
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import gather_objects
-from megatron.ranks.rank_0 import is_rank_0, print_rank_0
+from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from tds import optimizer_state as zero_state
 
 from .buffers import Buffers, savable
@@ -201,8 +201,7 @@ class Saver:
                 self._publish(final, temporary, content, every)
         print_rank_0(f"saved {final}")
         kept = self.config.checkpoint
-        for note in prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else []:
-            print_rank_0(f"note: {note}")
+        print_notes(prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else [])
         return final
 
     def _publish(self, final: Path, temporary: Path, content: dict[str, Any], every: list[Any]) -> None:

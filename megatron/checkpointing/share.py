@@ -45,7 +45,7 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
     for name, parameter in every:
         _, begin, end = mpu.spec_of(parameter).rows  # a rank may hold only padding of the vocabulary
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
-        if name.startswith("loss_fn."):  # on all stages, but trained only on the last
+        if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last trains it
             mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
         kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
         parts.append(Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class TrainState:
     """Position and seeds of a run.
 
-    Random streams are pure functions of (rng_seed, iteration), so these two are their entire state.
+    Random streams are pure functions of (rng_seed, iteration), so no other random state is saved.
     """
 
     iteration: int = 0

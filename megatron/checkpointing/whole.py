@@ -14,7 +14,7 @@ def check_complete(
     """Raise CheckpointError naming a missing tensor, missing rows, or a file that contradicts the index.
 
     tensors: key -> shape, dim, pieces, as in the index.
-    expected: key -> shape of what must be there; without it, the index decides.
+    expected: key -> shape of each tensor that must exist; without it, only `tensors` are checked.
     """
     for key, shape in (expected or {}).items():
         if key not in tensors:

@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..config.command_line import Args
+from ..config import Config
+from ..config.command_line import HOME, RENAMED, nearest
+from ..config.foreign.translate import settings_for
 
 # Attributes that have the same value in every run.
 _OFF = (
@@ -21,12 +23,11 @@ CONSTANTS: dict[str, Any] = {
     "data_impl": "mmap",
     "lazy_mpu_init": None,
 }
-ATTRIBUTES: dict[str, Callable[["ScriptArgs"], Any]] = {
+ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "args": lambda args: args,  # CPM-Pretrain's tutorial writes args.args.hidden_size
     "bf16": lambda args: args.config.train.precision == "bf16",
     "checkpoint_in_cpu": lambda args: args.offload_activations,
     "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
-    "deepspeed_config": lambda args: args.config.train.deepspeed_config,
     "distributed_backend": lambda args: "nccl" if _on_cuda() else "gloo",
     "do_test": lambda args: args.config.train.eval_iters > 0,
     "do_train": lambda args: args.config.train.train_iters > 0,
@@ -50,17 +51,37 @@ WITHOUT_VALUE = {
 }
 
 
-class ScriptArgs(Args):
-    """The settings of a run, flat and read-only, with the further attributes that CPM-Pretrain has."""
+class Args:
+    """Flat, read-only view of the settings of a run: args.hidden_size is config.model.hidden_size.
+
+    It also has the attributes of CONSTANTS and ATTRIBUTES. `config` is the whole configuration. The tokenizer and the
+    number of ranks are known only after start-up: use `get_tokenizer()` and `torch.distributed`.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        object.__setattr__(self, "config", config)
 
     def __getattr__(self, name: str) -> Any:
+        name = RENAMED.get(name, name)
         if name in CONSTANTS:
             return CONSTANTS[name]
         if name in ATTRIBUTES:
             return ATTRIBUTES[name](self)
+        if name in HOME:
+            return getattr(getattr(self.config, HOME[name]), name)
         if name in WITHOUT_VALUE:
             raise AttributeError(f"args.{name} of CPM-Pretrain has no value: {WITHOUT_VALUE[name]}")
-        return super().__getattr__(name)
+        ours = settings_for(name)
+        instead = f"; it is {' and '.join(f'args.{each}' for each in ours)} here" if ours else nearest(name, HOME)
+        raise AttributeError(f"there is no setting {name!r}{instead}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")
+
+    def __dir__(self) -> list[str]:
+        return sorted([*HOME, "config"])
 
 
 def _on_cuda() -> bool:
@@ -69,7 +90,7 @@ def _on_cuda() -> bool:
     return device.current().type == "cuda"
 
 
-def _params_dtype(args: ScriptArgs) -> Any:
+def _params_dtype(args: Args) -> Any:
     """Return the dtype to which DeepSpeed casts weights for the forward pass: that of --precision, by default fp32."""
     import torch
 
@@ -77,7 +98,7 @@ def _params_dtype(args: ScriptArgs) -> Any:
     return names.get(args.config.train.precision, torch.float32)
 
 
-def _padded_vocab_size(args: ScriptArgs) -> int:
+def _padded_vocab_size(args: Args) -> int:
     from .. import mpu
 
     model, ranks = args.config.model, args.config.parallel.model_parallel_size

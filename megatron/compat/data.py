@@ -46,12 +46,13 @@ def _gpt2(
     skip_warmup: bool = True,
 ) -> tuple[Any, ...]:
     """Return the training, validation and test data sets, None if empty; a sample is {"text": [s + 1]}."""
+    from ..ranks.rank_0 import print_notes
     from ..tasks.gpt2 import GPT2
     from ..training.global_vars import get_tokenizer
 
     config = _settings(data_prefix, splits_string, seed, seq_length=seq_length)
     datasets, notes = GPT2().datasets(config, get_tokenizer())
-    _print(notes)
+    print_notes(notes)
     return datasets
 
 
@@ -72,22 +73,16 @@ def build_train_valid_test_datasets(
     PREFIX_context, PREFIX_target and PREFIX_target_offset.
     The last three arguments are ignored: any number of samples can be read, and files are always memory-mapped.
     """
+    from ..ranks.rank_0 import print_notes
     from ..tasks.t5 import T5
 
     config = _settings(data_prefix, splits_string, seed, enc_seq_length=enc_seq_length, dec_seq_length=dec_seq_length)
     datasets, notes = T5().datasets(config, tokenizer)
-    _print(notes)
+    print_notes(notes)
     return tuple(None if dataset is None else T5Samples(dataset) for dataset in datasets)
 
 
 _BUILDERS: dict[str, Callable[..., Any]] = {"gpt2": _gpt2}
-
-
-def _print(notes: Sequence[str]) -> None:
-    from ..ranks.rank_0 import print_rank_0
-
-    for note in notes:
-        print_rank_0(f"note: {note}")
 
 
 class T5Samples(Dataset[dict[str, Tensor]]):

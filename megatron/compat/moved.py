@@ -40,11 +40,9 @@ _PACKAGES = {
 MOVED = {
     "megatron.config.foreign_core": "megatron.config.foreign.core",
     "megatron.config.foreign_flags": "megatron.config.foreign.flags",
-    "megatron.checkpointing.shapes": "megatron_tools.convert.shapes",
     "megatron.planning.memory": "megatron.training.memory.per_rank",
     "megatron.tokenizer.chat": "data_utils.chat_templates",
     "megatron.training.functions": "megatron.compat.pretrain",
-    "megatron.tasks.synthetic": "megatron_tools.simulate.synthetic",
     "megatron.tokenizer.train": "data_utils.tokenizer_training",
     **{
         f"{old}.{name}": f"{new}.{name}"

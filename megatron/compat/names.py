@@ -120,7 +120,8 @@ _COUNTERPARTS = {
     "megatron.data.indexed_dataset": {
         "IndexedCachedDataset MMapIndexedDataset create_doc_idx data_file_path dataset_exists "
         "get_available_dataset_impl index_file_path infer_dataset_impl make_dataset read_longs": _INDEXED,
-        "IndexedDatasetBuilder MMapIndexedDatasetBuilder make_builder write_longs": "data_utils.indexed_writer.IndexedDatasetBuilder(prefix, dtype)",
+        "IndexedDatasetBuilder MMapIndexedDatasetBuilder "
+        "make_builder write_longs": "data_utils.indexed_writer.IndexedDatasetBuilder(prefix, dtype)",
     },
     "megatron.data.samplers": {
         "DistributedBatchSampler": "megatron.data.sampler.ConsecutiveSampler",
@@ -136,8 +137,8 @@ _COUNTERPARTS = {
     },
     "megatron.fp16.fp16util": {
         "BN_convert_float FP16Model convert_module convert_network master_params_to_model_params "
-        "model_grads_to_master_grads network_to_half prep_param_lists tofp16":
-            "--precision fp16 converts weights and keeps fp32 masters; remove this import",
+        "model_grads_to_master_grads network_to_half prep_param_lists tofp16": "--precision fp16 converts weights "
+        "and keeps fp32 masters; remove this import",
         "clip_grad_norm": "megatron.mpu.clip_grad_norm",
         "to_python_float": "tensor.item()",
     },
@@ -197,8 +198,8 @@ _COUNTERPARTS = {
         "ensure_divisibility": "mpu.divide(numerator, denominator), which checks",
     },
     "megatron.package_info": {
-        "__contact_names__ __description__ __download_url__ __keywords__ __license__ __package_name__ __url__":
-            "importlib.metadata.metadata('megatron-tds')",
+        "__contact_names__ __description__ __download_url__ "
+        "__keywords__ __license__ __package_name__ __url__": "importlib.metadata.metadata('megatron-tds')",
     },
     "megatron.tokenizer": {
         "build_tokenizer": _TOKENIZERS,
@@ -222,7 +223,7 @@ _COUNTERPARTS = {
         "print_params_min_max_norm": "grad_norm of metrics.jsonl, and --check-replicas",
         "report_memory": "memory_mb of metrics.jsonl",
     },
-}  # fmt: skip
+}
 COUNTERPARTS = {
     (module, name): advice
     for module, table in _COUNTERPARTS.items()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..streams import guarded
 from .command_line import help_if_asked, parse
 from .defaults import DEFAULTS
 from .fields import ConfigError
@@ -19,12 +20,11 @@ from .sections import Config
 def first_look(family: str) -> Config | None:
     """Return the settings of a training script before it imports anything heavy; exit on `--help` or invalid flags.
 
-    Returns None on all ranks but 0, which parse in `run`, so that only one rank prints an error. The other ranks
-    continue to the point where all ranks exit.
+    Returns None on ranks other than 0, which parse the flags later, in `run`, so that only rank 0 prints an error.
     """
     help_if_asked(family)
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():  # initialisation refuses such a world size
+    if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():  # an invalid WORLD_SIZE is refused later, by `run`
         return None
     with _one_sentence(Path(sys.argv[0]).name):
         return parse(sys.argv[1:], DEFAULTS[family], int(ranks), print_note)
@@ -33,12 +33,13 @@ def first_look(family: str) -> Config | None:
 def print_note(note: str) -> None:
     """Print a note on rank 0, before the process group exists."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {note}", flush=True)
+        with guarded("training continues", "stdout"):
+            print(f"note: {note}", flush=True)
 
 
 @contextmanager
 def _one_sentence(script: str) -> Iterator[None]:
-    """Print an error of the block and exit with code 2."""
+    """If the block raises ConfigError, print it in one sentence and exit with code 2."""
     try:
         yield
     except ConfigError as error:

@@ -17,15 +17,15 @@ from .. import presets
 from ..json_text import describe_json
 from .decoder import unread
 from .fields import ConfigError, OneOf, flag, listed, types_of
-from .foreign.translate import Translation, add_to, flag_of, settings_for, suggestion, written
+from .foreign.translate import Translation, add_to, flag_of, suggestion, written
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 
 HOME = {f.name: section for section, _, f in settings()}  # section of each setting
-# Former name of a setting -> its name. Flags, files, checkpoints and `get_args()` know both for a version.
+# Former name of a setting -> its name. Flags, files, checkpoints and `get_args()` accept both for one version.
 RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
-# Meaning of the word `none` in a file: None, or the default for a setting that holds several words.
+# What the word `none` in a file sets: None, or the default of a setting that holds several words.
 _WITHOUT = dict.fromkeys(_MAY_BE_NONE) | {f.name: f.default for _, s, f in settings() if tuple in types_of(s, f.name)}
 
 
@@ -169,7 +169,10 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def _named(content: Mapping[str, Any], where: str) -> Translation:
-    """Translate the content of a file: sections, flat settings or both, in our names or another project's."""
+    """Translate the content of a file: sections, flat settings or both, under this project's or another's names.
+
+    where: the file's name for messages.
+    """
     values: dict[str, Any] = {}
     foreign: dict[str, Any] = {}
     for key, value in content.items():
@@ -187,7 +190,7 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
                 raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
     for name, value in foreign.items():
-        if value is not None:  # Programs write null for flags that were not set.
+        if value is not None:  # other programs write null for flags that were not set
             found.add(name, value)
     found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
     return found
@@ -264,8 +267,8 @@ def _check_min_lr(config: Config) -> None:
 def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tuple[dict[str, Any], list[str]]:
     """Merge settings of files with those of the command line, which wins; return them with notes on dropped ones.
 
-    Dropped are parameters of a file's --rope-scaling that a later --rope-scaling does not use. The user did not
-    ask for them.
+    Parameters of a file's --rope-scaling that a later --rope-scaling does not use are dropped instead of refused,
+    as the user did not give them with it.
     """
     values: dict[str, Any] = {}
     source_of: dict[str, str] = {}
@@ -307,30 +310,3 @@ def from_file(path: str) -> Config:
     """Return the configuration that a run wrote to its folder. Raises ConfigError."""
     found = _named(read_json(path), path)
     return with_values(Config(), with_family({**found.values, **found.follow(found.values)}))
-
-
-class Args:
-    """Flat, read-only view of a Config in Megatron's style: args.hidden_size is config.model.hidden_size.
-
-    `config` is the whole configuration. The tokenizer and the number of ranks are known only after start-up:
-    use `get_tokenizer()` and `torch.distributed`.
-    """
-
-    config: Config
-
-    def __init__(self, config: Config) -> None:
-        object.__setattr__(self, "config", config)
-
-    def __getattr__(self, name: str) -> Any:
-        name = RENAMED.get(name, name)
-        if name in HOME:
-            return getattr(getattr(self.config, HOME[name]), name)
-        ours = settings_for(name)
-        instead = f"; it is {' and '.join(f'args.{each}' for each in ours)} here" if ours else nearest(name, HOME)
-        raise AttributeError(f"there is no setting {name!r}{instead}")
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")
-
-    def __dir__(self) -> list[str]:
-        return sorted([*HOME, "config"])

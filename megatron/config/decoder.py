@@ -65,7 +65,7 @@ class DecoderConfig(Section):
     )
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is wrong with the --rope-scaling parameters: invalid ones, and those that the method ignores."""
+        """Yield an error text for --rope-scaling parameters that are invalid or that the method ignores."""
         read = _READ_BY.get(self.rope_scaling or "", ())
         if strange := unread(vars(self), self.rope_scaling):
             names = ", ".join("--" + name.replace("_", "-") for name in strange)

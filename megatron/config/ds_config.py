@@ -62,8 +62,8 @@ class Resolved:
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     """Read `--deepspeed-config` and reconcile it with the flags.
 
-    fast_bf16: `--precision auto` selects bf16 if the file names no precision.
-    Raises ConfigError for unknown keys, and for contradictions with both values.
+    fast_bf16: whether `--precision auto` selects bf16 if the file names no precision.
+    Raises ConfigError for unknown keys, and for contradictions, naming both values.
     """
     path = config.train.deepspeed_config
     given = {k: v for k, v in (read_json(path) if path else {}).items() if v not in ("auto", None)}
@@ -83,7 +83,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     ds |= batch
     ds["zero_optimization"] = {**given.get("zero_optimization", {}), "stage": zero}
     p = config.parallel
-    # DeepSpeed counts every copy of the weights as a replica, so also the ranks of a context-parallel group.
+    # DeepSpeed counts every copy of the weights as a replica, including those of context-parallel ranks.
     ds["train_batch_size"] *= p.context_parallel_size
     ds["pipeline"] = {
         "schedule": p.pipeline_schedule,
@@ -92,9 +92,9 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         "overlap_grad_reduce": p.overlap_grad_reduce,
     }
     ds.setdefault("zero_allow_untested_optimizer", True)
-    # CPU offload uses torch's fused AdamW, which is vectorised there too and needs no compiler.
+    # CPU offload uses torch's fused AdamW, which like DeepSpeed's is vectorised, but needs no compiler.
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
-    # We print our own progress lines. DeepSpeed's would need its logger, which is kept quiet.
+    # training/log.py prints the progress lines. DeepSpeed's would need DeepSpeed's logger, which is kept quiet.
     ds["steps_per_print"] = 10**9
     # Without an optimizer wrapper DeepSpeed clips by a norm that it does not report. engine.py clips instead.
     plain = zero == 0 and p.pipe_parallel_size == 0
@@ -103,12 +103,12 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         ds[precision] = {**given.get(precision, {}), "enabled": True}
     if precision == "bf16":
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
-        # Add each gradient to its fp32 sum at once and free it, else both live until the pass ends.
+        # Add each gradient to its fp32 sum at once and free it, else gradient and sum live until the pass ends.
         ds["bf16"].setdefault("immediate_grad_update", True)
         if zero <= 1:  # DeepSpeed would reduce these sums between replicas in bf16.
             ds.setdefault("communication_data_type", "fp32")
     overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
-    # Options of ZeRO or bf16 beyond the on switch require DeepSpeed's implementation.
+    # If the file sets options of ZeRO or bf16 besides "stage" and "enabled", DeepSpeed's ZeRO 1 must be used.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     overlap &= zero == 0 and p.pipe_parallel_size == 0
@@ -163,8 +163,8 @@ def _require_overflow_checks(given: dict[str, Any], path: str) -> None:
 def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> tuple[dict[str, int], list[str]]:
     """Return the batch sizes that the flags give, and notes on different ones in the file.
 
-    CPM-Pretrain reads the file's sizes under a pipeline only. There a difference raises ConfigError, elsewhere
-    it is noted.
+    CPM-Pretrain reads the file's sizes only under a pipeline. So a difference raises ConfigError with two or more
+    pipeline stages, and gives a note otherwise.
     """
     t, p = config.train, config.parallel
     total = config.train_batch_size(world_size)

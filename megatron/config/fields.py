@@ -30,7 +30,7 @@ def first_of(names: Sequence[object], most: int = 8) -> str:
 
 
 def listed(problems: Sequence[str], title: str) -> str:
-    """Return the only problem, or all of them below a title with their number, one a line."""
+    """Return the problem if there is only one, else `N title:` and one problem per line."""
     return problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} {title}:", *problems])
 
 
@@ -126,7 +126,7 @@ class Section:
         refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is wrong with the section beyond single values."""
+        """Yield an error text for each contradiction between fields of the section."""
         return iter(())
 
 

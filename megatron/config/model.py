@@ -185,7 +185,7 @@ class ModelConfig(DecoderConfig):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings with `family` filled in; files older than that setting are gpt2 or t5."""
+    """Return flat settings with `family` filled in; files older than that setting describe a gpt2 or a t5."""
     return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 
 

@@ -79,7 +79,7 @@ class Config:
             )
 
     def _settings_of_other_families(self) -> Iterator[str]:
-        """List the settings that differ from their default but that this model family ignores."""
+        """Yield an error text if settings that this model family ignores differ from their defaults."""
         family = self.model.family
         ignored = [
             (flag(f.name), f.metadata["family"])

@@ -30,7 +30,7 @@ def mask_document(
     rng = np.random.default_rng(list(seed))
     masked, first, _ = draw_spans_to_document_ends(
         rng, SpanPlan(len(text), noise, spans, 2 * len(text), 0), ends
-    )  # the encoder limit is never reached
+    )  # no masked text reaches the encoder limit of 2 * len(text)
     context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
     lengths = np.diff(at, append=len(target))
     return context, target, np.stack([at, lengths], axis=1).ravel()

@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 
 
 def is_triple(prefix: str) -> bool:
-    """Return True if `prefix` names a triple of pairs that were masked offline."""
+    """Return True if `prefix` names a corpus that was masked offline, which consists of three pairs."""
     return Path(f"{prefix}_context.idx").is_file()
 
 
@@ -95,7 +95,10 @@ def build_train_valid_test_datasets(
     data_path: Paths, split: str, enc_seq_length: int, dec_seq_length: int | None, specials: Specials, seed: int,
     text_vocab_size: int,
 ) -> tuple[Datasets, list[str]]:  # fmt: skip
-    """Return the datasets of one or several triples, and notes on empty parts. Raises DatasetError."""
+    """Return the datasets of one or several corpora that were masked offline, and notes on empty parts.
+
+    Raises DatasetError if a corpus is damaged or --dec-seq-length is not set.
+    """
     if dec_seq_length is None:
         raise DatasetError(
             f"the spans of {prefixes_of(data_path)[0]}_context were masked during preprocessing, so --dec-seq-length "

@@ -1,8 +1,8 @@
-"""Sample order of a large epoch as a file, written once per node and memory-mapped by all its processes.
+"""Sample order of a large epoch as a file, written once per node and memory-mapped by all processes of the node.
 
-An epoch of a billion documents takes 12 GB and more. In memory every rank and every data worker would hold a
-copy. Mapped pages exist once per node and can be evicted. The file name is a hash of everything that determines
-the content. The file is renamed once complete and never changes afterwards.
+An epoch of a billion documents takes 12 GB and more. Without the file, every rank and every data worker would hold
+a copy in memory. Mapped pages exist once per node and can be evicted. The file name is a hash of everything that
+determines the content. The file gets this name when it is complete, and never changes afterwards.
 """
 
 import contextlib

@@ -53,7 +53,7 @@ def fit(lengths: Ints, capacity: int) -> Ints:
 
 
 class PackedOrder:
-    """Records of window n, a pure function of (lengths, seed, stream, n), for any n >= 0.
+    """Assignment of records to windows: those of window n, for any n >= 0, depend on (lengths, seed, stream, n) only.
 
     lengths: number of positions that each record occupies, [records]; 0 skips the record. Raises ValueError if all
     are 0. A process holds 24 bytes per record, and 8 more for each of the last two epochs.

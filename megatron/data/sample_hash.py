@@ -1,7 +1,7 @@
-"""Hash of a run's data position: proves which samples it has read, in which order.
+"""Hash that proves which samples a run has read, and in which order.
 
-A polynomial hash over the sample ids, modulo 2^64. It does not depend on batching or on the distribution over
-ranks, and can be extended sample by sample.
+It is a polynomial hash over the sample ids, modulo 2^64. It does not depend on batching or on the distribution of
+samples over ranks, and can be extended sample by sample.
 """
 
 from typing import Any

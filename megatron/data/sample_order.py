@@ -192,7 +192,7 @@ class SampleOrder:
     def pieces(self, n: int) -> list[Piece]:
         """Return (document, first token, token after the last) of each document in sample n, in order.
 
-        n is unbounded: epochs follow each other.
+        n may be any number >= 0: sample `per_epoch` is the first sample of the second epoch.
         """
         if n < 0:
             raise IndexError(f"sample {n} is negative")

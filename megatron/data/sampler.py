@@ -9,11 +9,11 @@ from .workers import block_signals, end_all_at_exit, end_with_parent
 
 
 class ConsecutiveSampler(Sampler[list[int]]):
-    """Sampler of endless micro-batches of sample numbers for one data-parallel rank.
+    """Endless sampler that yields micro-batches of sample numbers for one data-parallel rank.
 
-    Iteration k takes samples k*B to (k+1)*B - 1 for global batch size B. Every rank takes an equal consecutive
-    share of them, split into micro-batches. So the samples of an iteration do not depend on the number of ranks
-    or micro-batches.
+    Iteration k takes samples k*B to (k+1)*B - 1 for global batch size B. Every rank takes an equal number of
+    consecutive samples of the iteration, split into micro-batches. So the samples of an iteration do not depend on
+    the number of ranks or micro-batches.
 
     consumed_samples: samples used by earlier iterations, a multiple of B unless B was changed.
     is_skipped: predicate on the first sample of an iteration; True skips the iteration without reading its

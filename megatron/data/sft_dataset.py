@@ -1,6 +1,6 @@
 """Samples for supervised fine-tuning: whole conversations packed into a window, with loss on answers only.
 
-The records of a window are independent of each other. The corpus is a pair PREFIX.bin/.idx of tokens and a pair
+The records of a window do not attend to each other. The corpus is a pair PREFIX.bin/.idx of tokens and a pair
 PREFIX_loss.bin/.idx of uint8 with the same documents, 1 where a token counts in the loss. A record of L tokens
 occupies L - 1 positions because its last token is only a target.
 """

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from .spans import SpanPlan
 
-ENOUGH = 200_000  # documents sampled to estimate how many end in a window
-TOLERATED = 1e-3  # unused fraction of the text up to which a plan is kept
+ENOUGH = 200_000  # largest sample of documents from which to estimate how many documents end in a window
+TOLERATED = 1e-3  # largest unused fraction of the text for which a plan is not shortened
 Sizes = NDArray[np.integer]
 
 
 def _document_ends(sizes: Sizes) -> NDArray[np.int64]:
-    """Return the positions of document ends in the concatenated text, for a random order.
+    """Return the positions of document ends in the text of the documents, concatenated in random order.
 
-    Large corpora are sampled.
+    Of a large corpus, only a random sample of documents is used.
     """
     rng = np.random.default_rng(0)
     chosen = sizes if len(sizes) <= ENOUGH else sizes[np.sort(rng.choice(len(sizes), ENOUGH, replace=False))]

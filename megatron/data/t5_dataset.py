@@ -33,7 +33,7 @@ Ids = NDArray[np.int64]
 class Specials:
     """Ids of special tokens.
 
-    sentinels: ids of the sentinels for spans 0, 1, ... eod: end of a document; with convention `t5` it also ends
+    sentinels: ids of the first, second, ... sentinel. eod: id that ends a document and, with convention `t5`, also
     encoder input and labels.
     """
 

@@ -7,7 +7,7 @@ from . import order_file
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SMALL, SampleOrder, Sizes
 
-OFTEN = 256  # documents read between two releases of a large corpus's mapped pages
+OFTEN = 256  # after reading this many documents of a large corpus, its memory-mapped pages are released
 
 
 class Windows:

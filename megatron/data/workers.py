@@ -42,9 +42,9 @@ def end_all_at_exit() -> None:
 
 
 def end_with_parent(_: int) -> None:
-    """Start a thread in a worker that ends it as soon as its parent process ends.
+    """Start a thread that ends this worker process as soon as its parent process ends.
 
-    torch checks for the parent only while a worker waits for work, and misses one that died before the worker
+    torch checks for the parent only while a worker waits for work, and misses a parent that died before the worker
     had started.
     """
     threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()

@@ -158,8 +158,8 @@ class SelfAttention(Attention):
         self.sharers = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
         self.query_norm = build_head_norm(config) if config.qk_norm else None
         self.key_norm = build_head_norm(config) if config.qk_norm else None
-        self.plain_cut = "rope" in config.reference_ops
         self.in_groups = queries > 1 or config.qk_norm or config.position_embedding == "rope"
+        self.plain_cut = self.in_groups and "rope" in config.reference_ops
 
     def forward(
         self,

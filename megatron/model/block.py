@@ -138,7 +138,8 @@ class Block(TransformerLayer):
         """
         if caches and self.context.size > 1:
             raise ValueError(
-                "generation does not support context parallelism: build the model with a context-parallel size of 1"
+                "text generation does not support context parallelism: "
+                "build the model with a context-parallel size of 1"
             )
         hidden, document_ids = inputs
         s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0

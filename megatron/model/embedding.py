@@ -105,8 +105,8 @@ class DecoderStart(ModelStart):
         elif not self.role.attention:
             if document_ids.numel():
                 raise ValueError(
-                    "document ids restrict attention to documents, which --reset-position-ids without "
-                    "--reset-attention-mask does not: pass no document ids, or add --reset-attention-mask"
+                    "document ids limit attention, but --reset-position-ids is given without --reset-attention-mask; "
+                    "give both flags, or no document ids"
                 )
             document_ids = (position_ids == 0).cumsum(1).int()
         return self.dropout(hidden), document_ids

@@ -10,6 +10,7 @@ pieces: the slice itself, and the document's keys before the slice.
 Shapes: b batch, q queries, k keys, s sequence, n heads, d width of a head. Document ids: see masks.py.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -91,10 +92,14 @@ def _of_documents(documents: Documents) -> Pieces | None:
         theirs = mine if keys is None else runs(keys[row])
         if mine is None or theirs is None:
             return None
-        pairs = [Pair(span, theirs.get(number, everything)) for number, span in mine.items()]
-        ends = [pair.keys for pair in pairs]
-        once = once and [0, *(end for _, end in ends)] == [*(begin for begin, _ in ends), everything[1]]
-        found += [_piece(row, group, queries, others, causal) for group in group_short(pairs)]
+        rows = slice(row, row + 1)
+        pieces = [
+            Piece(rows, slice(*span), slice(*theirs.get(number, everything)), causal=causal)
+            for number, span in mine.items()
+        ]
+        ends = [0, *(piece.keys.stop for piece in pieces)]
+        once = once and ends == [*(piece.keys.start for piece in pieces), everything[1]]
+        found += merge_short(pieces, queries, others)
     return Pieces(tuple(found), once)
 
 
@@ -132,27 +137,36 @@ def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> li
             queries = slice(begin + shift, stop + shift)
             found.append(Piece(row, queries, slice(begin, stop), causal=True))
             found.append(Piece(row, queries, slice(first, begin), more=True))
-        pairs = [Pair((first + shift, last + shift), (first, last)) for first, last, _ in here]
-        ids = views.ids
-        found += [_piece(row.start, group, ids, ids, True, shift)._replace(row=row) for group in group_short(pairs)]
+        pieces = [
+            Piece(row, slice(first + shift, last + shift), slice(first, last), causal=True) for first, last, _ in here
+        ]
+        found += merge_short(pieces, views.ids, views.ids, shift)
     return found
 
 
-class Pair(NamedTuple):
-    """Token ranges of one document, among the queries and among the keys."""
+def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: int = 0) -> list[Piece]:
+    """Merge neighbouring documents of one row as long as a piece has at most SMALL x SMALL scores.
 
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-
-
-def _piece(row: int, group: list[Pair], ids: Tensor, others: Tensor, causal: bool, shift: int = 0) -> Piece:
-    """Return the piece of a group of documents. ids, others: document ids of queries and keys, [b, s] each."""
-    queries, keys = (slice(first[0], last[1]) for first, last in zip(group[0], group[-1], strict=True))
-    mask = None
-    if len(group) > 1:
+    ids, others: document ids [b, s] of the queries and the keys. shift: added to a token's index in `ids`, gives
+    its index among the queries.
+    """
+    found: list[Piece] = []
+    merged: set[int] = set()
+    for piece in documents:
+        if found and piece.keys.start == found[-1].keys.stop:
+            queries = slice(found[-1].queries.start, piece.queries.stop)
+            keys = slice(found[-1].keys.start, piece.keys.stop)
+            if (queries.stop - queries.start) * (keys.stop - keys.start) <= SMALL * SMALL:
+                merged.add(len(found) - 1)
+                found[-1] = piece._replace(queries=queries, keys=keys)
+                continue
+        found.append(piece)
+    for i in merged:
+        row, queries, keys = found[i].row.start, found[i].queries, found[i].keys
         mask = ids[row, queries.start - shift : queries.stop - shift, None] == others[row, None, keys]
-        mask = (mask.tril() if causal else mask)[None, None]
-    return Piece(slice(row, row + 1), queries, keys, mask, causal and mask is None)
+        mask = (mask.tril() if found[i].causal else mask)[None, None]
+        found[i] = found[i]._replace(mask=mask, causal=False)
+    return found
 
 
 def runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
@@ -161,16 +175,3 @@ def runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
     ends = [0, *counts.cumsum(0).tolist()]
     runs = dict(zip(values.tolist(), pairwise(ends), strict=True))
     return runs if len(runs) == len(values) else None
-
-
-def group_short(pairs: list[Pair]) -> list[list[Pair]]:
-    """Group neighbouring documents as long as a group has at most SMALL x SMALL scores."""
-    groups: list[list[Pair]] = []
-    for pair in pairs:
-        if groups and pair.keys[0] == groups[-1][-1].keys[1]:
-            first = groups[-1][0]
-            if (pair.queries[1] - first.queries[0]) * (pair.keys[1] - first.keys[0]) <= SMALL * SMALL:
-                groups[-1].append(pair)
-                continue
-        groups.append([pair])
-    return groups

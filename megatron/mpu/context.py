@@ -29,7 +29,7 @@ def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
         return [(0, length)]
     if length % (2 * axis.size):
         raise ValueError(
-            f"a sequence of {length} tokens cannot be split over --context-parallel-size {axis.size} ranks; "
+            f"a sequence of {length} tokens cannot be sharded over --context-parallel-size {axis.size} ranks; "
             f"make --seq-length a multiple of {2 * axis.size}"
         )
     each = length // (2 * axis.size)

@@ -184,7 +184,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if ctx.overwritten:
             raise RuntimeError(
                 "this loss was differentiated before, which overwrote its logits with their gradient: compute the loss "
-                "again, or use mpu.vocab_parallel_cross_entropy, which keeps the logits"
+                "again, or use mpu.vocab_parallel_cross_entropy, which leaves logits unchanged"
             )
         logits, share, local, mine = ctx.saved_tensors
         found, ctx.overwritten = LossState(share, local, mine, ctx.real), ctx.overwrite

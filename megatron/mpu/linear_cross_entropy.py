@@ -160,7 +160,6 @@ def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
 def _given(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise RuntimeError(
-            "a loss whose logits are computed in chunks can be differentiated only once; "
-            "use --logits-chunk-size 0 to run a second backward pass"
+            "logits that are computed in chunks allow one backward pass: use --logits-chunk-size 0 for a second one"
         )
     return gradient

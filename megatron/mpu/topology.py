@@ -40,7 +40,7 @@ class Topology:
                 raise ValueError(f"the {axis} axis of the grid has size {getattr(self, axis)}; it must be at least 1")
         if self.data % self.context:
             raise ValueError(
-                f"{self.data} ranks of the data axis cannot be split into context-parallel groups of {self.context}"
+                f"{self.data} ranks of the data axis cannot be divided into context-parallel groups of {self.context}"
             )
 
     @property

@@ -1,6 +1,7 @@
 """Count this machine's accelerators: `python -m megatron.ranks.accelerators` prints the number for scripts.
 
-Importing torch takes seconds, so it is skipped if neither its build nor an installed package supports an accelerator.
+Importing torch takes seconds, so it is skipped if neither torch's build nor an installed package supports
+accelerators.
 """
 
 import runpy
@@ -19,7 +20,7 @@ def may_have_accelerator() -> bool:
 
 
 def count() -> int:
-    """Return the number of accelerators that torch can use here; 0 on a CPU-only machine."""
+    """Return the number of accelerators that torch can use on this machine."""
     if not may_have_accelerator():
         return 0
     import torch

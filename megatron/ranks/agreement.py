@@ -26,15 +26,16 @@ from .errors import RunError, complaint
 from .objects import gather_objects
 
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
-AT_ONCE = 1 << 20
+AT_ONCE = 1 << 20  # elements hashed at a time
 
 
 @contextmanager
 def all_ranks() -> Iterator[None]:
-    """Raise one RunError on all ranks if the block fails on any of them, so that none hangs. A collective at its end.
+    """Raise one RunError on all ranks if the block fails on any of them, so that none hangs.
 
-    The block must not contain a collective that a rank could miss by failing before it. The message is that of
-    the lowest rank that failed. Only errors in user input (ValueError, OSError) count: others are bugs and pass.
+    The end of the block is a collective. The block itself must not contain one that a rank could miss by failing
+    before it. The message is that of the lowest rank that failed. Only ValueError and OSError, which user input
+    causes, are handled: other exceptions are bugs and propagate on the rank that raised them.
     """
     problem = None
     try:
@@ -47,7 +48,7 @@ def all_ranks() -> Iterator[None]:
 
 
 def settings_and_versions(config: Config) -> dict[str, str]:
-    """Return everything that decides how a rank computes, by a name that the user knows."""
+    """Return the settings and versions that decide how a rank computes, by the name that an error message shows."""
     found = {flag(f.name): str(getattr(getattr(config, section), f.name)) for section, _, f in settings()}
     path = config.train.deepspeed_config
     if path:
@@ -106,7 +107,7 @@ def fingerprint(x: Tensor) -> Tensor:
     """Return a hash of the bits of `x`: a scalar, int64, on the device of `x`. Flipping any single bit changes it.
 
     The hash sums the bits, read as integers, times odd numbers that depend on the position, modulo 2^64. It
-    detects every single-bit flip because an odd number times a power of two is never 0 there.
+    detects every single-bit flip because an odd number times a power of two is never 0 modulo 2^64.
     """
     bits = (
         x.detach()
@@ -127,7 +128,7 @@ def check_replicas(engine: Any) -> None:
     Copies are weights that the forward pass reads on several ranks. Data-parallel ranks hold copies of
     all weights (except under ZeRO 3, which shards them), model-parallel ranks of unsplit weights, and
     pipeline stages of tied weights.
-    engine: DeepSpeed's or that of `tds`.
+    engine: DeepSpeed's engine, or the pipeline engine of `tds`.
     """
     if dist.get_world_size() == 1:
         return

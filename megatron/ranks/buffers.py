@@ -1,4 +1,4 @@
-"""Fingerprints of a model's buffers: which ranks hold other values, and which have changed theirs."""
+"""Fingerprints of a model's buffers, to find ranks whose copies of a buffer differ or have changed during the run."""
 
 from collections.abc import Callable
 from typing import NamedTuple

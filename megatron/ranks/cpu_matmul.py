@@ -1,4 +1,4 @@
-"""Choose the faster fp32 matmul on a CPU, torch's BLAS or oneDNN, by a benchmark of milliseconds, once a machine.
+"""Choose the faster library for fp32 matmuls on a CPU, torch's BLAS or oneDNN, by a short benchmark once per machine.
 
 Torch's builds come with MKL, whose best kernels are for Intel CPUs only. On other CPUs oneDNN may be faster, by
 a factor that varies from one CPU to the next.
@@ -22,7 +22,7 @@ from .objects import from_rank_0
 from .rank_0 import is_rank_0
 
 ROWS, WIDTH, ROUNDS = 256, 512, 15
-WORTH = 1.1  # below this speedup torch's own BLAS is kept, which other programs use too
+WORTH = 1.1  # minimum speedup of oneDNN; below it torch's own BLAS is kept, which other programs use too
 
 
 def by_onednn(wanted: str, device: torch.device) -> bool:

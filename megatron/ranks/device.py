@@ -43,9 +43,9 @@ def backend(device: torch.device) -> str:
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Return whether bf16 is faster than fp32 here for models of any size; on a CPU that needs AMX tiles.
+    """Return whether bf16 is faster than fp32 on `device` for models of any size; a CPU needs AMX tiles for that.
 
-    On CPUs with only AVX512_BF16 large models gain (docs/benchmarks.md), and with neither extension none does.
+    On CPUs with only AVX512_BF16, bf16 is faster for large models (docs/benchmarks.md); with neither, for none.
     """
     if device.type == "cpu":
         return amx_tiles()
@@ -112,10 +112,10 @@ def memory(device: torch.device) -> float | None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Keep glibc from returning freed memory to the system, which would zero every page that it hands out again.
+    """Keep glibc from returning freed memory to the kernel, which zeroes every page before it hands it out again.
 
-    Activations and logits are freed and allocated once a step. Only CPUs need this: accelerators
-    have a caching allocator.
+    Activations and logits are freed and allocated again in every step. Only CPUs need this: torch has a caching
+    allocator for accelerators.
     """
     if device.type != "cpu" or not sys.platform.startswith("linux"):
         return

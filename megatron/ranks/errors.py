@@ -33,8 +33,8 @@ def complaint(error: BaseException) -> str:
 def exit_now(code: int) -> NoReturn:
     """Flush the standard streams, kill worker processes and end the process at once.
 
-    It skips Python's shutdown, in which a gloo thread that frees a tensor may abort the process
-    (about one exit in thirty).
+    It skips Python's shutdown, during which a gloo thread that frees a tensor aborts the process in about one exit
+    of thirty.
     """
     for worker in multiprocessing.active_children():
         worker.kill()

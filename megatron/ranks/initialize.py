@@ -19,7 +19,7 @@ from .agreement import same_everywhere, settings_and_versions
 from .cpu_matmul import by_onednn
 
 AFTER_THE_WATCHDOG = 30.0  # seconds that collectives wait longer than the watchdog
-FLAGS = {
+FLAGS = {  # what error messages of `tds` advise, as flags; see tds/messages.py
     "overlap": "--no-overlap-grad-reduce",
     "no ZeRO": "--zero-stage 0",
     "no pipeline": "--pipe-parallel-size 0",
@@ -51,7 +51,7 @@ def initialize_megatron(config: Config) -> torch.device:
     config.parallel.data_parallel_size(world_size())
     messages.ways |= FLAGS
     if "RANK" not in os.environ:
-        # Without a launcher, this process is a world of its own.
+        # Without a launcher, this process is the only rank.
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -90,7 +90,7 @@ def initialize_megatron(config: Config) -> torch.device:
 def use_step_timeout(config: Config) -> None:
     """Switch the timeout of collectives from startup to training steps.
 
-    It lies above the limits of the watchdogs: they fire first and report more.
+    It exceeds the time limits of the watchdogs, so that they fire first: their reports say more.
     """
     p = config.parallel
     seconds = 60 * p.distributed_timeout_minutes

@@ -1,5 +1,7 @@
 """Printing on rank 0 only."""
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -13,3 +15,9 @@ def print_rank_0(message: object) -> None:
     """Print a line on rank 0, above the progress bar if there is one."""
     if is_rank_0():
         tqdm.write(str(message))
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print a line for each note on rank 0."""
+    for note in notes:
+        print_rank_0(f"note: {note}")

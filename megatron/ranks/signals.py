@@ -23,7 +23,9 @@ from . import device as device_module
 from .errors import exit_now
 
 BEGIN = time.monotonic()
-ONE_REQUEST_SECONDS = 0.5  # a terminal signals the whole process group, and the launcher signals its ranks again
+# Signals within this time are one request: a terminal signals the whole process group, and the launcher then signals
+# its ranks again.
+ONE_REQUEST_SECONDS = 0.5
 INTERRUPTED = 130  # exit code that shells report for a process ended by Ctrl-C
 
 
@@ -35,7 +37,7 @@ def _print(words: str) -> None:
 
 
 class StopSignal(IntEnum):
-    """Request from outside the run; if ranks receive different ones, the greatest wins."""
+    """Request that a signal makes; if ranks receive different ones, the greatest wins."""
 
     NOTHING = 0
     SAVE = 1
@@ -90,7 +92,8 @@ class StopSignals:
             if self._reports is not None:
                 self._reports()
         elif threading.current_thread() is threading.main_thread():
-            # There is nothing to save, other ranks may be gone, and the launcher must be able to end this process.
+            # After an error nothing will be saved, other ranks may be gone, and the launcher must be able to end
+            # this process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _note(self, request: StopSignal) -> None:
@@ -109,9 +112,9 @@ class StopSignals:
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
         """Return (strongest request of any rank, whether all ranks are `done`), alike on all ranks.
 
-        With several ranks, the result is what they reported one call ago. The present reports travel asynchronously,
-        among the other messages of the world's process group, while the ranks compute, so no iteration waits for
-        them. (On an accelerator the host waits until the iteration before the last is done.)
+        With several ranks, the result is what they reported one call ago. The present reports are all-reduced
+        asynchronously on the default process group while the ranks compute, so no iteration waits for them.
+        (On an accelerator the host waits until the iteration before the last is done.)
         """
         request, self._request = self._request, StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:

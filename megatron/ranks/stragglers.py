@@ -1,6 +1,7 @@
 """Detection of a straggler: the rank that spends the most time on its own work.
 
-Iterations take equally long on all ranks, so only the time of a rank's own work shows which rank the others wait for.
+Iterations take equally long on all ranks, as they wait for each other. Only the time that a rank works, without
+waiting, shows which rank is slow.
 """
 
 import statistics
@@ -12,8 +13,8 @@ import torch.distributed as dist
 
 from .. import mpu
 
-FACTOR = 1.5  # times the median
-SHARE = 0.1  # fraction of an iteration; a smaller excess is not reported
+FACTOR = 1.5  # a straggler exceeds the median of its peers by more than this factor
+SHARE = 0.1  # and by more than this fraction of the iteration's time
 
 
 class Straggler(NamedTuple):
@@ -42,7 +43,7 @@ def straggler(seconds: float, iteration: float, device: torch.device) -> Straggl
 
 
 def slowest(every: list[tuple[float, int]], iteration: float) -> Straggler | None:
-    """Return the rank that exceeds the median of its peers by most, if by enough to report, else None.
+    """Return the rank that exceeds the median of its peers by the largest factor; None if no rank is a straggler.
 
     every: (seconds, stage) by rank.
     """

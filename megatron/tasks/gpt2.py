@@ -9,6 +9,7 @@ from megatron import mpu
 
 from ..config import Config
 from ..config.defaults import DEFAULTS
+from ..data.fim import FillInTheMiddle
 from ..data.gpt2_dataset import build_train_valid_test_datasets
 from ..data.prefixes import Prefixes
 from ..model.gpt2 import GPT2Model
@@ -16,7 +17,6 @@ from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
 from . import sft
-from .fim import gaps_of
 from .prefix import with_prefixes
 
 
@@ -39,7 +39,7 @@ class GPT2(Task):
             data.seq_length,
             config.train.seed,
             tokenizer.vocab_size,
-            gaps_of(config, tokenizer),
+            fill_in_the_middle(config, tokenizer),
             Prefixes(tokenizer.eod, data.reset_attention_mask) if config.objective == "prefix-lm" else None,
         )
 
@@ -102,3 +102,23 @@ class Llama(GPT2):
 
     name = "llama"
     defaults = DEFAULTS["llama"]
+
+
+def fill_in_the_middle(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle | None:
+    """Return the fill-in-the-middle settings, or None without --fim-rate.
+
+    Raises ValueError for a special token that the tokenizer lacks.
+    """
+    data = config.data
+    if not data.fim_rate:
+        return None
+    names = data.fim_tokens or ()
+    missing = [name for name in names if name not in tokenizer.marks]
+    if missing:
+        raise ValueError(
+            f"--fim-tokens: {data.vocab_file} has no special token {' or '.join(missing)}, only "
+            f"{', '.join(tokenizer.marks)}; train a tokenizer by tools/train_tokenizer.py --special-tokens, or add the "
+            f"tokens to a Hugging Face tokenizer by add_special_tokens() and save_pretrained()"
+        )
+    prefix, middle, suffix = (tokenizer.marks[name] for name in names)
+    return FillInTheMiddle(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)

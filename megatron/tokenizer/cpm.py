@@ -85,7 +85,7 @@ class CpmTokenizer(_ByPieces):
         ids = {piece: i for i, piece in enumerate(pieces)}
         self.eod = next((ids[name] for name in (EOD, "</s>") if name in ids), -1)
         if self.eod < 0:
-            raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
+            raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
         self._bytes = [ids[byte_piece(b)] for b in range(256)] if byte_piece(0) in ids else []
         self._table = [_as_text(piece) for piece in pieces]
         for b, i in enumerate(self._bytes):
@@ -112,7 +112,7 @@ class CpmVocabTokenizer(_ByPieces):
         self._cut = segmenter(cut_with)
         self.vocab_size = max(self._vocabulary.values()) + 1
         if EOD not in self._vocabulary:
-            raise TokenizerError(f"{vocab_file} has no {EOD} to end a document with")
+            raise TokenizerError(f"{vocab_file} has no end-of-document token {EOD}")
         self.eod = self._vocabulary[EOD]
         self._bytes = [self._vocabulary[byte_piece(b)] for b in range(256)] if byte_piece(0) in self._vocabulary else []
         self._table = [b""] * self.vocab_size

@@ -81,7 +81,7 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         end = next((name for name in ends if name in vocabulary), None)
         if end is None:
-            raise TokenizerError(f"{path} has no token to end a document with, such as {', '.join(END_NAMES)}")
+            raise TokenizerError(f"{path} has no end-of-document token, such as {', '.join(END_NAMES)}")
         self.eod = vocabulary[end]
         added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         self.specials = {

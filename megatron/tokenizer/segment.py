@@ -124,7 +124,7 @@ class _RjiebaSegmenter:
         return SEPARATOR.join(parts)
 
     def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
-        """Segment the blocks around `doubtful` spans with jieba, as rjieba could differ there, and the rest with rjieba."""
+        """Segment the blocks around `doubtful` spans, where rjieba could differ, with jieba; the rest with rjieba."""
         at = 0
         for start, end in doubtful:
             if start < at:

@@ -62,7 +62,7 @@ class SentencePieceTokenizer(Tokenizer):
         bare = self.start, self.eod
         self._apply_settings(Path(model_file))
         if self.eod < 0:
-            raise TokenizerError(f"{model_file} has neither {EOD} nor </s> to end a document with")
+            raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
         # A literal U+2581 in a text would be decoded as a space, so it is encoded as byte tokens. transformers'
         # LlamaTokenizer encodes it as a space, so models with this class do the same.
         spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]

@@ -1,6 +1,6 @@
 """Advisory locks (`flock`), which the kernel releases when the process that holds them ends.
 
-A lock that looks free proves something only if the file system is local (`is_local`).
+A free lock proves that its holder has ended only on a local file system (`is_local`).
 """
 
 import contextlib
@@ -39,7 +39,10 @@ def drop(handle: int) -> None:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[bool | None]:
-    """Lock a file inside the context. Yields True; False if another process holds it; None without locks or file."""
+    """Lock a file inside the context. Yields True, or False if another process holds the lock.
+
+    Yields None if the file cannot be opened or its file system has no locks.
+    """
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -79,7 +82,7 @@ def is_local(path: Path) -> bool:
 
 
 def _forget_in_child() -> None:
-    """Close inherited copies of locked files: a forked worker that outlives the run must not keep its lock."""
+    """Close inherited copies of locked files: a forked worker that outlives the run must not keep the run's lock."""
     for handle in _held:
         os.close(handle)
     _held.clear()

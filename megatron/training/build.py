@@ -1,4 +1,4 @@
-"""Startup of ranks, model and engine of a task: the part of a run that needs neither data nor checkpoints."""
+"""Startup of a task's ranks, model and engine, which needs neither data nor checkpoints."""
 
 from dataclasses import replace
 from functools import partial
@@ -48,13 +48,16 @@ def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None)
 def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Tokenizer | None) -> nn.Module:
     """Build the task's model, with the same initial weights in every layout. Raises RunError alike on every rank.
 
-    Under ZeRO 3 each of our layers is partitioned as soon as it is built, so no rank ever holds all of them.
+    Under ZeRO 3 each layer of `megatron.model` is partitioned over the ranks as soon as it is built, so no rank
+    ever holds the whole model.
     """
     cut = zero3_partitioner(resolved.deepspeed, mpu, DTYPES[resolved.precision])
     with all_ranks(), tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
         model = checked_model(task, config, tokenizer)
     if cut is not None:
-        cut(model)  # modules that a user built around our layers: DeepSpeed casts and moves all or nothing
+        # Also partition modules that a user built around these layers: DeepSpeed casts and moves either all
+        # parameters or none.
+        cut(model)
     return model
 
 
@@ -70,7 +73,7 @@ def build_engine(
     compile_layers(model, config)
     with all_ranks():
         pipeline = _checked(model, task, config)
-    if not pipeline and config.parallel.pipe_parallel_size:  # an entry script may build a plain model for size 1
+    if not pipeline and config.parallel.pipe_parallel_size:  # with a size of 1 the model may be a plain one
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
@@ -94,7 +97,7 @@ def build_engine(
 
 
 def _checked(model: nn.Module, task: Task, config: Config) -> bool:
-    """Return whether `model` is a PipelineModule. Raises ValueError if it cannot be trained as it is."""
+    """Return whether `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
     for name, parameter in global_parameters(model):
         if not parameter.dim():
             raise ValueError(

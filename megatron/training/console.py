@@ -38,7 +38,7 @@ class TimeLeft:
     def after(self, iteration: int, last: int, seconds: float, now: float | None = None) -> float:
         """Return the seconds left after `iteration` of `last`.
 
-        seconds: time per iteration since the previous line, used only for the first line.
+        seconds: time per iteration since the previous log line, used only for the first log line.
         now: reading of a monotonic clock; default: the present.
         """
         now = time.monotonic() if now is None else now

@@ -1,9 +1,9 @@
 """Reading of data on the ranks that need it; the other ranks open no data files.
 
-In each replica, the first and the last stage read, with one model-parallel rank for each context-parallel rank.
+In each replica, one rank of each model-parallel group of the first and the last pipeline stage reads data.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from .. import mpu
@@ -14,7 +14,7 @@ from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.objects import from_rank_0
-from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..ranks.rank_0 import is_rank_0, print_notes
 from ..tokenizer import Tokenizer
 from ..tokenizer.base import other_end
 from .engine import Batches
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 class RemoteDataset:
     """Placeholder for a data set that other ranks read.
 
-    plan: lengths of its samples, None if they have one sequence.
+    plan: lengths of its samples, None if a sample is a single sequence.
     """
 
     def __init__(self, plan: Lengths | None) -> None:
@@ -65,7 +65,7 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     else:
         with all_ranks():
             datasets, notes = checked_datasets(task, config, tokenizer)
-        _say(notes)
+        print_notes(notes)
     with all_ranks():
         fingerprints = _corpus_fingerprints(config) if reads() or not task.reads_alone else None
     same_everywhere(fingerprints)
@@ -78,7 +78,7 @@ def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datase
     with all_ranks(), checked_once(checked):
         if is_rank_0():
             datasets, notes = checked_datasets(task, config, tokenizer)
-            _say(notes)
+            print_notes(notes)
     placeholders = tuple(each if each is None else RemoteDataset(lengths_of(each)) for each in datasets)
     found, placeholders = from_rank_0((checked, placeholders))
     checked.update(found)
@@ -88,17 +88,12 @@ def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datase
     return cast(Datasets, datasets or placeholders)
 
 
-def _say(notes: Sequence[str]) -> None:
-    for note in notes:
-        print_rank_0(f"note: {note}")
-
-
 def read(
     dataset: Any, config: Config, consumed_samples: int, skips: Callable[[int], bool] | None = None
 ) -> Batches | None:
-    """Return this rank's micro-batches from a sample on; None if other ranks send its data or it needs none.
+    """Return this rank's micro-batches, beginning after `consumed_samples`; None on a rank that reads no data.
 
-    skips: the sampler's `is_skipped`.
+    skips: predicate on the first sample of an iteration; True skips the iteration.
     """
     if not reads():
         return None

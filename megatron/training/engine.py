@@ -1,4 +1,4 @@
-"""Uniform interface of the training loop to DeepSpeed: both engines offer `train_batch` and `eval_batch`.
+"""Uniform interface of the training loop to DeepSpeed, with a pipeline (PipeEngine) and without one (NoPipeEngine).
 
 Losses are sums over target tokens, divided by the number of targets in the whole global batch. That number is
 counted before the first backward pass, so gradients have the right scale from the start.
@@ -89,7 +89,7 @@ def _set_lr(engine: Any, lr: float) -> None:
 def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
     skipped = zero_state.was_skipped(engine)
     norm = math.inf if skipped else norm if norm is not None else 0.0
-    if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns it on the CPU if its optimizer is offloaded
+    if isinstance(norm, Tensor):  # with an offloaded optimizer, DeepSpeed's ZeRO 3 returns the norm on the CPU
         norm = norm.to(loss.device)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux)
 
@@ -159,21 +159,22 @@ class NoPipeEngine:
         self.deepspeed, self.gas, self.timers = engine, gas, timers
         self.loss, self.count_targets, self.batch_fn = task.checked_loss, task.count_targets, batch_fn
         self.data = mpu.get_mesh().data
-        # Without ZeRO, DeepSpeed does not report the gradient norm, nor compute it as we define it in a
-        # parallel grid.
+        # Without ZeRO, DeepSpeed does not report the gradient norm, and its norm differs from mpu.clip_grad_norm
+        # in a parallel grid.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
         self.reducer: GradReducer | tds.DistributedOptimizer | None = engine.distributed
         if resolved.overlap_grad_reduce:
             zero_state.take_over_reduction(engine)
             if self.data.size > 1:
                 self.reducer = GradReducer(engine.module, self.data.group)
-        # DeepSpeed divides by the accumulation steps. It averages over replicas, but our reducers sum.
+        # DeepSpeed divides the loss by the accumulation steps and averages gradients over replicas. GradReducer
+        # and DistributedOptimizer sum gradients over replicas instead.
         sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
         replicas = 1 if sums else self.data.size
         self.factor = gas * replicas
         check_factor(engine, lambda micros: micros * replicas, own_reduction=sums)
         self.clip_grad = resolved.clip_grad
-        self._names: dict[str, tuple[str, ...]] = {}  # names of additional losses, see `_agreed`
+        self._names: dict[str, tuple[str, ...]] = {}  # names of additional losses in training and in evaluation
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         with self._watched("training"), trace.span("train_batch", "step"):

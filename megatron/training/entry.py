@@ -35,7 +35,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
 
     config: the settings if they are parsed already; `argv` is then ignored.
     exit: end the process when done, as `unittest.main` does. The code is 0 for success, 2 for a mistake on the
-    command line and 1 for any other user error; errors print one sentence. With False it returns or raises.
+    command line and 1 for any other user error, which is printed in one sentence. With False it returns or raises.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     help_if_asked(getattr(task, "defaults", {}).get("family"))
@@ -71,7 +71,10 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
 
 
 def _complain(error: BaseException, everywhere: bool) -> None:
-    """Print one sentence on stderr (for settings, one a line); if all ranks know the error, only rank 0 prints."""
+    """Print the error on stderr, in one sentence or one line per invalid setting.
+
+    everywhere: all ranks have this error, so only rank 0 prints it.
+    """
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdecimal() else 0
     if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):

@@ -21,7 +21,7 @@ KNOBS = (
 
 
 def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
-    """Return lines for the user: parameters, memory of the peak rank, and a warning if there is less.
+    """Return lines for the user: parameters, memory of the peak rank, and a warning if the device has less memory.
 
     Returns nothing for custom models, or if the partition of layers is known only at run time. Raises
     ValueError if the weights alone exceed the memory and swap of a machine without accelerators.

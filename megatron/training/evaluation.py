@@ -18,7 +18,7 @@ from .run_state import Run
 def evaluate(run: Run, part: str) -> float | None:
     """Return the mean loss per target token over --eval-iters global batches, always the same ones; None without data.
 
-    If the model distinguishes text tokens, their loss and accuracy are reported too.
+    If the model's loss reports text tokens separately, their loss and accuracy are printed and logged, too.
     """
     dataset = run.datasets[("train", "valid", "test").index(part)]
     iterations = run.config.train.eval_iters
@@ -41,7 +41,7 @@ def evaluate(run: Run, part: str) -> float | None:
 
 
 def evaluate_once(run: Run, part: str) -> None:
-    """Evaluate unless metrics.jsonl holds the result, as after restarting a finished run; alike on all ranks."""
+    """Evaluate unless metrics.jsonl already holds the result, as when a finished run is restarted. A collective."""
     if from_rank_0(run.metrics.holds(part, run.state.iteration)):
         print_rank_0(
             f"note: {run.run_dir}/metrics.jsonl holds the {part} loss of iteration {run.state.iteration} already"

@@ -27,7 +27,10 @@ class Finding(NamedTuple):
 
 
 def explain(run: Run, fault: Fault) -> str:
-    """Return why the run ends and what to do; recompute the iteration to name a rank and a parameter. A collective."""
+    """Return why the run ends and what the user can do. A collective.
+
+    After skipped steps the iteration is recomputed to name a rank and a parameter.
+    """
     samples, t = fault.samples, run.config.train
 
     def again() -> None:

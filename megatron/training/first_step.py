@@ -1,4 +1,4 @@
-"""What a run does once, after its first step: warnings on parameters that do not learn, and memory that is kept."""
+"""Actions after the first step of a run: warnings about parameters without gradient, and reuse of freed memory."""
 
 from functools import partial
 
@@ -33,12 +33,12 @@ class FirstStep(Hook):
         if step is None or self._done:
             return
         self._done = True
-        if self._run.config.train.keep_freed_memory:  # moments are allocated by now, and each step allocates the same
+        if self._run.config.train.keep_freed_memory:  # only now: the moments are allocated, and later steps are alike
             device_module.keep_freed_memory(self._run.device)
         for hook in self._hooks:
             hook.remove()
         learns: dict[str, bool] = {}
-        # A tied weight is on several stages, and learns if it does on one.
+        # A tied weight is on several stages, and learns if it gets a gradient on one of them.
         for stage in gather_objects(self._learns, mpu.get_mesh().pipe):
             for name, value in stage.items():
                 learns[name] = learns.get(name, False) or value

@@ -21,7 +21,7 @@ class Garbage(Hook):
 
     def __init__(self, interval: int) -> None:
         self._interval, self._was_on = interval, gc.isenabled()
-        # Objects frozen by other code must stay frozen, and unfreeze() would thaw them together with ours.
+        # gc.unfreeze() thaws all objects, so it is not called if other code has frozen some.
         self._thaw = not gc.get_freeze_count()
 
     def __enter__(self) -> "Garbage":

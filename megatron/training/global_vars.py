@@ -1,11 +1,11 @@
 """Global access to the settings, the tokenizer and the timers, for entry scripts.
 
-Only entry scripts use these functions; the packages below get what they need as arguments.
+Only entry scripts use these functions; all other code gets settings, tokenizer and timers as arguments.
 """
 
 from typing import TypeVar
 
-from ..compat.args import ScriptArgs as Args
+from ..compat.args import Args
 from ..config import Config
 from ..tokenizer import Tokenizer
 from .metrics import Timers

@@ -14,6 +14,7 @@ from .engine import Step
 
 REMEMBERED = 64  # recent losses that a new one is compared with
 LEAST = 16  # recent losses needed before any loss counts as a spike
+# A loss is a spike if it exceeds the median by this many deviations, and by this share of the median.
 DEVIATIONS, SHARE = 8.0, 0.05
 
 
@@ -46,7 +47,7 @@ class Interval(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Reason why a run cannot continue: skipped steps up to `samples`, or a non-finite loss there.
+    """Reason why a run cannot continue: skipped steps up to the iteration `samples`, or its non-finite loss.
 
     Skipped steps are a reason if too many occur in a row, or if fp16's loss scale is at its minimum.
 
@@ -64,7 +65,7 @@ class Health:
 
     `add` only stores the tensors of a step; `read` copies all stored ones at once. All ranks see the same
     numbers and draw the same conclusions.
-    state: where the run begins.
+    state: training state at the start of the run.
     most: number of skipped steps in a row that ends the run.
     scale, least_scale: fp16's loss scale and its minimum; None without a dynamic loss scale.
     """
@@ -86,7 +87,7 @@ class Health:
         self._unread.append((step, samples, replace(state)))
 
     def skip(self, state: TrainState) -> None:
-        """Record an iteration that was skipped on request; the state stays good if it was good."""
+        """Record an iteration that a --skip-* flag skipped; `state` may be saved unless the last step failed."""
         self.read()
         if not self._streak:
             self._good = replace(state)
@@ -130,7 +131,7 @@ class Health:
             self.fault = Fault(samples, self._streak, loss, self._least if at_the_end else None)
 
     def _spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
-        """Return the loss as a spike if it exceeds the median of recent losses by more than their noise explains.
+        """Return `loss` as a spike if it exceeds the median of recent losses by more than their noise explains.
 
         Noise is measured by the median absolute deviation (Hampel 1974), which single spikes do not affect.
         """

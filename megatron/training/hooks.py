@@ -11,7 +11,11 @@ class Hook:
         """Act before iteration `iteration`, counted from 1."""
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
-        """Act after an iteration, of which `samples` has the number; step: None if a flag skipped it."""
+        """Act after an iteration.
+
+        step: None if a --skip-* flag skipped the iteration.
+        samples: number and samples of the iteration.
+        """
 
 
 def due(iteration: int, interval: int) -> bool:

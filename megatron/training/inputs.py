@@ -23,7 +23,7 @@ class MissingInputs(ConfigError):
 def refuse_missing(task: Task, config: Config) -> None:
     """Raise MissingInputs with a line for each tokenizer, corpus, checkpoint or JSON file that does not exist.
 
-    Only rank 0 checks the corpora: it always reads data, but ranks on other machines may have none.
+    Only rank 0 checks the corpora: it always reads data, but other machines need no corpus if their ranks read none.
     """
     problems = [*_tokenizer(config)]
     if os.environ.get("RANK", "0") == "0":
@@ -34,7 +34,7 @@ def refuse_missing(task: Task, config: Config) -> None:
         problems.append(f"--load {load} holds no checkpoint: there is no such folder")
     if (
         json is not None and not Path(json).exists() and problems
-    ):  # if only this file is missing, the command line's own check reports it
+    ):  # if only this file is missing, `resolve` in config/ds_config.py reports it
         problems.append(f"there is no {json}, which --deepspeed-config names")
     if problems:
         raise MissingInputs(listed(problems, "things are missing"))
@@ -58,7 +58,7 @@ def _tokenizer(config: Config) -> Iterator[str]:
 
 
 def _corpora(task: Task, config: Config) -> Iterator[str]:
-    """Yield a message for each missing .bin/.idx pair; only for tasks of ours, as others may read any format."""
+    """Yield a message for each missing .bin/.idx pair; for built-in tasks only, as custom ones may read any format."""
     if not type(task).datasets.__module__.startswith("megatron.tasks."):
         return
     try:

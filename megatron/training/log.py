@@ -82,7 +82,7 @@ class TrainingLog(Hook):
             print_rank_0(f"warning: the loss jumped to {loss:.4f} at {samples}; the median before is {median:.4f}")
             self.spikes.append({**samples._asdict(), "lm_loss": loss, "median": median})
         if self.health.fault:
-            # The pending save is of an earlier, healthy iteration.
+            # Complete the pending save first: it holds an earlier, healthy iteration.
             if self.run.saver.pending:
                 self.run.saver.finish()
             raise RunError(explain(self.run, self.health.fault))

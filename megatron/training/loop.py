@@ -34,7 +34,7 @@ def train(run: Run) -> None:
     """Train up to --train-iters, with evaluations and saves. Raises RunError if the run cannot continue.
 
     Each iteration calls all hooks, takes an optimizer step (unless a flag skips it) and calls all hooks again.
-    The order of the list is the order of their effects; the last hook decides whether the run stops early.
+    Hooks act in the order of the list; the last one, `Saves`, decides whether the run stops early.
     """
     state, config = run.state, run.config
     last = config.train.train_iters
@@ -94,7 +94,10 @@ def _advance(run: Run) -> SampleRange:
 
 
 def _skips(run: Run) -> Callable[[int], bool] | None:
-    """Return a predicate on an iteration's first sample: whether a --skip-* flag skips it; None without these flags."""
+    """Return a predicate on the first sample of an iteration: whether a --skip-* flag skips the iteration.
+
+    Returns None without these flags.
+    """
     t, count = run.config.train, run.global_batch
     skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
     iteration, consumed = run.state.iteration, run.state.consumed_samples

@@ -26,7 +26,7 @@ class Timer:
     """Timer of one named part: `with timer: ...`, or `timer.start()` and `timer.stop()`.
 
     Raises RuntimeError if it is started twice or stopped without a start.
-    device: see `Timers`; None for host time.
+    device: accelerator whose time is measured, by events; None measures host time.
     """
 
     def __init__(self, name: str, device: torch.device | None) -> None:
@@ -233,7 +233,7 @@ class MetricsWriter:
         for other in self._others:
             try:
                 other.close()
-            except Exception as error:  # may be of any type, as in `write`
+            except Exception as error:  # these services may raise anything here, too
                 tqdm.write(f"note: {other.name} could not be closed: {error}")
 
 

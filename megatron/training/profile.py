@@ -22,16 +22,18 @@ from ..atomic import process_name, whole_file
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 
 FOLDER, MERGED = "profile", "merged.json.gz"
-MOST_MERGED = 64  # ranks
+MOST_MERGED = 64  # ranks; with more, the merged file would be too large
 AFTER, COUNT = 5, 3  # without --profile-iterations: iterations skipped after the start, iterations profiled
 CLOCK = "perf_counter "  # prefix of an event name; our clock's reading at that moment follows it
-MARKS = 10  # such events before and after; one is late if its thread is preempted between the two clock readings
+# Number of clock events before and after the profile. An event is inaccurate if its thread is preempted between
+# the readings of the two clocks, so several are recorded.
+MARKS = 10
 
 
 class Profile:
     """Profiler of one rank. Calls that start, stop or write it are collective.
 
-    about: see `tds.trace.Tracer`.
+    about: metadata for this rank's timeline, from `about` in timeline.py.
     first, last: the profiled iterations.
     """
 
@@ -43,7 +45,10 @@ class Profile:
         self.done = False
 
     def iteration(self, number: int) -> bool:
-        """Announce the next iteration; return True if that started or wrote the profile, to exclude its time."""
+        """Announce the next iteration; return True if the profile was started or written, which takes time.
+
+        The caller excludes that time from the speed of the iteration.
+        """
         if self._profiler is None and not self.done and self._first <= number <= self._last:
             self._start()
         elif self._profiler is not None and number > self._last:

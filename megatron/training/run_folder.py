@@ -1,4 +1,4 @@
-"""The directory of a run: locks, and the files written once the run is accepted."""
+"""The directory of a run: its locks, and the files written once all checks of the run have passed."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def save_dir_of(config: Config, run_dir: Path) -> Path:
 
 
 def lock(config: Config, run_dir: Path) -> list[RunLock]:
-    """Lock the run directory and, as another run may --save there, the checkpoint folder. Raises ValueError."""
+    """Lock the run directory and the checkpoint folder, which --save of another run may name. Raises ValueError."""
     override, found = config.log.override_lock, list[RunLock]()
     try:
         found.append(RunLock(run_dir, override))
@@ -51,7 +51,10 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
 
 
 def keep(locks: Sequence[RunLock]) -> None:
-    """Keep the run directory, as the run has begun; a new checkpoint folder is kept only if it has content."""
+    """Keep `release` from deleting a new run directory, as the run has begun.
+
+    A new checkpoint folder is still deleted if it stays empty.
+    """
     locks[0].keep()
 
 
@@ -62,7 +65,7 @@ def release(locks: Sequence[RunLock]) -> None:
 
 
 def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> None:
-    """Raise ValueError if an earlier start kept its checkpoints elsewhere, and this one would begin before them."""
+    """Raise ValueError if an earlier start saved newer checkpoints than `iteration` in another folder."""
     try:
         saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -34,10 +34,10 @@ class Holder:
 
     host: str
     pid: int
-    started: str  # see tds.parent_death.started
+    started: str  # start time of the process in kernel ticks, see tds.parent_death.started
     since: str  # date and time, only for messages
     job: str = ""  # SLURM job id and restart count
-    table: str = ""  # see tds.parent_death.process_table; also "" in locks of older versions
+    table: str = ""  # boot id and PID namespace, see tds.parent_death.process_table; "" in locks of older versions
     advisory: bool = False  # whether the process holds an advisory lock on the file
 
     @classmethod
@@ -50,7 +50,7 @@ class Holder:
         return cls(socket.gethostname(), pid, started(pid) or "", since, job, process_table())
 
     def same_process(self, other: "Holder") -> bool:
-        """Return whether both describe the same process."""
+        """Return whether this holder and `other` are the same process."""
         mine, theirs = ((h.host, h.table, h.pid, h.started) for h in (self, other))
         return mine == theirs
 
@@ -90,7 +90,7 @@ class Holder:
 class RunLock:
     """Lock of a directory from construction until `release`.
 
-    notes: sentences on abandoned locks that were taken over.
+    notes: a sentence for the user on each abandoned lock that was taken over.
     """
 
     def __init__(self, folder: Path, override: bool = False, what: str = "the run directory") -> None:
@@ -196,7 +196,7 @@ class RunLock:
         self._made = []
 
     def release(self) -> None:
-        """Remove the lock if it is still ours, and folders that were created for it and are still empty."""
+        """Remove the lock if this process still holds it, and the folders that were created for it if still empty."""
         with contextlib.suppress(OSError):
             holder = _parse(self._read())
             if holder is not None and holder.same_process(self._me):

@@ -1,4 +1,4 @@
-"""When a run saves and stops."""
+"""The hook that decides when a run saves and when it stops."""
 
 from tds import trace
 
@@ -19,7 +19,8 @@ class Saves(Hook):
 
     def __init__(self, run: Run, log: TrainingLog, signals: StopSignals) -> None:
         self._run, self._log, self._signals = run, log, signals
-        self._saved = self._began = run.state.iteration  # newest saved state; iteration at which its save began
+        # Iteration of the newest saved state, and iteration at which its save began.
+        self._saved = self._began = run.state.iteration
         self.stop = False
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
@@ -42,10 +43,10 @@ class Saves(Hook):
             self._save(must=True)
 
     def _save(self, must: bool) -> None:
-        """Save the state after the last applied step unless that is done. So skipped steps neither save nor prune.
+        """Save the state after the last applied step unless it is saved already, as after skipped steps.
 
-        must: see RetryingSaver.save. It is set before the run stops, when iterations since the last log line
-        still get one.
+        must: raise if the save fails. It is set for the last save of a run, before which iterations since the
+        last log line still get one.
         """
         run, log = self._run, self._log
         log.check()
@@ -53,7 +54,9 @@ class Saves(Hook):
             log.report()
         good = log.health.state_to_save(run.state)
         if good.iteration != run.state.iteration:
-            print_rank_0(f"no step was applied since iteration {good.iteration}, which the checkpoint is of")
+            print_rank_0(
+                f"no step was applied since iteration {good.iteration}, so the checkpoint is of that iteration"
+            )
         if good.iteration != self._saved or run.saver.failures:
             with trace.span("checkpoint"):
                 run.saver.save(good, must=must)

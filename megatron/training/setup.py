@@ -21,7 +21,7 @@ from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
-from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder, writers
 from .build import build_engine, build_model
@@ -51,7 +51,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
             writers.check(config.log)
             locks = run_folder.lock(config, run_dir)
     try:
-        _say_what_runs(config, resolved, device, locks)
+        _print_layout(config, resolved, device, locks)
         datasets = open_datasets(task, config, tokenizer)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
@@ -72,9 +72,9 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     except BaseException:
         run_folder.release(locks)
         raise
-    publish(config, tokenizer, timers)  # again, as a resumed run has its checkpoint's schedule
+    publish(config, tokenizer, timers)  # a resumed run takes its learning-rate schedule from the checkpoint
     use_step_timeout(config)
-    if not estimates:  # without an estimate, which would include the number
+    if not estimates:  # else the estimate has already printed the number of parameters
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
     retrying = RetryingSaver(saver, config.checkpoint.max_failed_saves)
@@ -103,8 +103,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
     if is_rank_0():
         run_folder.refuse_other_checkpoints(config, run_dir, iteration)
         clear(Path(save_dir))
-        for note in run_folder.accept(config, run_dir, iteration):
-            print_rank_0(f"note: {note}")
+        print_notes(run_folder.accept(config, run_dir, iteration))
         run_folder.keep(locks)
     others = writers.writers(config, run_dir, iteration) if is_rank_0() else []
     return MetricsWriter(str(run_dir), iteration, is_rank_0(), others)
@@ -127,7 +126,7 @@ def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, 
     return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
 
 
-def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:
+def _print_layout(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:
     grid = mpu.get_topology()
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
     print_rank_0(
@@ -137,16 +136,15 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     )
     if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:
         print_rank_0("note: model-parallel ranks shard the sequence; --no-sequence-parallel turns that off")
-    for note in [f"note: {note}" for each in locks for note in each.notes]:
-        print_rank_0(note)
+    for lock in locks:
+        print_notes(lock.notes)
     automatic = (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
     if config.log.log_details and mpu.get_options().onednn and automatic:
         print_rank_0(
             "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that "
             "off"
         )
-    for note in resolved.notes:
-        print_rank_0(f"note: {note}")
+    print_notes(resolved.notes)
     slow = device_module.precision_note(device, resolved.precision)
     if slow:
         print_rank_0(slow)

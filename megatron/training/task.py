@@ -26,9 +26,9 @@ class Task:
 
     name: str = "model"
     defaults: Mapping[str, Any] = {}
-    reads_alone = False  # see `datasets`
-    shares_out_tokens = False  # `batch` gives each rank of a context group its own tokens, and the model supports it
-    makes_batches = True  # `batch` gives what the model takes; else the model's _megatron_batch_fn does
+    reads_alone = False  # True: only ranks that read data call `datasets`
+    shares_out_tokens = False  # True: `batch` shards tokens over context-parallel ranks, and the model supports that
+    makes_batches = True  # True: `batch` returns the model's inputs; False: the model's _megatron_batch_fn does
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer of the task, e.g. with more special tokens."""

@@ -40,7 +40,7 @@ class Recorder(Protocol):
     """Recorder that is notified of every iteration before it begins."""
 
     def iteration(self, number: int) -> bool | None:
-        """Announce an iteration; return True if that did work whose time belongs to no iteration."""
+        """Announce an iteration; return True if the recorder did work that must not count as iteration time."""
 
 
 class Recording(Hook):
@@ -70,7 +70,7 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
         for old in [
             *folder.glob("rank_*.json"),
             *folder.glob("torch_*.json.gz"),
-        ]:  # left by an earlier start, perhaps with other ranks
+        ]:  # left by an earlier start, perhaps with another number of ranks
             old.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     recorder = profile.Profile(engine.device, folder, about(config, engine), first, last)
@@ -97,7 +97,7 @@ def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer 
     first, last = config.log.traced or (None, None)
     path = folder / timeline.name_of(dist.get_rank())
     if is_rank_0():
-        for old in folder.glob("rank_*.json"):  # left by an earlier start, perhaps with other ranks
+        for old in folder.glob("rank_*.json"):  # left by an earlier start, perhaps with another number of ranks
             old.unlink()
     recorder = trace.Tracer(engine.device, path, about(config, engine), first, last)
     recorder.clock.append(distance(engine.device))

@@ -1,4 +1,4 @@
-"""Watchdog for runs without a pipeline: if a rank fails or stalls, all end, and rank 0 reports where each one was.
+"""Watchdog for runs without a pipeline: if a rank fails or stalls, all ranks end and rank 0 reports where each was.
 
 The pipeline engine has its own watchdog, which reports instructions; this one reports micro-batches.
 """

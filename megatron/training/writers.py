@@ -1,6 +1,6 @@
 """Destinations of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file.
 
-Each has its own flag, and its package is imported only if it is used.
+Each destination has its own flag, and its package is imported only if the flag is set.
 """
 
 import csv
@@ -85,7 +85,7 @@ def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """TensorBoard event files. A resumed run hides what lies after the iteration it resumes from."""
+    """TensorBoard event files. A resumed run hides earlier events after the iteration it resumes from."""
 
     name, flag = "TensorBoard", "tensorboard"
 
@@ -106,9 +106,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A wandb run, resumed together with ours.
+    """A wandb run, which is resumed when the training run is.
 
-    WANDB_MODE=offline keeps it on the local disk; wandb's other variables apply, too.
+    WANDB_MODE=offline keeps it on the local disk; wandb's other environment variables apply, too.
     """
 
     name, flag = "Weights & Biases", "wandb"
@@ -138,7 +138,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """An MLflow run, resumed together with ours; kept in the run directory unless MLFLOW_TRACKING_URI is set."""
+    """An MLflow run, which is resumed when the training run is.
+
+    It is kept in the run directory unless MLFLOW_TRACKING_URI is set.
+    """
 
     name, flag = "MLflow", "mlflow"
 
@@ -146,7 +149,7 @@ class MLflow:
         import mlflow
 
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse plain files without it
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer MLflow refuses file stores without it
             mlflow.set_tracking_uri((run_dir.resolve() / "mlflow").as_uri())
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow, path = mlflow, run_dir / "mlflow_run"

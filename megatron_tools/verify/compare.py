@@ -101,7 +101,7 @@ class Comparison:
         return order
 
     def _when(self, parameter: str) -> tuple[int, str]:
-        """Return a parameter's sort key in network order: when its innermost called module was called, then its name."""
+        """Return a parameter's sort key in network order: the call of its innermost called module, then its name."""
         name = parameter
         while name := name.rpartition(".")[0]:
             if name in self._order:

@@ -21,14 +21,17 @@ from tests.conformance.engines import remembered_groups
 from tests.support import losses
 
 COMMON = (
-    "--split 1 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --lr-decay-style constant --warmup 0 --log-interval 1 "
-    "--eval-iters 0 --save-interval 0 --make-vocab-size-divisible-by 64 --no-tensorboard --hidden-size 16 --num-attention-heads 4 "
+    "--split 1 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --lr-decay-style constant --warmup 0 "
+    "--log-interval 1 "
+    "--eval-iters 0 --save-interval 0 --make-vocab-size-divisible-by 64 --no-tensorboard --hidden-size 16 "
+    "--num-attention-heads 4 "
     "--partition-method type:Block"
 )
 T5 = "--num-layers 2 --num-decoder-layers 3 --ff-hidden-size 24 --family t5 --enc-seq-length 32 --seq-length 32"
 MODELS = {
     "gpt2": f"{COMMON} --num-layers 4 --seq-length 24",
-    "llama": f"{COMMON} --num-layers 4 --seq-length 24 --num-key-value-heads 1 --ff-hidden-size 24 --qk-norm --qkv-bias --reset-position-ids",
+    "llama": f"{COMMON} --num-layers 4 --seq-length 24 --num-key-value-heads 1 --ff-hidden-size 24 --qk-norm "
+    "--qkv-bias --reset-position-ids",
     "t5-cpm": f"{COMMON} {T5} --span-convention cpm --reset-attention-mask",
     "t5-v1.1": f"{COMMON} {T5} --span-convention t5 --normalization rmsnorm --position-embedding relative "
     "--relative-attention-num-buckets 8 --relative-attention-max-distance 20 --no-scale-attention --no-hidden-bias "

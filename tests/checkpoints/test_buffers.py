@@ -97,7 +97,8 @@ ONE, TWO, REPLICAS, TENSOR = (1, 1, ""), (2, 2, ""), (4, 2, "--zero-stage 1"), (
 def _engine(layout: Layout) -> tuple[Any, Any]:
     ranks, stages, more = layout
     config = parse(
-        f"--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --precision fp32 --clip-grad 0 "
+        "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --precision fp32 "
+        "--clip-grad 0 "
         f"--batch-size 2 --gas 2 --pipe-parallel-size {stages} {more}".split()
     )
     with contextlib.redirect_stdout(io.StringIO()):

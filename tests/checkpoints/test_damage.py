@@ -64,7 +64,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         good = path.read_bytes()
         for length in {0, len(good) - 1, *(dice.randrange(len(good)) for _ in range(20))}:
             path.write_bytes(good[:length])
-            # `latest` is valid without its final newline, and with a name only, as if written by hand.
+            # Two cuts of `latest` leave it valid: without the final newline, and down to the bare checkpoint name.
             harmless = path.name == "latest" and good[:length].strip() in (b"iter_0000002", good.strip())
             assert (path.name in refusal(folder)) != harmless, f"{path.name} cut to {length}"
         path.unlink()

@@ -32,6 +32,7 @@ from megatron.training import start_engine
 from megatron.training.loop import train
 from tds import optimizer_state as zero_state
 from tests.conformance.engines import remembered_groups
+from tests.sentences import SENTENCES
 from tests.support import on_ranks
 from tests.text_task import TextTask
 
@@ -140,12 +141,12 @@ def test_the_newest_whole_checkpoint_stays(three: Path) -> None:
     check_complete(three / "iter_0000003", index["tensors"])
     key, entry = next((k, e) for k, e in index["tensors"].items() if e["shape"][0] > 4)
     entry["pieces"][0]["end"] -= 1
-    with pytest.raises(CheckpointError, match="does not hold"):
+    with pytest.raises(CheckpointError, match=SENTENCES["does_not_hold"]):
         check_complete(three / "iter_0000003", index["tensors"])
     entry["pieces"] = []
     with pytest.raises(CheckpointError, match=f"rows 0 and on of '{key}' were written by no rank"):
         check_complete(three / "iter_0000003", index["tensors"])
-    with pytest.raises(CheckpointError, match="no rank has written 'weight.x'"):
+    with pytest.raises(CheckpointError, match=SENTENCES["no_rank_has_written_weight_x"]):
         check_complete(three / "iter_0000003", {}, {"weight.x": [1]})
     for file in (three / "iter_0000003").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-4])
@@ -157,7 +158,10 @@ def test_the_newest_whole_checkpoint_stays(three: Path) -> None:
     CheckpointReader(find_checkpoint(str(three))).verify()
 
 
-PADDED = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 65 --batch-size 2 --precision fp32"
+PADDED = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 65 --batch-size 2 "
+    "--precision fp32"
+)
 
 
 def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, torch.Tensor]]:

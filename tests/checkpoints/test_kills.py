@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests import support
+from tests.sentences import SENTENCES
 from tests.support import FULL, on_ranks
 
 from .runs import Start, losses_of, run_all, whole_tensors
@@ -111,7 +112,9 @@ def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
             process.join()
         errors = [path.read_text() for path in Path(folder).glob("error*")]
     # Surviving ranks may report a lost connection, but no other error.
-    assert all("onnection" in error or "closed by peer" in error or "gloo" in error for error in errors), errors
+    assert all("onnection" in error or SENTENCES["closed_by_peer"] in error or "gloo" in error for error in errors), (
+        errors
+    )
     return not done
 
 

@@ -13,7 +13,10 @@ from megatron.training import start_engine
 from tests.support import on_ranks
 from tests.text_task import TextTask
 
-FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 8 --vocab-size 20000 --batch-size 1 --precision fp32"
+FLAGS = (
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 8 --vocab-size 20000 --batch-size 1 "
+    "--precision fp32"
+)
 
 
 def _body(folder: str, background: bool) -> tuple[float, float, float]:

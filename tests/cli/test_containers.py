@@ -45,7 +45,9 @@ def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_p
     python.write_text('#!/bin/sh\necho "$@" >>asked\n')
     python.chmod(0o755)
     env = {**os.environ, "TORCH_INDEX_URL": ""}
-    done = subprocess.run(["bash", "-euc", lines[install].removeprefix("RUN ")], cwd=tmp_path, env=env, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-euc", lines[install].removeprefix("RUN ")], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     asked = re.findall(r"torch==\S+", (tmp_path / "asked").read_text())
     assert asked[0].endswith("+cpu") and ("!=" in asked[0]) == name.endswith("cuda"), "a build for another device"
@@ -100,9 +102,16 @@ def test_the_job_of_kubernetes_gives_flags_that_our_scripts_take(tmp_path: Path)
 def _environment(rank: int, nodes: int, each: int, port: int) -> dict[str, str]:
     """Return the environment variables that Kubeflow's training operator sets in the pod of a node."""
     return {
-        "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": str(each), "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(nodes), "RANK": str(rank),
-    }  # fmt: skip
+        "PET_NNODES": str(nodes),
+        "PET_NPROC_PER_NODE": str(each),
+        "PET_NODE_RANK": str(rank),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(nodes),
+        "RANK": str(rank),
+    }
 
 
 def test_the_launcher_reads_the_variables_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,10 +135,13 @@ def test_two_pods(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     pods = [
         subprocess.Popen(
-            [sys.executable, "tools/launch.py", str(rank)], cwd=ROOT, env={**os.environ, **_environment(node, 2, 2, port)},
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "tools/launch.py", str(rank)],
+            cwd=ROOT,
+            env={**os.environ, **_environment(node, 2, 2, port)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for node in range(2)
-    ]  # fmt: skip
+    ]
     said = [line for pod in pods for line in pod.communicate(timeout=100)[0].splitlines()]
     assert sorted(said) == ["0 0 4", "1 1 4", "2 0 4", "3 1 4"]

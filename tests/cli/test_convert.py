@@ -13,12 +13,54 @@ from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weigh
 from megatron.model import GPT2Model, T5Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from megatron_tools.write.generation import Sampling, T5Stepper, sample
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command, train_gpt2, train_t5
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--batch-size", "2", "--lr", "0.05", "--train-iters", "2", "--eval-iters", "0", "--precision", "fp32", "--no-tensorboard", "--log-interval", "1"]  # fmt: skip
-T5 = ["--num-decoder-layers", "3", "--kv-hidden-size", "6", "--ff-hidden-size", "40", "--no-hidden-bias", "--normalization", "rmsnorm", "--family", "t5", "--enc-seq-length", "32", "--position-embedding", "relative", "--no-scale-attention", "--activation", "gated-gelu", "--num-sentinels", "20"]  # fmt: skip
+SMALL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--batch-size",
+    "2",
+    "--lr",
+    "0.05",
+    "--train-iters",
+    "2",
+    "--eval-iters",
+    "0",
+    "--precision",
+    "fp32",
+    "--no-tensorboard",
+    "--log-interval",
+    "1",
+]
+T5 = [
+    "--num-decoder-layers",
+    "3",
+    "--kv-hidden-size",
+    "6",
+    "--ff-hidden-size",
+    "40",
+    "--no-hidden-bias",
+    "--normalization",
+    "rmsnorm",
+    "--family",
+    "t5",
+    "--enc-seq-length",
+    "32",
+    "--position-embedding",
+    "relative",
+    "--no-scale-attention",
+    "--activation",
+    "gated-gelu",
+    "--num-sentinels",
+    "20",
+]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +141,7 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
         bits = nats[window] / math.log(2) / sum(len(text.encode()) for text in texts)
         assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
     done = command("python", "tools/evaluate.py", *run, "--input", str(tmp_path / "x.jsonl"), "--window", "25")
-    assert done.returncode and "--window 25 must be from 1 to 24" in done.stderr
+    assert done.returncode and SENTENCES["window_25_must_be_from_1"] in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -422,7 +464,7 @@ def test_verifying_fails_where_a_model_is_another(
     args = convert_checkpoint.build_parser().parse_args(
         ["--load", str(tmp_path / "run"), "--output", str(tmp_path / "wrong"), "--dtype", dtype, "--verify"]
     )
-    with pytest.raises(ValueError, match="is not the same model: its logits differ by"):
+    with pytest.raises(ValueError, match=SENTENCES["is_not_the_same_model_its"]):
         convert_checkpoint.main(args)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("wrong")] == []
 
@@ -447,7 +489,18 @@ def test_gpt2_is_continued_in_two_commands(tmp_path: Path, tiny_data: str, hf_fi
         "--log-interval",
         "1",
     ]
-    rows = train_gpt2(2, tmp_path / "run", *load, *more, "--pipe-parallel-size", "2", "--hidden-dropout", "0", "--attention-dropout", "0")  # fmt: skip
+    rows = train_gpt2(
+        2,
+        tmp_path / "run",
+        *load,
+        *more,
+        "--pipe-parallel-size",
+        "2",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    )
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["activation"] == "gelu"
     # The first training loss equals the loss of the transformers model on the same samples.
     from megatron.data.gpt2_dataset import build_train_valid_test_datasets

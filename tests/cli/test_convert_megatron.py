@@ -19,6 +19,7 @@ from megatron.tokenizer import load_tokenizer
 from megatron_tools.convert.megatron_lm import RankFiles
 from megatron_tools.convert.plain_pickle import load_plain
 from tests.parity import reference
+from tests.sentences import SENTENCES
 from tests.support import command, covering
 
 LAYERS, HIDDEN, HEADS, VOCAB, POSITIONS = 4, 16, 4, 3000, 12
@@ -100,9 +101,9 @@ def save_megatron(
             for n, v in mine.items():
                 if n.startswith("layers.") and int(n.split(".")[1]) // each == stage:
                     at, rest = int(n.split(".")[1]) % each, n.split(".", 2)[2]
-                    layers[
-                        f"layers.{at}.{rest.replace('attention.', 'self_attention.') if version > 2 and rest.startswith('attention.') else rest}"
-                    ] = v
+                    if version > 2 and rest.startswith("attention."):
+                        rest = f"self_{rest}"
+                    layers[f"layers.{at}.{rest}"] = v
             model: dict[str, Any] = {"language_model": {body: layers}}
             if stage == stages - 1:
                 layers |= {f"final_layernorm.{kind}": mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")}
@@ -334,7 +335,7 @@ def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path:
     ):
         for old_format in (False, True):
             torch.save({"a": bad}, path, _use_new_zipfile_serialization=not old_format)
-            with pytest.raises(ValueError, match="and is not loaded") as caught:
+            with pytest.raises(ValueError, match=SENTENCES["and_is_not_loaded"]) as caught:
                 load_plain(path)
             assert word in str(caught.value), caught.value
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, RankFailure, command, losses, on_ranks
 
 EXAMPLES = ROOT / "examples"
@@ -67,7 +68,7 @@ def test_a_schedule_of_ones_own_is_checked() -> None:
     from tds.timetable import ScheduleError, check
 
     for name in NAMES:
-        with pytest.raises(ValueError, match="is a schedule of tds: give yours another name"):
+        with pytest.raises(ValueError, match=SENTENCES["is_a_schedule_of_tds_give"]):
             register(name, schedule_of({}))
 
     def lazy(stage: int, stages: int, micros: int) -> Any:
@@ -75,13 +76,13 @@ def test_a_schedule_of_ones_own_is_checked() -> None:
         return with_messages(order, stage, stages)
 
     register("lazy", lazy)
-    with pytest.raises(ScheduleError, match="stage 0: 3 Backward of chunk 0 where 4 are due"):
+    with pytest.raises(ScheduleError, match=SENTENCES["stage_0_3_backward_of_chunk"]):
         check([list(schedule_of({"schedule": "lazy"})(stage, 2, 4)) for stage in range(2)], 4)
-    with pytest.raises(ValueError, match="there is no pipeline schedule 'other'; there are .*zb-h1, .*lazy"):
+    with pytest.raises(ValueError, match=SENTENCES["there_is_no_pipeline_schedule_other"]):
         schedule_of({"schedule": "other"})
-    with pytest.raises(ValueError, match="a model with 2 chunks a stage needs the schedule interleaved, not lazy"):
+    with pytest.raises(ValueError, match=SENTENCES["a_model_with_2_chunks_a"]):
         schedule_of({"schedule": "lazy"}, chunks=2)
-    with pytest.raises(RankFailure, match="the schedule has no backward pass, so nothing would be learned"):
+    with pytest.raises(RankFailure, match=SENTENCES["the_schedule_has_no_backward_pass"]):
         on_ranks(2, _without_a_backward_pass)
 
 
@@ -118,7 +119,10 @@ def _sums(stages: int, folder: Path, vocab_file: str) -> None:
     from examples.own_dataset import OwnData
     from megatron.training import run
 
-    argv = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 3e-3 --log-interval 1 --eval-iters 1 --train-iters 12"
+    argv = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 3e-3 --log-interval 1 "
+        "--eval-iters 1 --train-iters 12"
+    )
     more = [
         "--pipe-parallel-size",
         str(stages),

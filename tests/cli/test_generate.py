@@ -22,6 +22,7 @@ from megatron.ranks.initialize import initialize_megatron
 from megatron_tools.write import evaluate, generate
 from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
 from megatron_tools.write.writer import answers, batches
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command, covering, on_ranks, train_gpt2
 from tests.unit.test_generation import CPM_FLAGS, DECODERS, PROMPT
 from tests.unit.test_t5_model import T5_FLAGS
@@ -73,7 +74,10 @@ def test_stages_write_what_one_process_writes(layout: str) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> str:
     folder = tmp_path_factory.mktemp("run")
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --batch-size 2 --eval-iters 0"
-    more = f"--train-iters 1 --precision fp32 --sequence-parallel --no-tensorboard --data-path {tiny_data} --vocab-file {vocab_file}"
+    more = (
+        f"--train-iters 1 --precision fp32 --sequence-parallel --no-tensorboard --data-path {tiny_data} "
+        f"--vocab-file {vocab_file}"
+    )
     train_gpt2(1, folder, *flags.split(), *more.split())
     return str(folder)
 
@@ -123,12 +127,12 @@ def test_a_gpt2_of_theirs(tmp_path: Path) -> None:
 def test_what_does_not_go_together(run: str) -> None:
     done = command("python", "tools/generate.py", "--load", run, "--prompt", "a", "--stream", "--num-beams", "2")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "--stream prints one text" in done.stderr
+    assert SENTENCES["stream_prints_one_text"] in done.stderr
     done = command("python", "tools/generate.py", "--load", run, "--prompt", "a", "--top-p", "0")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "--top-p 0.0 must be above 0 and at most 1" in done.stderr
+    assert SENTENCES["top_p_0_0_must_be"] in done.stderr
     done = command("python", "tools/generate.py", "--load", run, "--prompt", "a", "--interactive")
-    assert "give one of --prompt, --input and --interactive" in done.stderr
+    assert SENTENCES["give_one_of_prompt_input_and"] in done.stderr
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import megatron
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT
 
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", "benchmarks", "__pycache__")
@@ -71,13 +72,19 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
     run("megatron-plan", *planned, "--write", "plan")
     environment |= {"PATH": f"{commands}:{os.environ['PATH']}", "DATA_PATH": str(tmp_path / "data_text_document")}
     done = subprocess.run(["bash", "plan/run.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode and "VOCAB_FILE: the tokenizer; train-tokenizer" in done.stderr
+    assert done.returncode and SENTENCES["vocab_file_the_tokenizer_train_tokenizer"] in done.stderr
     environment |= {"VOCAB_FILE": str(tmp_path / "tokenizer.model")}
     subprocess.run(
         ["bash", "plan/run.sh", "--train-iters", "2"], cwd=tmp_path, env=environment, check=True, timeout=300
     )
-    typed = "from megatron import get_args, mpu; import data_utils, megatron, megatron_tools, tds; from pathlib import Path as P"
-    homes = "print([P(each.__file__).with_name('py.typed').is_file() for each in (megatron, megatron_tools, tds, data_utils)])"
+    typed = (
+        "from megatron import get_args, mpu; import data_utils, megatron, megatron_tools, tds; from pathlib "
+        "import Path as P"
+    )
+    homes = (
+        "print([P(each.__file__).with_name('py.typed').is_file() for each in (megatron, megatron_tools, tds, "
+        "data_utils)])"
+    )
     assert "[True, True, True]" in run("python", "-c", f"{typed}; {homes}")
     files = {path.stem.replace("_", "-") for path in (ROOT / "tools").glob("[a-z]*.py")} - {"result-table"}
     there = {path.name.removeprefix("megatron-") for path in commands.iterdir()}

@@ -19,6 +19,7 @@ from megatron.ranks import signals
 from megatron.ranks.signals import StopSignal, StopSignals, restored_signals
 from tds.parent_death import started
 from tests import support
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, on_ranks
 
 # A simulated rank, which handles signals like a real one but does not import torch.
@@ -187,14 +188,15 @@ run(GPT2())
     (tmp_path / "train.py").write_text(code)
     for stages in "02":
         words = (
-            f"tools/launch.py --standalone --nproc-per-node 2 --max-restarts 1 {tmp_path}/train.py --run-dir {tmp_path}/run{stages} "
+            f"tools/launch.py --standalone --nproc-per-node 2 --max-restarts 1 {tmp_path}/train.py --run-dir "
+            f"{tmp_path}/run{stages} "
             f"--pipe-parallel-size {stages} --data-path {tiny_data} --vocab-file {vocab_file} --split 1 --num-layers 2 "
             "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --log-interval 1 --precision fp32 --eval-iters 0 "
             "--no-tensorboard --save-interval 2 --train-iters 4"
         )
         done = support.command("python", *words.split(), env={"PYTHONPATH": str(support.ROOT)})
         assert done.returncode == 0, done.stderr
-        assert "resumed at iteration 2" in done.stdout, done.stdout
+        assert SENTENCES["resumed_at_iteration_2"] in done.stdout, done.stdout
         assert (tmp_path / f"run{stages}" / "checkpoints" / "iter_0000004").is_dir()
 
 
@@ -254,7 +256,7 @@ def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Pa
     strange = [word.replace("127.0.0.1", "no-such-host.invalid") for word in argv]
     strange[strange.index("--node-rank") + 1] = "1"
     done = subprocess.run(strange, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert "no-such-host.invalid" in done.stderr and "--master-addr (MASTER_ADDR=)" in done.stderr
+    assert SENTENCES["no_such_host_invalid"] in done.stderr and "--master-addr (MASTER_ADDR=)" in done.stderr
     argv[-1] = "10"
     waiting = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert waiting.stderr and "waits for the others" in waiting.stderr.readline()

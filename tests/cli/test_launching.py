@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT
 
 PAGES = ("launching.md", "launching_zh.md")
@@ -48,9 +49,11 @@ def test_what_it_names_exists(name: str) -> None:
 def test_two_nodes_as_it_stands(tmp_path: Path) -> None:
     (block,) = re.findall(r"```bash\n(.*?)```", page(PAGES[0]), flags=re.DOTALL)
     script = block.replace("runs/two", str(tmp_path / "two"))
-    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env={**os.environ, **SMALL}, capture_output=True, text=True, timeout=380)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=ROOT, env={**os.environ, **SMALL}, capture_output=True, text=True, timeout=380
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks on cpu" in done.stdout and "iteration 5/5" in done.stdout
+    assert SENTENCES["2_ranks_on_cpu"] in done.stdout and "iteration 5/5" in done.stdout
 
 
 RANKS = """
@@ -69,7 +72,10 @@ while :; do sleep 0.05; done
 """
 
 
-@pytest.mark.parametrize(("number", "code", "left"), [(signal.SIGTERM, 143, 143), (signal.SIGINT, 130, 130), (signal.SIGTERM, 0, 143), (signal.SIGHUP, 1, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "code", "left"),
+    [(signal.SIGTERM, 143, 143), (signal.SIGINT, 130, 130), (signal.SIGTERM, 0, 143), (signal.SIGHUP, 1, 1)],
+)
 def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int, tmp_path: Path) -> None:
     """A signal to the shell of run_*.sh, as from `docker stop`, reaches the launcher, and ends the script after it."""
     (tmp_path / "python").write_text(LAUNCHER.replace("$1", str(code)))

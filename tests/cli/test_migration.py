@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.sentences import SENTENCES
 from tests.support import ROOT, command, covering, losses, train_gpt2
 
 SIZES = (
@@ -104,4 +105,4 @@ def test_a_script_of_a_tutorial(tmp_path: Path, flags: list[str], layout: list[s
         assert done.stdout.count("time (ms) | batch generator: ") == 2
     done = launch(2, str(script), *argv, "--reset-attention-mask")
     assert done.returncode == 1 and (layout or "Traceback" not in done.stderr)
-    assert "the attention mask cannot be expressed by document ids, first in sample 0 where token 0" in done.stderr
+    assert SENTENCES["the_attention_mask_differs_from_that"] in done.stderr

@@ -144,5 +144,5 @@ def test_one_folder_to_save_and_to_load_begins_a_run_and_continues_it(
 
 def test_a_second_batch_in_one_call_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     argv = [*FLAGS.split(), "--data-path", tiny_data, "--vocab-file", vocab_file, "--run-dir", str(tmp_path)]
-    with pytest.raises(Exception, match="forward_step reads a second batch"):
+    with pytest.raises(Exception, match="forward_step"):
         on_ranks(1, _plain, argv, True)

@@ -29,8 +29,13 @@ DS_CONFIG = {
 }  # fmt: skip
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 LAYOUTS = {  # name -> (number of stages, tensor-parallel size)
-    "one": (0, 1), "one stage": (1, 1), "pp 2": (2, 1), "tp 2": (0, 2), "tp 2, one stage": (1, 2), "pp 2 x tp 2": (2, 2),
-}  # fmt: skip
+    "one": (0, 1),
+    "one stage": (1, 1),
+    "pp 2": (2, 1),
+    "tp 2": (0, 2),
+    "tp 2, one stage": (1, 2),
+    "pp 2 x tp 2": (2, 2),
+}
 
 
 def _script(argv: list[str]) -> None:

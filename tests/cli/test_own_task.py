@@ -13,9 +13,13 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.training import Task, run, start_engine
 from tds.pipe import LayerSpec, PipelineModule, SequentialModule
+from tests.sentences import SENTENCES
 from tests.support import losses, on_ranks
 
-FLAGS = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --batch-size 2 --precision fp32 --lr 0.05 --warmup 0 --log-interval 1"
+FLAGS = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --batch-size 2 --precision fp32 --lr "
+    "0.05 --warmup 0 --log-interval 1"
+)
 
 
 class Words(nn.Module):
@@ -86,7 +90,11 @@ def _losses(ranks: int, folder: Path, vocab_file: str, flags: str) -> list[float
 def test_layouts_show_in_no_number(tmp_path: Path, vocab_file: str) -> None:
     """Losses do not depend on the layout, although micro-batches have different target counts, also after a resume."""
     expected = _losses(1, tmp_path / "one", vocab_file, "--gas 4 --train-iters 4")
-    for name, ranks, flags in (("pp2", 2, "--gas 4 --pipe-parallel-size 2"), ("dp2", 2, "--gas 2"), ("pp1", 1, "--gas 4 --pipe-parallel-size 1")):  # fmt: skip
+    for name, ranks, flags in (
+        ("pp2", 2, "--gas 4 --pipe-parallel-size 2"),
+        ("dp2", 2, "--gas 2"),
+        ("pp1", 1, "--gas 4 --pipe-parallel-size 1"),
+    ):
         found = _losses(ranks, tmp_path / name, vocab_file, f"{flags} --train-iters 2 --lr-decay-iters 4")
         assert found == pytest.approx(expected[:2], rel=1e-6)
         again = _losses(1, tmp_path / name, vocab_file, "--gas 4 --train-iters 4")
@@ -105,21 +113,57 @@ class _Short(Numbers):
 
 # Name -> (wrong methods of a task, pattern of the error message). Names with "pp 1" run with one pipeline stage.
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "loss of many": ({"loss": lambda s, model, batch: model(batch[0])[:, 0, 0]}, r"^Mine.loss returns a tensor of shape \[2\]: return a tensor of one number"),
+    "loss of many": (
+        {"loss": lambda s, model, batch: model(batch[0])[:, 0, 0]},
+        r"^Mine.loss returns a tensor of shape \[2\]: return a tensor of one number",
+    ),
     "no loss": ({"loss": lambda s, model, batch: None}, "^Mine.loss returns NoneType: return a tensor of one number"),
-    "detached": ({"loss": lambda s, model, batch: model(batch[0]).sum().detach()}, "^the loss does not depend on the model's parameters, or was detached"),
-    "counts": ({"count_targets": lambda s, batch: batch[1][1]}, r"^count_targets returns a tensor of shape \[2, 6\]: return one number"),
-    "one thing": ({"batch": lambda s, data, config, tokenizer: data}, r"^Mine.batch returns dict: return \(inputs of the first layer, targets\)"),
+    "detached": (
+        {"loss": lambda s, model, batch: model(batch[0]).sum().detach()},
+        "^the loss does not depend on the model's parameters, or was detached",
+    ),
+    "counts": (
+        {"count_targets": lambda s, batch: batch[1][1]},
+        r"^count_targets returns a tensor of shape \[2, 6\]: return one number",
+    ),
+    "one thing": (
+        {"batch": lambda s, data, config, tokenizer: data},
+        r"^Mine.batch returns dict: return \(inputs of the first layer, targets\)",
+    ),
     "one thing, pp 1": ({"batch": lambda s, data, config, tokenizer: None}, "^Mine.batch returns NoneType: return"),
-    "no model": ({"model": lambda s, config, tokenizer: None}, "^the model is NoneType: Mine.model must return an nn.Module"),
-    "two": ({"datasets": lambda s, config, tokenizer: ((Numbers(), None), [])}, "^there are 2 things where three data sets are wanted"),
-    "no notes": ({"datasets": lambda s, config, tokenizer: (Numbers(), None, None)}, "^Mine.datasets returns 3 things: return the three data sets as a tuple, and a list of notes"),
-    "a note": ({"datasets": lambda s, config, tokenizer: ((Numbers(), None, None), "note")}, "^Mine.datasets returns 2 things: return"),
-    "no training": ({"datasets": lambda s, config, tokenizer: ((None, None, None), [])}, "^there is no data set of training, but --train-iters asks for training"),
-    "short": ({"datasets": lambda s, config, tokenizer: ((_Short(), None, None), [])}, "^the dataset _Short has no sample 3 .*for any n >= 0"),
-    "extended": ({"extended": lambda s, config, tokenizer: None}, "^Mine.extended returns NoneType: return a tokenizer"),
-    "mean, pp 1": ({"count_targets": None}, "^count_targets is a matter of both Mine and the loss_fn of its PipelineModule, or of neither"),
-}  # fmt: skip
+    "no model": (
+        {"model": lambda s, config, tokenizer: None},
+        "^the model is NoneType: Mine.model must return an nn.Module",
+    ),
+    "two": (
+        {"datasets": lambda s, config, tokenizer: ((Numbers(), None), [])},
+        "^there are 2 things where three data sets are wanted",
+    ),
+    "no notes": (
+        {"datasets": lambda s, config, tokenizer: (Numbers(), None, None)},
+        "^Mine.datasets returns 3 things: return the three data sets as a tuple, and a list of notes",
+    ),
+    "a note": (
+        {"datasets": lambda s, config, tokenizer: ((Numbers(), None, None), "note")},
+        "^Mine.datasets returns 2 things: return",
+    ),
+    "no training": (
+        {"datasets": lambda s, config, tokenizer: ((None, None, None), [])},
+        "^there is no data set of training, but --train-iters asks for training",
+    ),
+    "short": (
+        {"datasets": lambda s, config, tokenizer: ((_Short(), None, None), [])},
+        "^the dataset _Short has no sample 3 .*for any n >= 0",
+    ),
+    "extended": (
+        {"extended": lambda s, config, tokenizer: None},
+        "^Mine.extended returns NoneType: return a tokenizer",
+    ),
+    "mean, pp 1": (
+        {"count_targets": None},
+        "^count_targets is a matter of both Mine and the loss_fn of its PipelineModule, or of neither",
+    ),
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -147,12 +191,13 @@ def test_what_is_no_task() -> None:
         pass
 
     for task, words in (
-        (Own, r"not the class Own: run\(Own\(\)\)"), (None, "an object of a subclass of megatron.training.Task, not NoneType"),
+        (Own, r"not the class Own: run\(Own\(\)\)"), (None, "an object of a subclass of megatron.training.Task, not "
+            "NoneType"),
         (Empty(), r"Empty has no datasets\(\); docs/own_model.md shows what a task needs"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             run(task, [], exit=False)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Empty has no model\(\)"):
+    with pytest.raises(ValueError, match=SENTENCES["empty_has_no_model"]):
         start_engine(Empty(), parse([]))
 
 

@@ -11,17 +11,45 @@ import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command, covering, losses, train_gpt2
 
 
 @pytest.fixture(scope="module")
 def flags(tiny_data: str, vocab_file: str) -> list[str]:
     return [
-        "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "2", "--hidden-size", "16",
-        "--num-attention-heads", "2", "--seq-length", "16", "--batch-size", "2", "--log-interval", "1", "--eval-iters", "2",
-        "--precision", "fp32", "--no-tensorboard", "--train-iters", "6", "--save-interval", "2", "--lr", "1e-2",
-        "--partition-method", "type:Block",
-    ]  # fmt: skip
+        "--data-path",
+        tiny_data,
+        "--vocab-file",
+        vocab_file,
+        "--split",
+        "8,2",
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "2",
+        "--seq-length",
+        "16",
+        "--batch-size",
+        "2",
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "2",
+        "--precision",
+        "fp32",
+        "--no-tensorboard",
+        "--train-iters",
+        "6",
+        "--save-interval",
+        "2",
+        "--lr",
+        "1e-2",
+        "--partition-method",
+        "type:Block",
+    ]
 
 
 def launch(world: int, *argv: str) -> Any:
@@ -43,7 +71,7 @@ def test_a_run_says_what_it_does_and_leaves_what_it_promises(tmp_path: Path, fla
     done = launch(2, *flags, "--pipe-parallel-size", "2", "--run-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "", "libraries' warnings leak through"
-    assert "2 ranks on cpu: pipe 2 x data 1 x model 1 (pipeline), fp32, ZeRO 0, global batch 2" in done.stdout
+    assert SENTENCES["2_ranks_on_cpu_pipe_2"] in done.stdout
     assert "iteration 6/6 | loss" in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl", "tokenizer"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -172,7 +200,10 @@ def test_wall_clock_breakdown_takes_effect(tmp_path: Path, flags: list[str]) -> 
 
 def test_starting_does_not_load_torchs_compiler() -> None:
     """Starting a run does not import torch's compiler, which would take each rank seconds."""
-    code = "import sys, megatron.tasks, megatron.training.entry; assert 'deepspeed' in sys.modules; sys.exit('torch._dynamo' in sys.modules)"
+    code = (
+        "import sys, megatron.tasks, megatron.training.entry; assert 'deepspeed' in sys.modules; "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
     assert command("python", "-c", code).returncode == 0
 
 
@@ -180,7 +211,7 @@ def test_without_a_compiler_a_run_goes_on(tmp_path: Path, flags: list[str]) -> N
     argv = [*flags, "--train-iters", "1", "--compile", "--run-dir", str(tmp_path)]
     done = command("python", "pretrain_gpt2.py", *argv, env={"CXX": "/no/compiler"})
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--compile does nothing: no C++ compiler was found (CXX names one)" in done.stdout
+    assert SENTENCES["compile_does_nothing_no_c_compiler"] in done.stdout
 
 
 # ------------------------------------------------------------------------------ mistakes

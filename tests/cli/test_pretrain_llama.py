@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command, losses, train
 
 FAST = ["--pipe-parallel-size", "2", "--precision", "bf16", "--checkpoint-activations"]
@@ -14,11 +15,46 @@ FAST = ["--pipe-parallel-size", "2", "--precision", "bf16", "--checkpoint-activa
 @pytest.fixture(scope="module")
 def flags(tiny_data: str, vocab_file: str) -> list[str]:
     return [
-        "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "2", "--hidden-size", "16",
-        "--num-attention-heads", "4", "--num-key-value-heads", "2", "--ff-hidden-size", "24", "--seq-length", "16", "--batch-size", "2",
-        "--log-interval", "1", "--eval-iters", "2", "--no-tensorboard", "--train-iters", "4", "--save-interval", "2",
-        "--eval-interval", "1", "--lr", "1e-2", "--lr-decay-iters", "4", "--hidden-dropout", "0.1", "--attention-dropout", "0.1",
-    ]  # fmt: skip
+        "--data-path",
+        tiny_data,
+        "--vocab-file",
+        vocab_file,
+        "--split",
+        "8,2",
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "4",
+        "--num-key-value-heads",
+        "2",
+        "--ff-hidden-size",
+        "24",
+        "--seq-length",
+        "16",
+        "--batch-size",
+        "2",
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "2",
+        "--no-tensorboard",
+        "--train-iters",
+        "4",
+        "--save-interval",
+        "2",
+        "--eval-interval",
+        "1",
+        "--lr",
+        "1e-2",
+        "--lr-decay-iters",
+        "4",
+        "--hidden-dropout",
+        "0.1",
+        "--attention-dropout",
+        "0.1",
+    ]
 
 
 @FULL
@@ -59,10 +95,10 @@ def test_tools_take_a_llama(tmp_path: Path, flags: list[str]) -> None:
     scored = command("python", "tools/evaluate.py", "--load", run, "--input", str(text), "--quiet")
     assert scored.returncode == 0 and "perplexity" in scored.stdout, scored.stderr
     out = command("python", "tools/convert_checkpoint.py", "--load", run, "--output", str(tmp_path / "out"))
-    assert out.returncode == 0 and "note: --hidden-dropout 0.1 is not exported" in out.stdout, out.stderr
+    assert out.returncode == 0 and SENTENCES["note_hidden_dropout_0_1_is"] in out.stdout, out.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
     again = command("python", "pretrain_llama.py", *flags, "--run-dir", run, "--sliding-window", "9", "--qk-norm")
-    assert again.returncode and "--sliding-window is 8 there and 9 here" in again.stderr
+    assert again.returncode and SENTENCES["sliding_window_is_8_there_and"] in again.stderr
 
 
 @FULL
@@ -71,7 +107,7 @@ def test_the_script_of_the_readme(tmp_path: Path) -> None:
     small = {"TRAIN_ITERS": "3", "NLAYERS": "2", "NHIDDEN": "32", "SEQ_LENGTH": "32"}
     done = command("bash", "scripts/run_llama.sh", env={**small, "RUN_DIR": str(tmp_path / "run")}, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert "pipe 2 x data 1 x model 1" in done.stdout and "loss curve" in done.stdout
+    assert SENTENCES["pipe_2_x_data_1_x"] in done.stdout and "loss curve" in done.stdout
     for env, words in (
         ({"VARIANT": "opt"}, "VARIANT=opt is not one of llama, qwen3, mistral"),
         ({"VARIANT": "qwen3"}, "needs a MODEL_SIZE; choose one of 0.6b 1.7b 8b"),
@@ -122,10 +158,15 @@ def test_presets_say_what_these_models_are() -> None:
     from megatron.model.layers import count_parameters
 
     sizes = {
-        "llama_1b": (128256, 1_235_814_400), "llama_3b": (128256, 3_212_749_824), "llama_8b": (128256, 8_030_261_248),
-        "llama_70b": (128256, 70_553_706_496), "mistral_7b": (32000, 7_241_732_096), "qwen3_0.6b": (151936, 596_049_920),
-        "qwen3_1.7b": (151936, 1_720_574_976), "qwen3_8b": (151936, 8_190_735_360),
-    }  # fmt: skip
+        "llama_1b": (128256, 1_235_814_400),
+        "llama_3b": (128256, 3_212_749_824),
+        "llama_8b": (128256, 8_030_261_248),
+        "llama_70b": (128256, 70_553_706_496),
+        "mistral_7b": (32000, 7_241_732_096),
+        "qwen3_0.6b": (151936, 596_049_920),
+        "qwen3_1.7b": (151936, 1_720_574_976),
+        "qwen3_8b": (151936, 8_190_735_360),
+    }
     presets = {path.stem: path for path in (ROOT / "configs" / "models").glob("*.json")}
     assert sizes.keys() == {name for name in presets if name.startswith(("llama", "mistral", "qwen"))} - {"llama_tiny"}
     for name, (vocabulary, parameters) in sizes.items():

@@ -26,12 +26,47 @@ VARIANTS = {
 @pytest.fixture(scope="module", params=covering(list(VARIANTS), lambda name: name == "t5"))
 def flags(request: pytest.FixtureRequest, tiny_data: str, vocab_file: str) -> list[str]:
     return [
-        "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "1", "--num-decoder-layers", "2",
-        "--hidden-size", "16", "--num-attention-heads", "2", "--enc-seq-length", "24", "--seq-length", "24", "--batch-size", "2",
-        "--log-interval", "1", "--eval-iters", "2", "--precision", "fp32", "--no-tensorboard", "--train-iters", "4",
-        "--save-interval", "2", "--eval-interval", "1", "--lr", "1e-2", "--lr-decay-iters", "4",
-        "--partition-method", "type:Block", *VARIANTS[request.param],
-    ]  # fmt: skip
+        "--data-path",
+        tiny_data,
+        "--vocab-file",
+        vocab_file,
+        "--split",
+        "8,2",
+        "--num-layers",
+        "1",
+        "--num-decoder-layers",
+        "2",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "2",
+        "--enc-seq-length",
+        "24",
+        "--seq-length",
+        "24",
+        "--batch-size",
+        "2",
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "2",
+        "--precision",
+        "fp32",
+        "--no-tensorboard",
+        "--train-iters",
+        "4",
+        "--save-interval",
+        "2",
+        "--eval-interval",
+        "1",
+        "--lr",
+        "1e-2",
+        "--lr-decay-iters",
+        "4",
+        "--partition-method",
+        "type:Block",
+        *VARIANTS[request.param],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,16 +135,48 @@ def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus:
     """
     prefix = str(tmp_path / "corpus")
     made = command(
-        "python", "tools/preprocess_data.py", "--input", str(sample_corpus), "--vocab-file", vocab_file, "--output-prefix", prefix,
-        "--objective", "cpm-t5", "--quiet",
-    )  # fmt: skip
+        "python",
+        "tools/preprocess_data.py",
+        "--input",
+        str(sample_corpus),
+        "--vocab-file",
+        vocab_file,
+        "--output-prefix",
+        prefix,
+        "--objective",
+        "cpm-t5",
+        "--quiet",
+    )
     assert made.returncode == 0, made.stderr
     run_dir = str(tmp_path / "run")
     argv = [
-        "--data-path", f"{prefix}_text_document", "--vocab-file", vocab_file, "--split", "9,1", "--num-layers", "1",
-        "--hidden-size", "16", "--num-attention-heads", "2", "--enc-seq-length", "48", "--seq-length", "48", "--batch-size", "2",
-        "--train-iters", "4", "--eval-iters", "1", "--no-tensorboard", "--run-dir", run_dir, *VARIANTS["cpm"],
-    ]  # fmt: skip
+        "--data-path",
+        f"{prefix}_text_document",
+        "--vocab-file",
+        vocab_file,
+        "--split",
+        "9,1",
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "2",
+        "--enc-seq-length",
+        "48",
+        "--seq-length",
+        "48",
+        "--batch-size",
+        "2",
+        "--train-iters",
+        "4",
+        "--eval-iters",
+        "1",
+        "--no-tensorboard",
+        "--run-dir",
+        run_dir,
+        *VARIANTS["cpm"],
+    ]
     refused = command("python", "pretrain_t5.py", *argv)
     assert refused.returncode == 1
     assert "set --dec-seq-length" in refused.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs.site import transcript
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command
 
 READMES = ("README.md", "README_zh.md")
@@ -92,7 +93,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
         "bash", "scripts/run_gpt2.sh", env={**SMALL, "RUN_DIR": f"{tmp_path}/default", "CORPUS": "README.md"}
     )
     assert other.returncode == 2
-    assert "a run on corpus/sample.jsonl, not on README.md" in other.stderr
+    assert SENTENCES["a_run_on_corpus_sample_jsonl"] in other.stderr
     assert '"lr": 0.001' in (tmp_path / "mine" / "config.json").read_text()
     assert '"train_iters": 5' in (tmp_path / "mine" / "config.json").read_text()
 

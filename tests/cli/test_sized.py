@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command
 
 SMALL = [
@@ -47,7 +48,7 @@ def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, ti
         ["bash", script, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "pipe 1 x data 1 x model 2" in done.stdout
+    assert SENTENCES["pipe_1_x_data_1_x"] in done.stdout
     name, params, perplexity, speed, length, steps = cells(done.stdout)
     assert (name, params, perplexity, length, steps) == ("2p-CPU", "345M", "-", "32", "3")
     assert float(speed) > 0
@@ -65,7 +66,7 @@ def test_full_evaluates_saves_and_continues(tmp_path: Path, tiny_data: str, voca
         done = command("bash", "scripts/train_full.sh", *argv, "--split", "1,1,0", env=env)
         assert done.returncode == 0, done.stderr[-2000:]
         assert "data 2 x model 1" in done.stdout
-    assert "resumed at iteration 2" in done.stdout
+    assert SENTENCES["resumed_at_iteration_2"] in done.stdout
     _, params, perplexity, *_, steps = cells(done.stdout)
     assert (params, steps) == ("345M_without_mp", "4")
     assert float(perplexity) > 1
@@ -87,4 +88,4 @@ def test_a_folder_without_a_single_pair(tmp_path: Path) -> None:
         "bash", "scripts/train_full.sh", "--data_path", str(tmp_path), env={"RUN_DIR": str(tmp_path / "run")}
     )
     assert done.returncode == 2
-    assert "must contain one .bin/.idx pair" in done.stderr
+    assert SENTENCES["must_contain_one_bin_idx_pair"] in done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sentences import SENTENCES
 from tests.slurm import JOB, install
 from tests.support import FULL, ROOT, losses, train
 
@@ -56,7 +57,9 @@ def submit(folder: Path, where: Path, *words: str, **env: str) -> tuple[int, str
     state = folder / "slurm"
     state.mkdir()
     env = {"PATH": install(folder / "bin"), "FAKE_SLURM": str(state), "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run(["sbatch", *words], cwd=where, env={**os.environ, **env}, capture_output=True, text=True, timeout=400)  # fmt: skip
+    done = subprocess.run(
+        ["sbatch", *words], cwd=where, env={**os.environ, **env}, capture_output=True, text=True, timeout=400
+    )
     log = state / "log"
     return done.returncode, log.read_text() if log.exists() else "", done.stdout + done.stderr
 
@@ -88,7 +91,8 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
         for rank in range(4 if per_rank else 2):
             task = (state / f"task{start}.{rank}").read_text()
             assert task == (
-                f"RANK={rank} LOCAL_RANK={rank % 2} WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} OMP_NUM_THREADS=1"
+                f"RANK={rank} LOCAL_RANK={rank % 2} WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "
+                f"MASTER_PORT={port} OMP_NUM_THREADS=1"
                 if per_rank
                 else f"--nnodes 2 --node-rank {rank} --nproc-per-node 2"
             )
@@ -103,12 +107,24 @@ def test_what_the_tasks_are_given_and_what_happens_at_the_time_limit(kind: str, 
     ("words", "env", "said"),
     [
         (["run_slurm.sh", "bert"], {}, "must be gpt2, llama or t5, not 'bert'"),
-        (["run_slurm.sh", "gpt2", "--hidden-sise", "3"], {}, "unknown argument --hidden-sise; did you mean --hidden-size?"),
-        (["run_slurm.sh", "t5"], {"MODEL_SIZE": "9b"}, "t5 has no MODEL_SIZE=9b; choose one of 11b 3b base large small tiny"),
-        (["--ntasks-per-node", "4", "run_slurm.sh", "gpt2"], {"GPUS_PER_NODE": "2"}, "GPUS_PER_NODE=2 differs from --ntasks-per-node 4"),
+        (
+            ["run_slurm.sh", "gpt2", "--hidden-sise", "3"],
+            {},
+            "unknown argument --hidden-sise; did you mean --hidden-size?",
+        ),
+        (
+            ["run_slurm.sh", "t5"],
+            {"MODEL_SIZE": "9b"},
+            "t5 has no MODEL_SIZE=9b; choose one of 11b 3b base large small tiny",
+        ),
+        (
+            ["--ntasks-per-node", "4", "run_slurm.sh", "gpt2"],
+            {"GPUS_PER_NODE": "2"},
+            "GPUS_PER_NODE=2 differs from --ntasks-per-node 4",
+        ),
         (["--chdir", "/", "run_slurm.sh", "gpt2"], {}, "/ is not the checkout"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_ends_the_job_before_anything_is_prepared(
     words: list[str], env: dict[str, str], said: str, tmp_path: Path
 ) -> None:
@@ -123,15 +139,22 @@ def test_without_slurm_it_says_how_it_is_used() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(["bash", "scripts/run_slurm.sh", "gpt2"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "start it as sbatch" in done.stderr
+    assert SENTENCES["start_it_as_sbatch"] in done.stderr
     shown = subprocess.run(
         ["bash", "scripts/run_slurm.sh", "--help"], cwd=ROOT, env=env, capture_output=True, text=True
     )
-    assert shown.returncode == 0 and "sbatch --nodes 4" in shown.stdout and "GPUS_PER_NODE" in shown.stdout
+    assert shown.returncode == 0 and "sbatch --nodes 4" in shown.stdout and SENTENCES["gpus_per_node"] in shown.stdout
 
 
-SMALL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --log-interval 1 --eval-iters 0 --no-tensorboard --precision fp32 --num-workers 1"
-LENGTH = {"gpt2": "--seq-length 16", "llama": "--seq-length 16 --num-key-value-heads 2", "t5": "--enc-seq-length 16 --dec-seq-length 16"}  # fmt: skip
+SMALL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --log-interval 1 --eval-iters 0 --no-tensorboard "
+    "--precision fp32 --num-workers 1"
+)
+LENGTH = {
+    "gpt2": "--seq-length 16",
+    "llama": "--seq-length 16 --num-key-value-heads 2",
+    "t5": "--enc-seq-length 16 --dec-seq-length 16",
+}
 
 
 @FULL  # 20 to 40 seconds each; another test covers requeueing with simulated ranks

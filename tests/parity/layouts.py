@@ -68,14 +68,34 @@ def ours(
     more: further flags. by_document: separate documents by PER_DOCUMENT's three flags.
     """
     flags = {
-        "--data-path": data, "--vocab-file": vocab_file, "--split": "1", "--num-layers": LAYERS,
-        "--hidden-size": HIDDEN, "--num-attention-heads": HEADS, "--seq-length": SEQ, "--hidden-dropout": 0,
-        "--attention-dropout": 0, "--batch-size": 2, "--gas": GLOBAL_BATCH // 2 // layout.dp, "--train-iters": steps,
-        "--lr": LR[optimizer], "--lr-decay-style": "constant", "--warmup": 0, "--optimizer": optimizer,
-        "--seed": SEED, "--precision": precision, "--log-interval": 1, "--eval-iters": 0, "--save-interval": 0,
-        "--pipe-parallel-size": layout.pp, "--model-parallel-size": layout.tp, "--context-parallel-size": layout.cp, "--zero-stage": layout.zero,
-        "--make-vocab-size-divisible-by": 64, "--partition-method": "type:Block",
-    }  # fmt: skip
+        "--data-path": data,
+        "--vocab-file": vocab_file,
+        "--split": "1",
+        "--num-layers": LAYERS,
+        "--hidden-size": HIDDEN,
+        "--num-attention-heads": HEADS,
+        "--seq-length": SEQ,
+        "--hidden-dropout": 0,
+        "--attention-dropout": 0,
+        "--batch-size": 2,
+        "--gas": GLOBAL_BATCH // 2 // layout.dp,
+        "--train-iters": steps,
+        "--lr": LR[optimizer],
+        "--lr-decay-style": "constant",
+        "--warmup": 0,
+        "--optimizer": optimizer,
+        "--seed": SEED,
+        "--precision": precision,
+        "--log-interval": 1,
+        "--eval-iters": 0,
+        "--save-interval": 0,
+        "--pipe-parallel-size": layout.pp,
+        "--model-parallel-size": layout.tp,
+        "--context-parallel-size": layout.cp,
+        "--zero-stage": layout.zero,
+        "--make-vocab-size-divisible-by": 64,
+        "--partition-method": "type:Block",
+    }
     argv = [str(part) for pair in flags.items() for part in pair]
     rows = train_gpt2(layout.world, run_dir, *argv, "--no-tensorboard", *(PER_DOCUMENT if by_document else ()), *more)
     return losses(rows)

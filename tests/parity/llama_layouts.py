@@ -26,8 +26,10 @@ GLOBAL_BATCH, STEPS, SEQ, SEED, RATE, CLIP = 8, 4, 24, 7, 1.0, 0.2  # CLIP is so
 LAYERS = 8  # length of the model's list of layers, of which 4 are transformer blocks
 BLOCKS = 4
 COMMON = (
-    f"--seq-length {SEQ} --batch-size 2 --train-iters {STEPS} --lr {RATE} --optimizer sgd --lr-decay-style constant --warmup 0 "
-    f"--seed {SEED} --make-vocab-size-divisible-by 64 --clip-grad {CLIP} --partition-method type:Block --init-method-std 0.1"
+    f"--seq-length {SEQ} --batch-size 2 --train-iters {STEPS} --lr {RATE} --optimizer sgd --lr-decay-style constant "
+    "--warmup 0 "
+    f"--seed {SEED} --make-vocab-size-divisible-by 64 --clip-grad {CLIP} --partition-method type:Block "
+    "--init-method-std 0.1"
 )
 DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
 
@@ -60,7 +62,10 @@ class Way(NamedTuple):
 
 def _config(way: Way, vocab_file: str, more: str = "") -> Config:
     kind = KINDS[way.kind]
-    flags = f"{flags_of(kind.name, kind.sizes, kind.tied, kind.window)} {COMMON} {kind.flags} --precision {way.precision} {way.flags}"
+    flags = (
+        f"{flags_of(kind.name, kind.sizes, kind.tied, kind.window)} {COMMON} {kind.flags} --precision "
+        f"{way.precision} {way.flags}"
+    )
     return with_values(parse([*flags.split(), *more.split()]), {"vocab_size": load_tokenizer(vocab_file).vocab_size})
 
 
@@ -132,7 +137,10 @@ def _train(way: Way, more: str, replicas: int, data: str, vocab_file: str) -> li
 
 def _body(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
     pp, dp, tp, *cp = grid
-    more = f"--context-parallel-size {math.prod(cp)} --pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp}"
+    more = (
+        f"--context-parallel-size {math.prod(cp)} --pipe-parallel-size {pp} --model-parallel-size {tp} --gas "
+        f"{GLOBAL_BATCH // 2 // dp}"
+    )
     found = []
     with remembered_groups() as begin:
         for way in ways:

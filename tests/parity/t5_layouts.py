@@ -23,15 +23,19 @@ from .t5_reference import Shape, logits, train
 GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
 LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # length of the list of layers, with 2 encoder and 3 decoder blocks
 COMMON = (
-    f"--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 --enc-seq-length {ENCODER} "
-    f"--seq-length {ENCODER} --hidden-dropout 0 --attention-dropout 0 --batch-size 2 --train-iters {STEPS} --lr 0.1 --optimizer sgd "
+    "--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 "
+    f"--enc-seq-length {ENCODER} "
+    f"--seq-length {ENCODER} --hidden-dropout 0 --attention-dropout 0 --batch-size 2 --train-iters {STEPS} --lr 0.1 "
+    "--optimizer sgd "
     f"--lr-decay-style constant --warmup 0 --seed {SEED} --make-vocab-size-divisible-by 64 --clip-grad 1.0 "
     "--partition-method type:Block"
 )
 VARIANTS = {
     "cpm": "--span-convention cpm --reset-attention-mask",
-    "t5": "--span-convention t5 --normalization rmsnorm --position-embedding relative --relative-attention-num-buckets 8 "
-    "--relative-attention-max-distance 20 --no-scale-attention --no-hidden-bias --activation gated-gelu --no-tie-embeddings "
+    "t5": "--span-convention t5 --normalization rmsnorm --position-embedding relative "
+    "--relative-attention-num-buckets 8 "
+    "--relative-attention-max-distance 20 --no-scale-attention --no-hidden-bias --activation gated-gelu "
+    "--no-tie-embeddings "
     "--kv-hidden-size 6",
 }
 VARIANTS["umt5"] = f"{VARIANTS['t5']} --relative-attention-per-layer"

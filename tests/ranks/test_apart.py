@@ -17,7 +17,8 @@ from tests.support import covering, on_ranks
 from tests.text_task import TextTask
 
 FLAGS = (
-    "--batch-size 1 --pipe-parallel-size 0 --num-layers 6 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 64 "
+    "--batch-size 1 --pipe-parallel-size 0 --num-layers 6 --hidden-size 16 --num-attention-heads 4 --seq-length 8 "
+    "--vocab-size 64 "
     "--make-vocab-size-divisible-by 16 --no-tensorboard"
 )
 T5 = "--family t5 --num-decoder-layers 2 --enc-seq-length 8 --position-embedding relative"

@@ -15,12 +15,16 @@ from megatron.training import compiling
 from megatron.training.compiling import compile_layers, compiler_found
 from tests.support import covering, on_ranks
 
-FLAGS = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --compile --cpu-matmul torch"
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --compile "
+    "--cpu-matmul torch"
+)
 DROPOUTS = ["--hidden-dropout 0 --attention-dropout 0", "--hidden-dropout 0.2 --attention-dropout 0.3"]
 
 
 LLAMA = (
-    f"{FLAGS} {DROPOUTS[0]} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
+    f"{FLAGS} {DROPOUTS[0]} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu "
+    "--no-hidden-bias "
     "--num-key-value-heads 2 --qk-norm --sliding-window 5"
 )
 
@@ -54,7 +58,8 @@ def _compiled(flags: str, sequence: bool, onednn: bool) -> int:
 
 
 T5 = (
-    "--family t5 --position-embedding relative --normalization rmsnorm --activation gated-gelu --no-hidden-bias --num-layers 1 "
+    "--family t5 --position-embedding relative --normalization rmsnorm --activation gated-gelu --no-hidden-bias "
+    "--num-layers 1 "
     "--hidden-size 32 --num-attention-heads 4 --vocab-size 64 --compile"
 )
 CASES = [(f"{FLAGS} {dropout}", sequence, False) for dropout in DROPOUTS for sequence in (False, True)]

@@ -160,7 +160,7 @@ def test_every_token_is_on_one_rank() -> None:
         axes = [Axis(None, tuple(range(ranks)), rank) for rank in range(ranks)]
         stretches = sorted(stretch for axis in axes for stretch in mpu.context_slices(16, axis))
         assert [token for begin, end in stretches for token in range(begin, end)] == list(range(16))
-    with pytest.raises(ValueError, match="--context-parallel-size 4 ranks; make --seq-length a multiple of 8"):
+    with pytest.raises(ValueError, match="--context-parallel-size.*--seq-length"):
         mpu.context_slices(20, axes[0])
 
 

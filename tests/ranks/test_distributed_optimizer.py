@@ -327,6 +327,6 @@ def _changed(learns_first: bool) -> str:
 
 
 def test_weights_frozen_or_set_free_later_are_refused() -> None:
-    for learns_first, what in ((True, "frozen"), (False, "set free")):
+    for learns_first, what in ((True, "frozen"), (False, "unfrozen")):
         for said in on_ranks(2, _changed, learns_first):
             assert said.startswith(f"1 weights, the first of shape (6, 6), were {what} after tds.initialize()")

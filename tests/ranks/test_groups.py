@@ -13,6 +13,7 @@ from megatron.model import GPT2ModelPipe
 from megatron.mpu import Topology
 from megatron.ranks.initialize import initialize_megatron
 from tds import groups
+from tests.sentences import SENTENCES
 from tests.support import command, on_ranks
 
 FLAGS = (
@@ -41,7 +42,7 @@ def test_lines_of_a_large_grid_are_arithmetic() -> None:
     assert len(grid.lines("pipe")) == 512 and len(grid.lines("model")) == 1024
     assert grid.lines("data")[9] == grid.filter_match(pipe=1, model=1)
     assert grid.filter_match(pipe=16) == []
-    with pytest.raises(ValueError, match="the grid has no axis pipes; its axes are pipe, data, model"):
+    with pytest.raises(ValueError, match=SENTENCES["the_grid_has_no_axis_pipes"]):
         grid.filter_match(pipes=1)
 
 

@@ -199,7 +199,7 @@ def test_which_gradients_are_wanted() -> None:
     assert w.grad is None
     loss.backward(inputs=[w], retain_graph=True)
     torch.testing.assert_close([x.grad, w.grad], list(both))
-    with pytest.raises(RuntimeError, match="differentiated only once; use --logits-chunk-size 0"):
+    with pytest.raises(RuntimeError, match="--logits-chunk-size"):
         loss.backward()
     torch.testing.assert_close(torch.autograd.grad(total(x, weight), x)[0], both[0])
     torch.testing.assert_close(torch.autograd.grad(total(hidden, w), w)[0], both[1])
@@ -264,8 +264,10 @@ def test_no_more_logits_exist_than_those_of_a_chunk(learns: bool) -> None:
 
 
 T5_FLAGS = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --family t5 --enc-seq-length 12 --dec-seq-length 6 --vocab-size 50 "
-    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --scale-tied-logits --model-parallel-size 2"
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --family t5 --enc-seq-length 12 --dec-seq-length 6 "
+    "--vocab-size 50 "
+    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --scale-tied-logits "
+    "--model-parallel-size 2"
 )
 
 
@@ -294,7 +296,8 @@ def test_scaled_logits_of_a_tied_matrix_and_the_textbook_form(more: str) -> None
 
 
 GPT2_FLAGS = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --family gpt2 --seq-length 8 --vocab-size 50 --batch-size 3 "
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --family gpt2 --seq-length 8 --vocab-size 50 "
+    "--batch-size 3 "
     "--pipe-parallel-size 1 --hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by 4"
 )
 

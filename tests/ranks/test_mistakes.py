@@ -127,11 +127,15 @@ def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: 
     begun = time.monotonic()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "train.py", where], cwd=tmp_path, env={**os.environ, **meet, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "train.py", where],
+            cwd=tmp_path,
+            env={**os.environ, **meet, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for r in range(2)
-    ]  # fmt: skip
+    ]
     try:
         said = [rank.communicate(timeout=60)[1] for rank in ranks]
     finally:
@@ -144,8 +148,10 @@ def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: 
 
 def test_stacks_of_cpp_are_left_out() -> None:
     text = (
-        "RuntimeError: Connection closed by peer\nException raised from recvBytes at ../TCPStore.cpp:10 (most recent call first):\n"
-        "frame #0: c10::Error::Error(std::string) + 0x96 (0x7f)\nframe #1: <unknown function> + 0x5ba (0x7f)\n\nafter it"
+        "RuntimeError: Connection closed by peer\nException raised from recvBytes at ../TCPStore.cpp:10 (most recent "
+        "call first):\n"
+        "frame #0: c10::Error::Error(std::string) + 0x96 (0x7f)\nframe #1: <unknown function> + 0x5ba "
+        "(0x7f)\n\nafter it"
     )
     assert without_cpp(text).split("\n") == ["RuntimeError: Connection closed by peer", "after it"]
     assert (

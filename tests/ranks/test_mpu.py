@@ -11,6 +11,7 @@ from megatron.config import Config, ModelConfig
 from megatron.config.sections import DataConfig, ParallelConfig
 from megatron.model import GPT2Model
 from megatron.mpu.mappings import own_part
+from tests.sentences import SENTENCES
 from tests.support import covering, on_ranks
 
 MODEL_OF_TWO = Config(
@@ -113,9 +114,9 @@ def _mappings(ranks: int) -> None:
     (mpu.copy_to_model_parallel_region(copy) * (axis.rank + 1)).sum().backward()
     torch.testing.assert_close(copy.grad, torch.full_like(copy, sum(range(1, axis.size + 1))))
     if axis.size > 1:
-        with pytest.raises(ValueError, match="last dimension of 7 cannot be split"):
+        with pytest.raises(ValueError, match=SENTENCES["last_dimension_of_7_cannot_be"]):
             own_part(draw(2, 7), axis)
-        with pytest.raises(ValueError, match="output size of 7 cannot be split"):
+        with pytest.raises(ValueError, match=SENTENCES["output_size_of_7_cannot_be"]):
             mpu.ColumnParallelLinear(4, 7)
 
 
@@ -206,11 +207,11 @@ def _overwritten(ranks: int, dtype: torch.dtype) -> None:
     expected = F.cross_entropy(wide, target.flatten(), reduction="none").view(4, 5)
     (expected * weight).sum().backward()
     torch.testing.assert_close(part.grad, plain.grad[..., axis.rank * rows : (axis.rank + 1) * rows])
-    with pytest.raises(RuntimeError, match="was differentiated before"):
+    with pytest.raises(RuntimeError, match=SENTENCES["was_differentiated_before"]):
         total.backward()
     logits = part * 1
     both = logits.square().sum() + loss_of(logits)  # the backward pass of `square` reads the overwritten logits
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=SENTENCES["modified_by_an_inplace_operation"]):
         both.backward()
 
 
@@ -377,7 +378,7 @@ def test_the_grid_on_eight_ranks() -> None:
 
 
 def _refused() -> None:
-    with pytest.raises(ValueError, match="3 ranks cannot be laid out"):
+    with pytest.raises(ValueError, match=SENTENCES["3_ranks_cannot_be_laid_out"]):
         mpu.initialize_model_parallel(2)
 
 

@@ -14,6 +14,7 @@ import tds
 from tds.schedule import ScheduleError
 from tests.conformance.cases import CASES, Case
 from tests.conformance.engines import remembered_groups, train
+from tests.sentences import SENTENCES
 from tests.support import covering, on_ranks
 
 from .nccl import nccl
@@ -77,7 +78,7 @@ def _errors(rules: str, stages: int) -> list[tuple[str, float]]:
             try:
                 found.append((what, max(train("tds", case, stages, 1, pipeline, torch.float64))))
             except ScheduleError as error:
-                assert _may_be_refused(rules, pipeline) and "CUDA_DEVICE_MAX_CONNECTIONS" in str(error)
+                assert _may_be_refused(rules, pipeline) and SENTENCES["cuda_device_max_connections"] in str(error)
             except Exception as error:
                 raise RuntimeError(what) from error
     return found

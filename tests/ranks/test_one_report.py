@@ -41,7 +41,8 @@ class Layer(torch.nn.Linear):
             time.sleep(0.05)
         return super().forward(x)
 
-net = PipelineModule([Layer(4, 4) for _ in range(3)], num_stages=3, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
+layers = [Layer(4, 4) for _ in range(3)]
+net = PipelineModule(layers, num_stages=3, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
 engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config={
     "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "steps_per_print": None,
     "pipeline": {"timeout": 2.0 if kind == "freeze" else 600}})
@@ -66,11 +67,15 @@ def _start(folder: Path, *argv: str) -> list["subprocess.Popen[str]"]:
     meet = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     return [
         subprocess.Popen(
-            [sys.executable, "train.py", *argv], cwd=folder, env={**os.environ, **meet, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "train.py", *argv],
+            cwd=folder,
+            env={**os.environ, **meet, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for r in range(RANKS)
-    ]  # fmt: skip
+    ]
 
 
 def _ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str]]:

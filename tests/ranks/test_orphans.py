@@ -124,7 +124,8 @@ def test_nothing_is_left_of_a_run(
     seconds: time from the start to the kill; None: kill during training.
     """
     argv = (
-        f"tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --run-dir {tmp_path} --data-path {tiny_data} "
+        f"tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --run-dir {tmp_path} --data-path "
+        f"{tiny_data} "
         f"--vocab-file {vocab_file} --split 1 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
         f"--log-interval 1 --precision fp32 --num-workers 1 --eval-iters 0 --no-tensorboard"
     )

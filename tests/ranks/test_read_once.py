@@ -24,7 +24,10 @@ from tests.checkpoints.runs import Start, losses_of, make, whole_tensors
 from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks
 
-FLAGS = "--batch-size 1 --gas 4 --train-iters {} --precision {} --zero-stage {} --pipe-parallel-size {} --model-parallel-size {}"
+FLAGS = (
+    "--batch-size 1 --gas 4 --train-iters {} --precision {} --zero-stage {} --pipe-parallel-size {} "
+    "--model-parallel-size {}"
+)
 
 
 def _count(calls: Counter[str], owner: Any, name: str, key: Any) -> None:

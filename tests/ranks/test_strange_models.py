@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tds
+from tests.sentences import SENTENCES
 from tests.support import RankFailure, on_ranks
 
 WIDTH, MICROS, STEPS = 6, 3, 3
@@ -95,10 +96,14 @@ def build(
     model = tds.PipelineModule(make(), num_stages=stages, loss_fn=loss, **{"partition_method": "uniform", **how})
     replicas = dist.get_world_size() // stages
     settings = {
-        "train_batch_size": 4 * MICROS * replicas, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0,
-        "steps_per_print": 10**9, "pipeline": {"schedule": schedule, "timeout": 60}, "zero_allow_untested_optimizer": True,
+        "train_batch_size": 4 * MICROS * replicas,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "pipeline": {"schedule": schedule, "timeout": 60},
+        "zero_allow_untested_optimizer": True,
         **(config or {}),
-    }  # fmt: skip
+    }
     weights = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]
     engine = tds.initialize(model=model, optimizer=torch.optim.SGD(weights, lr=0.1), config=settings)[0]
     if not config:
@@ -262,14 +267,14 @@ def _refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("no loss", "loss_fn returns NoneType for 'loss': return a tensor of one number, or a dict of such"),
+        ("no loss", "loss_fn returns NoneType for 'loss': return a scalar tensor, or a dict of scalar tensors"),
         ("a tuple", "loss_fn returns tuple for 'loss'"),
         ("an empty dict", "loss_fn returns an empty dict"),
         ("a number", "loss_fn returns float for 'b'"),
         ("a vector", r"loss_fn returns a tensor of shape \[4\] for 'loss'"),
         ("meta", "stage 0, outputs: tensor 0 is on meta, the stage on cpu; move it there"),
-        ("nothing", "stage 0, outputs: no tensor at all"),
-        ("nothing learns", "the stage of rank 0 has no weight that learns, which DeepSpeed's ZeRO"),
+        ("nothing", "stage 0, outputs: there are no tensors to send"),
+        ("nothing learns", "the stage of rank 0 has no trainable weight, but DeepSpeed's ZeRO"),
         ("no micro-batches", "num_micro_batches 0: there is nothing to evaluate"),
         ("no data", "there are no data: give train_batch"),
     ],
@@ -292,7 +297,7 @@ def _load(folder: Path, stages: int, more: dict[str, Any]) -> list[Tensor]:
         engine.load_checkpoint(folder, **more)
     except ValueError as error:
         assert all(torch.equal(p, old) for p, old in zip(engine.module.parameters(), before, strict=True))
-        assert "was cut at [0, 2, 4] with 1 chunks a stage, this model is cut at [0, 2, 3, 4]" in str(error)
+        assert SENTENCES["was_cut_at_0_2_4"] in str(error)
         return []
     return [p.detach() for p in engine.module.parameters()]
 
@@ -322,9 +327,14 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
     ]
     net = tds.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.01, "steps_per_print": 10**9,
-        "zero_optimization": {"stage": int(bf16)}, "zero_allow_untested_optimizer": True, "pipeline": {"timeout": 60},
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.01,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": int(bf16)},
+        "zero_allow_untested_optimizer": True,
+        "pipeline": {"timeout": 60},
+    }
     if bf16:  # use DeepSpeed's ZeRO-1 optimizer for bf16
         config |= {
             "bf16": {"enabled": True},

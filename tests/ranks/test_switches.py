@@ -18,7 +18,8 @@ from megatron.ranks.initialize import initialize_megatron
 from tests.support import on_ranks
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --family t5 --enc-seq-length 12 --dec-seq-length 6 --vocab-size 50 "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --family t5 --enc-seq-length 12 --dec-seq-length 6 "
+    "--vocab-size 50 "
     "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --batch-size 3 --normalization rmsnorm "
     "--activation gated-gelu --position-embedding relative --no-scale-attention --no-hidden-bias --no-tie-embeddings"
 )
@@ -40,7 +41,7 @@ def _graph(loss: Tensor) -> set[str]:
 def _listening() -> Iterator[list[str]]:
     """Yield a list of a backward pass's events, in order.
 
-    "start": an asynchronous all-reduce begins. "settle": it is awaited. "product": a matmul.
+    "start": an asynchronous all-reduce begins. "settle": it is awaited. "matmul": a matmul.
     """
     said: list[str] = []
 
@@ -55,7 +56,7 @@ def _listening() -> Iterator[list[str]]:
         for name, owner, what in (
             ("start", Pending, "__init__"),
             ("settle", Pending, "settle"),
-            ("product", linear, "product"),
+            ("matmul", linear, "matmul"),
         ):
             patch.setattr(owner, what, telling(name, getattr(owner, what)))
         yield said
@@ -63,20 +64,22 @@ def _listening() -> Iterator[list[str]]:
 
 OURS = {
     "biased-attention": "_BiasedAttentionBackward",
-    "document-attention": "_DocumentAttentionBackward",
+    "document-attention": "_FlashAttentionBackward",
     "cross-entropy": "_VocabParallelCrossEntropyBackward",
     "gated-gelu": "_GatedBackward",
     "relative-positions": "FlipBackward0",
     "rms-norm": "_RMSNormBackward",
-    "rope": "_CutGroupsBackward",
+    "rope": "_SplitBackward",
     "swiglu": "_GatedBackward",
 }
 IN_LLAMA = ("rope", "swiglu")  # optimisations of Llama; those of T5 are all the others
 
 
 LLAMA = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --family llama --seq-length 12 --vocab-size 50 "
-    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --batch-size 3 --normalization rmsnorm --qk-norm "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --family llama --seq-length 12 "
+    "--vocab-size 50 "
+    "--make-vocab-size-divisible-by 4 --hidden-dropout 0 --attention-dropout 0 --batch-size 3 --normalization "
+    "rmsnorm --qk-norm "
     "--activation swiglu --position-embedding rope --no-hidden-bias --no-tie-embeddings"
 )
 
@@ -128,5 +131,5 @@ def test_sums_under_way_or_not(flags: str) -> None:
     in_turn = on_ranks(2, _learns, f"{flags} --no-async-tensor-model-parallel-allreduce")
     for (ours, _, said), (theirs, _, said_in_turn) in zip(ahead, in_turn, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-        assert ("start", "product") in pairwise(said)
+        assert ("start", "matmul") in pairwise(said)
         assert {after for before, after in pairwise(said_in_turn) if before == "start"} == {"settle"}

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, RankFailure, command, ends_of_ranks, on_ranks
 
 WIDTH, MICROS = 6, 4
@@ -158,7 +159,7 @@ def _ends_early() -> None:
 
 
 def test_an_iterator_that_ends_says_so() -> None:
-    with pytest.raises(RankFailure, match="data iterator of stage 0 ended after 1 of 4 micro-batches"):
+    with pytest.raises(RankFailure, match=SENTENCES["data_iterator_of_stage_0_ended"]):
         on_ranks(1, _ends_early)
 
 
@@ -194,7 +195,7 @@ def test_what_cannot_be_is_refused(stages: int, module: dict[str, Any], config: 
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "None": (None, "stage 0, inputs of micro-batch 1: tensor 0 is NoneType; only tensors can be passed on"),
+    "None": (None, "stage 0, inputs of micro-batch 1: tensor 0 is NoneType; only tensors can be sent"),
     "a number": (3.5, "stage 0, inputs of micro-batch 1: tensor 0 is float"),
     "an array": (np.ones((4, WIDTH)), "stage 0, inputs of micro-batch 1: tensor 0 is ndarray"),
     "sparse": (
@@ -246,7 +247,7 @@ def _frozen_here() -> None:
 
 
 def test_a_tie_is_frozen_everywhere_or_nowhere() -> None:
-    with pytest.raises(RankFailure, match=r"the tied weight tie.weight is frozen on stage 0 but learns on another one"):
+    with pytest.raises(RankFailure, match=SENTENCES["the_tied_weight_tie_weight_is"]):
         on_ranks(2, _frozen_here)
 
 
@@ -260,7 +261,7 @@ def _no_optimizer() -> None:
 
 
 def test_a_stage_without_optimizer_is_named() -> None:
-    with pytest.raises(RankFailure, match="stage 0 has no optimizer: give each rank one"):
+    with pytest.raises(RankFailure, match=SENTENCES["stage_0_has_no_optimizer_give"]):
         on_ranks(2, _no_optimizer)
 
 
@@ -285,7 +286,7 @@ def test_an_adam_of_the_ds_config_needs_no_compiler_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("Lamb", {}, "the optimizer lamb of the ds_config runs on GPUs only; on a CPU take Adam, AdamW or Adagrad"),
+        ("Lamb", {}, "the optimizer lamb of the ds_config runs on GPUs only; on a CPU use Adam, AdamW or Adagrad"),
         ("Lion", {}, "the optimizer lion of the ds_config runs on GPUs only"),
         ("Adam", {"bias_correction": False}, '"bias_correction": false is for GPUs only'),
     ],
@@ -358,7 +359,7 @@ def _misfit(at_start: bool) -> None:
 def test_stages_that_do_not_fit_are_found_at_start_on_both() -> None:
     for end in ends_of_ranks(2, _misfit, True):
         assert end.code == 1
-        assert "stage 1 expects 2 tensors (hidden, mask) of stage 0, which puts out 1 (hidden)" in end.stderr
+        assert SENTENCES["stage_1_expects_2_tensors_hidden"] in end.stderr
 
 
 def test_what_nobody_declared_is_checked_on_arrival_and_ends_both() -> None:

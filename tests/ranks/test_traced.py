@@ -8,9 +8,29 @@ import pytest
 from tests.support import losses, train_gpt2
 
 SIZES = [
-    "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--batch-size", "1", "--gas", "2",
-    "--eval-iters", "0", "--save-interval", "0", "--log-interval", "1", "--pipe-parallel-size", "2", "--precision", "fp32",
-]  # fmt: skip
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--batch-size",
+    "1",
+    "--gas",
+    "2",
+    "--eval-iters",
+    "0",
+    "--save-interval",
+    "0",
+    "--log-interval",
+    "1",
+    "--pipe-parallel-size",
+    "2",
+    "--precision",
+    "fp32",
+]
 
 
 @pytest.fixture

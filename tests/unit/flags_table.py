@@ -27,7 +27,10 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
         why = f"（{say(outcome.but)}）" if chinese else f" ({outcome.but})"
         more = "，没有另外给出时还有" if chinese else ", and unless given explicitly"
         if not outcome.settings:
-            return f"{'没有另外给出时为' if chinese else 'unless given explicitly'} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
+            return (
+                f"{'没有另外给出时为' if chinese else 'unless given explicitly'} "
+                f"`{_ours(outcome.unless)}`{why if outcome.but else ''}"
+            )
         return f"`{_ours(outcome.settings)}`{more} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
     if isinstance(outcome, Means):
         return f"`{_ours(outcome.settings)}`" + (f"{stop}{say(outcome.but)}" if outcome.but else "")

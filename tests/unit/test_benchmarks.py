@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from docs.site.results import results
+from tests.sentences import SENTENCES
 from tests.support import ROOT, command
 
 TEXT = """\
@@ -62,11 +63,11 @@ def test_a_section_by_name_and_an_unknown_one(tmp_path: Path) -> None:
     assert "python benchmarks/gpu.py" in (tmp_path / "benchmarks.md").read_text()
     done = command("python", "benchmarks/suite.py", "--sections", "dq")
     assert done.returncode == 2
-    assert "no section 'dq'" in done.stderr
+    assert SENTENCES["no_section_dq"] in done.stderr
 
 
 def test_results_name_commands_that_exist(suite: ModuleType) -> None:
-    """Every table of results.toml has rows of equal length and commands of existing sections and scripts."""
+    """The rows of each table in results.toml have equal length, and its commands name existing sections and scripts."""
     for found in results()["table"].values():
         assert {len(row) for row in found["rows"]} == {len(found["columns"])}
         cells = [found.get("command", ""), *(str(cell) for row in found["rows"] for cell in row)]

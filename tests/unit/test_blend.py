@@ -14,6 +14,7 @@ from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.sample_hash import extend
+from tests.sentences import SENTENCES
 
 
 class Numbers:
@@ -86,11 +87,15 @@ def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bou
 @pytest.mark.parametrize(
     "weights",
     [
-        (0.123456789, 1e-6, 1.7182818284, 0.0001234567, 3e-6), (1, 1e-9), (1e-9, 0.9999, 1e-4, 0.001), tuple(0.01 + i / 1e7 for i in range(90)),
-        tuple(1 + i / 1e7 for i in range(2000)), (1, *[1e-5 + i * 1e-9 for i in range(300)]),
+        (0.123456789, 1e-6, 1.7182818284, 0.0001234567, 3e-6),
+        (1, 1e-9),
+        (1e-9, 0.9999, 1e-4, 0.001),
+        tuple(0.01 + i / 1e7 for i in range(90)),
+        tuple(1 + i / 1e7 for i in range(2000)),
+        (1, *[1e-5 + i * 1e-9 for i in range(300)]),
     ],
     ids=["mixed", "tiny", "short", "equal", "many", "many small"],
-)  # fmt: skip
+)
 def test_any_weight_is_kept(weights: tuple[float, ...]) -> None:
     """Weights have no lower limit: a corpus of weight 1e-6 gets its share everywhere, and no sample repeats."""
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
@@ -181,5 +186,5 @@ def test_bad_blends_are_refused(words: list[str]) -> None:
 
 
 def test_nothing_for_training() -> None:
-    with pytest.raises(DatasetError, match="no training data"):
+    with pytest.raises(DatasetError, match=SENTENCES["no_training_data"]):
         build_datasets(lambda _: (10, lambda *_: None), "a", "0,1")

@@ -5,6 +5,7 @@ import torch
 
 from tds import Boundary, BoundaryError
 from tds.boundary import Contract, check, check_match, contract_of
+from tests.sentences import SENTENCES
 
 HIDDEN = torch.zeros(2, requires_grad=True) * 1
 MASK = torch.zeros(2, dtype=torch.bool)
@@ -48,7 +49,7 @@ def test_what_differs_from_the_declaration_is_named(outputs: tuple[torch.Tensor,
 
 
 def test_a_gradient_that_would_be_lost_is_refused() -> None:
-    with pytest.raises(BoundaryError, match="declared without gradient but has one"):
+    with pytest.raises(BoundaryError, match=SENTENCES["declared_without_gradient_but_has_one"]):
         check((HIDDEN,), (Boundary("hidden", grad=False),), "stage 0")
 
 
@@ -65,9 +66,9 @@ def _stage(puts_out: list[Boundary] | None, takes_in: list[Boundary] | None, **s
     ("stages", "message"),
     [
         ([_stage([Boundary("hidden")], None), _stage(None, [Boundary("hidden"), Boundary("mask", "bool", grad=False)])],
-         r"stage 1 expects 2 tensors \(hidden, mask\) of stage 0, which puts out 1 \(hidden\)"),
+         r"stage 1 expects 2 tensors \(hidden, mask\) from stage 0, which outputs 1 \(hidden\)"),
         ([_stage(None, None), _stage([Boundary("hidden", split=True)], None), _stage(None, [Boundary("hidden")])],
-         r"stage 2 expects .*split=False\) of stage 1, which puts out .*split=True\)"),
+         r"stage 2 expects .*split=False\) from stage 1, which outputs .*split=True\)"),
         ([_stage(None, None, schedule="gpipe"), _stage(None, None, schedule="1f1b")],
          "stage 1 runs with schedule = 1f1b, stage 0 with gpipe"),
     ],
@@ -83,5 +84,5 @@ def test_chunks_have_borders_of_their_own() -> None:
     first = contract_of(SimpleNamespace(boundaries=[one, two], receives=[None, one]), 2, {})
     second = contract_of(SimpleNamespace(boundaries=[one, None], receives=[one, two]), 2, {})
     check_match([first, second])
-    with pytest.raises(BoundaryError, match=r"stage 1 expects 2 tensors \(decoded, encoded\) of stage 0"):
+    with pytest.raises(BoundaryError, match=SENTENCES["stage_1_expects_2_tensors_decoded"]):
         check_match([contract_of(SimpleNamespace(boundaries=[one, one]), 2, {}), second])

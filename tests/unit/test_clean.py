@@ -16,7 +16,10 @@ LONG = "这是一篇足够长的文章，没有什么毛病。\n它有两行。"
 
 
 MORE = LONG + "".join(f"第{i}行讲的是数字{i * 7919}的故事，\n" for i in range(30))
-CODE = "for i in range(3):\n    x = [\n        0,\n        0,\n        0,\n        0,\n    ]\n    print(x)\n    print(x)\n    print(x)"
+CODE = (
+    "for i in range(3):\n    x = [\n        0,\n        0,\n        0,\n        0,\n    ]\n    print(x)\n    "
+    "print(x)\n    print(x)"
+)
 CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"
 HTML = '<div class="item"><a href="/x.html" target="_blank">新闻</a>&nbsp;<span style="color:red">更多</span></div>\n'
 BASE64 = "\n".join("iVBORw0KGgoAAAANSUhEUgAAAAUAAAAFCAYAAACNbyblAAAAHElEQVQI12P4" for _ in range(3))
@@ -83,10 +86,13 @@ KEPT = [
     "繁體中文：涓滴之水，鐵杵磨針，鏄鎛鐘鳴，浣紗溪畔。",
     "这里有一个链接 https://example.org/a/very/long/path?with=many&parameters=1 和一些文字，还有更多的文字，足够长了吧，再来一句。",
     "HTML 的 <div> 和 <span> 标签很常见，写网页的人都知道它们的区别：一个是块级元素，一个是行内元素；此外 <p> 表示段落。要注意的是，标签必须闭合。",
-    "sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 is the digest of a word of four letters, as anybody may check",
-    "पक्षी गीत गाते हैं, और सूरज उगता है।", "สวัสดีครับ ผมชื่อสมชาย ยินดีที่ได้รู้จัก",
-    "こんにちは、世界。日本語のテキストです。", "한국어 문장입니다. 안녕하세요, 여러분.",
-]  # fmt: skip
+    "sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 is the digest of a word of four "
+    "letters, as anybody may check",
+    "पक्षी गीत गाते हैं, और सूरज उगता है।",
+    "สวัสดีครับ ผมชื่อสมชาย ยินดีที่ได้รู้จัก",
+    "こんにちは、世界。日本語のテキストです。",
+    "한국어 문장입니다. 안녕하세요, 여러분.",
+]
 
 
 @pytest.mark.parametrize("text", KEPT)

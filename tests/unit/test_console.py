@@ -8,9 +8,18 @@ from data_utils import progress
 from megatron.training.console import TimeLeft, duration, short, training_line
 
 ROW: dict[str, Any] = {
-    "iteration": 10, "lm_loss": 8.0849, "lr": 2e-4, "grad_norm": 1.352, "loss_scale": None, "skipped_steps": 0, "consumed_tokens": 20480,
-    "tokens_per_second": 4074.2, "tflops": 0.0173, "mfu": None, "memory_mb": 462.0,
-}  # fmt: skip
+    "iteration": 10,
+    "lm_loss": 8.0849,
+    "lr": 2e-4,
+    "grad_norm": 1.352,
+    "loss_scale": None,
+    "skipped_steps": 0,
+    "consumed_tokens": 20480,
+    "tokens_per_second": 4074.2,
+    "tflops": 0.0173,
+    "mfu": None,
+    "memory_mb": 462.0,
+}
 
 
 def test_the_line_has_what_a_run_is_watched_by() -> None:

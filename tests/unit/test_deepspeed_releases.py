@@ -10,6 +10,7 @@ from torch import nn
 import tds
 from tds import measure
 from tds._deepspeed import DeepSpeedEngine, Zero12Optimizer, refuse_other_releases
+from tests.sentences import SENTENCES
 from tests.support import on_ranks
 
 
@@ -17,7 +18,7 @@ from tests.support import on_ranks
 def test_another_release_is_refused_unless_the_user_insists(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tds._ds.__version__", release)
     for start in (tds.initialize, tds.init_distributed):
-        with pytest.raises(tds.UnsupportedDeepSpeed, match=r"deepspeed>=0\.19,<0\.20.*TDS_ANY_DEEPSPEED=1"):
+        with pytest.raises(tds.UnsupportedDeepSpeed, match=SENTENCES["deepspeed_0_19_0_20_tds"]):
             start()
     monkeypatch.setenv("TDS_ANY_DEEPSPEED", "1")
     assert release in str(refuse_other_releases(release))

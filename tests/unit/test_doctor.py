@@ -25,6 +25,7 @@ from megatron.training.data_ranks import _check_tokenizer
 from megatron.training.run_lock import Holder, RunLock
 from megatron_tools.doctor import corpora, doctor, machine, memory, network, run_dir, settings
 from megatron_tools.doctor.finding import Finding
+from tests.sentences import SENTENCES
 from tests.support import ROOT
 
 MODEL = [
@@ -367,7 +368,7 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         inspect("verify", pair, "--vocab-file", str(tmp_path))
     preprocess("d")
-    with pytest.raises(ValueError, match="end their documents with different tokens"):
+    with pytest.raises(ValueError, match=SENTENCES["end_their_documents_with_different_tokens"]):
         inspect("merge", pair, f"{tmp_path}/d_text_document", "--output", f"{tmp_path}/m")
     preprocess("e", "--no-append-eod")  # this corpus has no end tokens
     assert checked(usual, f"{tmp_path}/e_text_document") == "ok"

@@ -15,6 +15,7 @@ from megatron.model.biased_attention import biased_attention
 from megatron.model.flash_attention import flash_attention
 from megatron.model.masks import Documents
 from megatron.model.pieces import SMALL, pieces_for, pieces_of
+from tests.sentences import SENTENCES
 
 HEADS, WIDTH, SCALE = 3, 8, 0.3
 
@@ -149,7 +150,10 @@ def test_pieces_change_and_go_with_their_ids() -> None:
         gc.enable()
 
 
-FLAGS = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 160 --vocab-size 50 --make-vocab-size-divisible-by 2"
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 160 --vocab-size 50 "
+    "--make-vocab-size-divisible-by 2"
+)
 FAMILIES = {
     "gpt2": FLAGS,
     "t5": f"{FLAGS} --family t5 --enc-seq-length 200 --dec-seq-length 160",
@@ -192,9 +196,10 @@ def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> 
 def test_ids_of_other_tokens_are_refused(family: str, shape: tuple[int, int]) -> None:
     """Document ids must have the shape of the tokens; the output for tokens without an id would be uninitialised."""
     config = parse(
-        f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 32".split()
+        f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 "
+        "--vocab-size 32".split()
     )
     tokens, ids = torch.ones(2, 6, dtype=torch.int64), torch.ones(shape, dtype=torch.int64)
     model: Any = GPT2Model(config) if family == "gpt2" else T5Model(config)
-    with pytest.raises(ValueError, match="document ids .* do not fit"):
+    with pytest.raises(ValueError, match=SENTENCES["document_ids_do_not_fit"]):
         model(tokens, None, ids) if family == "gpt2" else model(tokens, tokens, ids, torch.ones_like(tokens))

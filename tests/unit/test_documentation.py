@@ -72,7 +72,9 @@ def test_both_languages_have_the_same_commands_and_headings(path: Path) -> None:
 
 def refused() -> list[str]:
     """Return the terms that the Chinese glossary rejects."""
-    table = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]*) \| [^|]+ \|$", text(ROOT / "docs" / "glossary_zh.md"), flags=re.MULTILINE)  # fmt: skip
+    table = re.findall(
+        r"^\| [^|]+ \| [^|]+ \| ([^|]*) \| [^|]+ \|$", text(ROOT / "docs" / "glossary_zh.md"), flags=re.MULTILINE
+    )
     return [word for cell in table for word in cell.strip().split("、") if word not in ("", "不用", "---")]
 
 
@@ -172,7 +174,10 @@ def test_console_commands_have_flags_that_there_are() -> None:
 def test_both_trees_of_the_site_are_whole(tmp_path: Path) -> None:
     """Both languages of the site have the same pages, and their links lead to files of the site."""
     pages.main(tmp_path / "staged", tmp_path / "site")
-    trees = [{p.relative_to(tmp_path / "staged" / lang) for p in (tmp_path / "staged" / lang).rglob("*.md")} for lang in pages.LANGUAGES]  # fmt: skip
+    trees = [
+        {p.relative_to(tmp_path / "staged" / lang) for p in (tmp_path / "staged" / lang).rglob("*.md")}
+        for lang in pages.LANGUAGES
+    ]
     own = [{p for p in tree if p.parts[0] != "source"} for tree in trees]
     assert own[0] == own[1] and len(own[0]) >= len(PAIRS)
     for tree, lang in zip(trees, pages.LANGUAGES, strict=True):

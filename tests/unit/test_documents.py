@@ -22,6 +22,7 @@ from data_utils.chat_templates import messages_of
 from data_utils.documents import chunks, documents, texts
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError
+from tests.sentences import SENTENCES
 from tests.support import ROOT
 
 LARGEST = 4000
@@ -54,9 +55,9 @@ def test_an_input_that_shrinks_ends_the_reading(tmp_path: Path) -> None:
     cut = chunks(Source(str(path)), 256)
     first = next(cut)
     path.write_text('{"text": "abc"}\n')
-    with pytest.raises(InputError, match="became shorter while it was read"):
+    with pytest.raises(InputError, match=SENTENCES["became_shorter_while_it_was_read"]):
         list(cut)
-    with pytest.raises(InputError, match="became shorter while it was read"):
+    with pytest.raises(InputError, match=SENTENCES["became_shorter_while_it_was_read"]):
         first.read()
 
 
@@ -152,9 +153,16 @@ def test_folders(tmp_path: Path) -> None:
     """Text files of a folder are read in sorted order, files of other kinds reported, and hidden files skipped."""
     line = b'{"text": "%s"}\n'
     for name, content in {
-        "a.ndjson": line % b"a", "b.JSONL": line % b"b", "c.jsonl.bz2": bz2.compress(line % b"c"), "d.TXT.GZ": gzip.compress(b"d"),
-        ".hidden.jsonl": line % b"no", ".git/x.jsonl": line % b"no", "e/f.jsonl": line % b"f", "z.md": b"", "y.doc": b"",
-    }.items():  # fmt: skip
+        "a.ndjson": line % b"a",
+        "b.JSONL": line % b"b",
+        "c.jsonl.bz2": bz2.compress(line % b"c"),
+        "d.TXT.GZ": gzip.compress(b"d"),
+        ".hidden.jsonl": line % b"no",
+        ".git/x.jsonl": line % b"no",
+        "e/f.jsonl": line % b"f",
+        "z.md": b"",
+        "y.doc": b"",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     said: list[str] = []
@@ -213,7 +221,7 @@ def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.
             "--quiet",
         ]
         argv += ["--vocab-size", "340"] if name == "train_tokenizer" else ["--workers", "0"]
-        with pytest.raises(ValueError, match=r"x.jsonl, line 101: not JSON .*--on-error skip"):
+        with pytest.raises(ValueError, match=r"x\.jsonl.*--on-error"):
             tool.main(tool.build_parser().parse_args(argv))
         tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
         assert says in " ".join(capsys.readouterr().out.split())
@@ -298,7 +306,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
         path.write_bytes(raw)
         assert not any("looks like" in each for each in read(path)[1])
     path.write_text("\n\n".join(CHINESE), encoding="utf-8")
-    with pytest.raises(InputError, match="is UTF-8, not gb18030"):
+    with pytest.raises(InputError, match=SENTENCES["is_utf_8_not_gb18030"]):
         read(path, encoding="gb18030")
     with pytest.raises(InputError, match="--encoding 'klingon'"):
         find_files([str(path)], "klingon")
@@ -360,7 +368,7 @@ def test_what_follows_a_stream_is_read_or_is_damage(
     flipped[len(streams[0]) + len(padding)] ^= 1
     for damaged in (bytes(flipped), whole + b"garbage", whole[:-9]):
         path.write_bytes(damaged)
-        with pytest.raises(InputError, match="damaged compressed data"):
+        with pytest.raises(InputError, match=SENTENCES["damaged_compressed_data"]):
             list(texts([Source(str(path))], "text"))
 
 
@@ -368,7 +376,7 @@ def test_a_link_to_nothing_ends_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "b.jsonl").symlink_to("/gone/b.jsonl")
     for given in (str(tmp_path), f"{tmp_path}/*"):
-        with pytest.raises(InputError, match="b.jsonl is a broken link to /gone/b.jsonl"):
+        with pytest.raises(InputError, match=r"b\.jsonl.*/gone/b\.jsonl"):
             find_files([given])
 
 
@@ -409,13 +417,13 @@ def test_a_folder_that_cannot_be_read_ends_it(tmp_path: Path, monkeypatch: pytes
     else:
         monkeypatch.setattr(os, "access", lambda path, mode: str(path) != closed)
     for pattern in ("a", "*") if error else ("a", "*", "a/*/*.jsonl", "a/**/*.jsonl", "a/b/*"):
-        with pytest.raises(InputError, match="cannot read the folder .*a/b: .*make it readable"):
+        with pytest.raises(InputError, match=SENTENCES["cannot_read_the_folder_a_b"]):
             find_files([f"{tmp_path}/{pattern}"])
 
 
 def test_a_column_that_stands_there_twice(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
-    with pytest.raises(InputError, match="line 1: the header lists the column 'text' more than once"):
+    with pytest.raises(InputError, match=SENTENCES["line_1_the_header_lists_the"]):
         list(texts([Source(str(tmp_path / "a.csv"))], "text"))
 
 
@@ -427,7 +435,10 @@ def test_nothing_is_written_over_what_is_read(tmp_path: Path, name: str) -> None
     link.symlink_to(source)
     cases = [["--output", str(source)], ["--output", str(link)]]
     if name == "clean_corpus":
-        cases += [["--output", str(tmp_path / "b.jsonl"), "--dropped", dropped] for dropped in (str(source), str(tmp_path / "b.jsonl"))]  # fmt: skip
+        cases += [
+            ["--output", str(tmp_path / "b.jsonl"), "--dropped", dropped]
+            for dropped in (str(source), str(tmp_path / "b.jsonl"))
+        ]
     more = ["--vocab-size", "2000"] if name == "train_tokenizer" else []
     for case in cases:
         args = tool.build_parser().parse_args(["--input", str(tmp_path / "a.jsonl"), "--quiet", *more, *case])

@@ -131,10 +131,20 @@ def test_the_file_in_the_repository_is_accepted() -> None:
 def test_the_file_of_the_original_is_accepted(tmp_path: Path) -> None:
     """The ds_config in CPM-Pretrain's README is accepted with flags that give its batch sizes."""
     content = {
-        "train_batch_size": 128, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10, "gradient_clipping": 1.0,
-        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16},
-        "zero_allow_untested_optimizer": True, "wall_clock_breakdown": True,
-    }  # fmt: skip
+        "train_batch_size": 128,
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10,
+        "gradient_clipping": 1.0,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "initial_scale_power": 16,
+        },
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": True,
+    }
     argv = ("--batch-size", "4", "--gas", "16", "--pipe-parallel-size", "2", "--model-parallel-size", "2")
     found = settle(tmp_path, content, *argv, world=8)
     assert (found.precision, found.log_interval, found.wall_clock_breakdown) == ("fp16", 10, True)

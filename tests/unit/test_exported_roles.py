@@ -31,7 +31,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 
 
 def folder_of(path: Path, kind: str, about: dict[str, Any], generation: dict[str, Any], **ids: Any) -> Path:
-    """Save a model with a byte-level tokenizer.
+    """Save a model with a byte-level tokenizer and return its folder.
 
     about: content of tokenizer_config.json. generation, ids: key of generation_config.json or config.json -> token.
     """
@@ -50,9 +50,15 @@ def folder_of(path: Path, kind: str, about: dict[str, Any], generation: dict[str
 
 
 QWEN = {
-    "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-    "model_max_length": 131072, "additional_special_tokens": IM, "chat_template": TEMPLATE, "padding_side": "left",
-}  # fmt: skip
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": None,
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+    "model_max_length": 131072,
+    "additional_special_tokens": IM,
+    "chat_template": TEMPLATE,
+    "padding_side": "left",
+}
 LLAMA = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<s>",
@@ -61,12 +67,28 @@ LLAMA = {
 }
 FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "Qwen3": (
-        "qwen3", QWEN, {"eos_token_id": ["<|im_end|>", "<|endoftext|>"], "bos_token_id": "<|endoftext|>", "pad_token_id": "<|endoftext|>"},
+        "qwen3",
+        QWEN,
+        {
+            "eos_token_id": ["<|im_end|>", "<|endoftext|>"],
+            "bos_token_id": "<|endoftext|>",
+            "pad_token_id": "<|endoftext|>",
+        },
         {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>"},
     ),
-    "Llama": ("llama", LLAMA, {"eos_token_id": "</s>", "bos_token_id": "<s>"}, {"bos_token_id": "<s>", "eos_token_id": "</s>"}),
-    "GPT-2": ("gpt2", {"model_max_length": 1024}, {"eos_token_id": "<|endoftext|>"}, {"eos_token_id": "<|endoftext|>", "bos_token_id": "<|endoftext|>"}),
-}  # fmt: skip
+    "Llama": (
+        "llama",
+        LLAMA,
+        {"eos_token_id": "</s>", "bos_token_id": "<s>"},
+        {"bos_token_id": "<s>", "eos_token_id": "</s>"},
+    ),
+    "GPT-2": (
+        "gpt2",
+        {"model_max_length": 1024},
+        {"eos_token_id": "<|endoftext|>"},
+        {"eos_token_id": "<|endoftext|>", "bos_token_id": "<|endoftext|>"},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -140,8 +162,12 @@ def test_a_pad_that_a_text_may_give_is_none(tmp_path: Path) -> None:
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT), model_prefix=str(tmp_path / "m"), vocab_size=40, hard_vocab_limit=False, minloglevel=2
-    )  # fmt: skip
+        sentence_iterator=iter(TEXT),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     assert pad_of(load_tokenizer(str(tmp_path / "m.model")), tmp_path / "m.model") is None
 
 

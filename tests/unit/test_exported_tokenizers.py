@@ -48,7 +48,10 @@ def english(dice: random.Random) -> str:
 
 def code(dice: random.Random) -> str:
     names = dice.choices(("self", "i", "value", "total", "get_item"), k=4)
-    return f"    if {names[0]} == {names[1]}:\n        {names[2]} += {dice.randint(0, 999)}  # {names[3]}\n\treturn ({names[0]})\n"
+    return (
+        f"    if {names[0]} == {names[1]}:\n        {names[2]} += {dice.randint(0, 999)}  # {names[3]}\n\treturn "
+        f"({names[0]})\n"
+    )
 
 
 def heading(dice: random.Random) -> str:

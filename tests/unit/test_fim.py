@@ -15,7 +15,7 @@ from megatron.config.fields import ConfigError
 from megatron.data.fim import FillInTheMiddle
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tasks.fim import gaps_of
+from megatron.tasks.gpt2 import fill_in_the_middle
 from megatron.tokenizer import load_tokenizer
 from tests.support import losses, train_gpt2
 
@@ -101,8 +101,8 @@ def test_marks_must_be_in_the_tokenizer(vocab_file: str) -> None:
     config = parse(
         ["--vocab-file", vocab_file, "--family", "gpt2", "--fim-rate", "0.5", "--fim-tokens", "<a>", "<b>", "<eod>"]
     )
-    with pytest.raises(ValueError, match="has no special token <a> or <b>, only .* --special-tokens"):
-        gaps_of(config, load_tokenizer(vocab_file))
+    with pytest.raises(ValueError, match="--special-tokens"):
+        fill_in_the_middle(config, load_tokenizer(vocab_file))
 
 
 def test_marks_need_not_be_special(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_marks_need_not_be_special(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
     config = parse(["--vocab-file", str(path), "--family", "gpt2", "--fim-rate", "0.5", "--fim-tokens", *marks])
-    found = gaps_of(config, load_tokenizer(str(path)))
+    found = fill_in_the_middle(config, load_tokenizer(str(path)))
     assert found is not None and [found.prefix, found.middle, found.suffix] == [ids[mark] for mark in marks]
 
 
@@ -149,5 +149,5 @@ def test_a_run_reads_rearranged_text(tmp_path: Path) -> None:
     fim = ["--fim-rate", "0.9", "--fim-tokens", *marks]
     plain = losses(train_gpt2(1, tmp_path / "plain", *flags, "--train-iters", "1"))
     assert losses(train_gpt2(1, tmp_path / "fim", *flags, *fim, "--train-iters", "1")) != plain
-    with pytest.raises(AssertionError, match="--fim-rate is 0.9 there and 0.0 here"):
+    with pytest.raises(AssertionError, match="--fim-rate"):
         train_gpt2(1, tmp_path / "fim", *flags, "--train-iters", "2")

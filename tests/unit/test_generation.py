@@ -18,6 +18,7 @@ from megatron_tools.write.generation import (
     sample,
 )
 from tests import llama_twins as twins
+from tests.sentences import SENTENCES
 
 from .test_t5_model import T5_FLAGS, copy_weights, hugging_face
 
@@ -25,7 +26,8 @@ GPT2_FLAGS = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 50 --init-method-std 0.2"
 )
 LLAMA_FLAGS = (
-    f"{GPT2_FLAGS} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
+    f"{GPT2_FLAGS} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu "
+    "--no-hidden-bias "
     "--num-key-value-heads 2 --no-tie-embeddings"
 )
 DECODERS = {
@@ -97,7 +99,7 @@ def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> 
 
 def test_prompts_of_different_lengths_are_not_read_together() -> None:
     model: Any = build("gpt2", True).model  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"must have equal length, not \[2, 1\] tokens"):
+    with pytest.raises(ValueError, match=SENTENCES["must_have_equal_length_not_2"]):
         GPT2Stepper(model, [[1, 2], [3]], 24)
 
 
@@ -152,7 +154,7 @@ def test_a_model_on_another_device_meets_no_tensor_of_the_cpu(kind: str) -> None
             logits = stepper.first(3) if step == 0 else stepper.next(torch.zeros(3, dtype=torch.int64, device=there))
             assert logits.device.type == "meta" and logits.shape == (3, stepper.model.vocab_size)
             stepper.reorder(torch.zeros(3, dtype=torch.int64, device=there))
-        with pytest.raises(RuntimeError, match="at least two devices"):
+        with pytest.raises(RuntimeError, match=SENTENCES["at_least_two_devices"]):
             stepper.next(torch.zeros(3, dtype=torch.int64))
 
 
@@ -192,9 +194,19 @@ def test_greedy_decoders_are_hugging_faces(kind: str, window: int | None) -> Non
 def test_beam_search_is_hugging_faces(beams: int, end: int) -> None:
     theirs, ours = pair()
     expected = theirs.generate(
-        torch.tensor([PROMPT * 2]), max_new_tokens=10, do_sample=False, num_beams=beams, eos_token_id=end, pad_token_id=0,
-        length_penalty=1.0, early_stopping=False, num_return_sequences=beams, output_scores=True, return_dict_in_generate=True, use_cache=False,
-    )  # fmt: skip
+        torch.tensor([PROMPT * 2]),
+        max_new_tokens=10,
+        do_sample=False,
+        num_beams=beams,
+        eos_token_id=end,
+        pad_token_id=0,
+        length_penalty=1.0,
+        early_stopping=False,
+        num_return_sequences=beams,
+        output_scores=True,
+        return_dict_in_generate=True,
+        use_cache=False,
+    )
     found = beam_search(ours, beams, 10, end)
     wanted = [row[row != 0].tolist() for row in expected.sequences[:, 1:]]
     assert [tokens for _, tokens in found] == wanted
@@ -209,9 +221,19 @@ def test_beams_of_decoders_are_hugging_faces(kind: str, window: int | None, end:
     ours = GPT2Model(parse(twins.flags_of(kind, window=window).split()), parallel_output=False).eval()
     twins.copy_weights(other, ours, twins.USUAL)
     expected = other.generate(
-        torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, num_beams=3, eos_token_id=end, pad_token_id=end,
-        length_penalty=1.0, early_stopping=False, num_return_sequences=3, output_scores=True, return_dict_in_generate=True, use_cache=False,
-    )  # fmt: skip
+        torch.tensor([PROMPT]),
+        max_new_tokens=12,
+        do_sample=False,
+        num_beams=3,
+        eos_token_id=end,
+        pad_token_id=end,
+        length_penalty=1.0,
+        early_stopping=False,
+        num_return_sequences=3,
+        output_scores=True,
+        return_dict_in_generate=True,
+        use_cache=False,
+    )
     found = beam_search(GPT2Stepper(ours, PROMPT, 64), 3, 12, end)
     rows = expected.sequences[:, len(PROMPT) :].tolist()
     assert [ids for _, ids in found] == [row[: row.index(end) + 1] if end in row else row for row in rows]

@@ -13,6 +13,7 @@ from megatron.checkpointing import RetryingSaver, TrainState, prune
 from megatron.checkpointing.save import SaveError
 from megatron.training import metrics
 from megatron.training.metrics import MetricsWriter
+from tests.sentences import SENTENCES
 
 
 def test_metrics_wait_for_a_disk_with_space(
@@ -36,7 +37,10 @@ def test_metrics_wait_for_a_disk_with_space(
     assert rows == [0, 1, 2, 3, 4]
     said = capsys.readouterr().out.splitlines()
     path = tmp_path / "metrics.jsonl"
-    again = f"note: {path} cannot be written (No space left on device); training continues, and the lines are kept until it can be written"
+    again = (
+        f"note: {path} cannot be written (No space left on device); training continues, and the lines are kept "
+        "until it can be written"
+    )
     assert said[:3] == [again, f"note: {path} is written again, with the 2 lines that had to wait", again]
     assert said[-1] == f"note: the last 1 lines of {path} were not written"
 
@@ -46,7 +50,7 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # 6 bytes: only half of the second line fits
     try:
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=SENTENCES["no_space_left"]):
             metrics.append_whole(tmp_path / "file", "two\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -78,7 +82,8 @@ def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> Non
     notes = capsys.readouterr().out.splitlines()
     assert len(notes) == 4
     assert notes[0] == (
-        "note: could not save there/iter_1: No space left on device; training continues, and the next save tries again (1 of 2)"
+        "note: could not save there/iter_1: No space left on device; training continues, and the next save tries "
+        "again (1 of 2)"
     )
     with pytest.raises(SaveError, match="iter_6"):  # the third failure in a row; two are allowed
         saver.save(TrainState(6))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from tests.sentences import SENTENCES
 from tests.support import FULL
 
 LINES = [json.dumps({"text": f"第{i}篇文章。" + "春眠不觉晓，处处闻啼鸟。" * (i % 9)}) + "\n" for i in range(400)]
@@ -162,7 +163,7 @@ def test_a_part_that_is_not_what_was_written_is_refused(start: Callable[..., Non
         assert (tmp_path / "b.part.json").exists()
         part.write_bytes(whole)
     (tmp_path / "b.part.json").write_text("{")
-    with pytest.raises(ValueError, match="is damaged; delete it"):
+    with pytest.raises(ValueError, match=SENTENCES["is_damaged_delete_it"]):
         start("b")
 
 
@@ -203,7 +204,7 @@ def test_a_disk_without_room_for_the_journal_promises_nothing(
     with pytest.MonkeyPatch.context() as patch:
         no_disk(tool, patch, tmp_path)
         patch.setattr(tool.Journal, "write", write)
-        with pytest.raises(RuntimeError, match="No space left on device.*; 0 documents are kept"):
+        with pytest.raises(RuntimeError, match=SENTENCES["no_space_left_on_device_0"]):
             start("b")
     start("b")
     assert written(tmp_path, "b") == written(tmp_path, "a")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_tools.write.lm_eval import Harness, evaluate_tasks
+from tests.sentences import SENTENCES
 
 LETTERS = "$abcdefghi "
 
@@ -109,5 +110,5 @@ def test_a_task_of_our_own(tmp_path: Path) -> None:
     )
     found = evaluate_tasks(harness(), ["letters"], None, str(tmp_path))
     assert found["letters"]["acc,none"] == 0.75
-    with pytest.raises(ValueError, match="no task nothing"):
+    with pytest.raises(ValueError, match=SENTENCES["no_task_nothing"]):
         evaluate_tasks(harness(), ["nothing"], None, str(tmp_path))

@@ -317,10 +317,17 @@ def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--activation swiglu", "--activation gated-gelu", "--position-embedding rope", "--num-key-value-heads 1", "--qk-norm",
-        "--sliding-window 8", "--no-qkv-bias", "--no-hidden-bias", "--normalization rmsnorm",
+        "--activation swiglu",
+        "--activation gated-gelu",
+        "--position-embedding rope",
+        "--num-key-value-heads 1",
+        "--qk-norm",
+        "--sliding-window 8",
+        "--no-qkv-bias",
+        "--no-hidden-bias",
+        "--normalization rmsnorm",
     ],
-)  # fmt: skip
+)
 def test_what_a_gpt2_of_theirs_cannot_be(flags: str) -> None:
     with pytest.raises(ConfigError, match=f"GPT-2 does not support {flags}$"):
         gpt2_config(parse(flags.split()).model, 8, 0, "fp32")

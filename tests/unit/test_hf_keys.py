@@ -22,28 +22,114 @@ transformers = pytest.importorskip("transformers")
 WHERE = Path("config.json")
 # Keys of other model families that are harmless: files, text lengths, images, sound, extra losses, initialisation.
 REVIEWED = {
-    "z_loss_coefficient", "init_std", "pooling", "prompt_types", "prompt_length", "max_seq_len", "vocabulary_map", "mm_tokens_per_image",
-    "audio_soft_tokens_per_image", "image_seq_length", "aux_loss_coef", "init_device", "chroma_length", "seed", "context_length",
-    "apply_spec_augment", "mask_time_length", "mask_feature_length", "lang_id", "languages", "default_language",
-}  # fmt: skip
+    "z_loss_coefficient",
+    "init_std",
+    "pooling",
+    "prompt_types",
+    "prompt_length",
+    "max_seq_len",
+    "vocabulary_map",
+    "mm_tokens_per_image",
+    "audio_soft_tokens_per_image",
+    "image_seq_length",
+    "aux_loss_coef",
+    "init_device",
+    "chroma_length",
+    "seed",
+    "context_length",
+    "apply_spec_augment",
+    "mask_time_length",
+    "mask_feature_length",
+    "lang_id",
+    "languages",
+    "default_language",
+}
 # Models on the Hugging Face Hub -> (family, unusual keys of config.json, keys that a note must name).
 ON_THE_HUB: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "distilgpt2": ("gpt2", {"_num_labels": 1, "n_ctx": 24, "id2label": {"0": "LABEL_0"}, "task_specific_params": {"text-generation": {"max_length": 50}}}, ("_num_labels",)),
-    "gpt2-finetuned": ("gpt2", {"n_special": 0, "predict_special_tokens": True, "gradient_checkpointing": False}, ("predict_special_tokens",)),
-    "SmolLM": ("llama", {"is_llama_config": True, "rope_interleaved": False, "attention_bias": False, "pretraining_tp": 1}, ("is_llama_config",)),
-    "SmolLM2": ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}, ("is_llama_config", "transformers.js_config")),
-    "Llama 1": ("llama", {"max_sequence_length": 2048, "pad_token_id": -1, "bos_token_id": 0, "eos_token_id": 1}, ("max_sequence_length",)),
-    "Vicuna": ("llama", {"max_sequence_length": 2048, "pad_token_id": 0, "quantization_config": None, "tokenizer_class": "LlamaTokenizer"}, ("max_sequence_length",)),
-    "Nous-Yarn": ("llama", {
-        "auto_map": {"AutoModelForCausalLM": "modeling_llama_together_yarn.LlamaForCausalLM"}, "rope_parameters": None,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True},
-    }, ("auto_map",)),
-    "unsloth": ("llama", {"unsloth_version": "2024.9", "unsloth_fixed": True, "mlp_bias": False, "head_dim": 6, "_name_or_path": "x"}, ("unsloth_version", "unsloth_fixed")),
-    "flash": ("mistral", {"_flash_attn_2_enabled": True, "use_flash_attn": True, "attention_bias": False, "rope_scaling": None}, ("_flash_attn_2_enabled", "use_flash_attn")),
-    "Qwen of others": ("qwen2", {"use_mrope": False, "attention_bias": False, "mlp_bias": False, "num_experts": 0, "residual_multiplier": 1.0}, ()),
-    "windows": ("llama", {"sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 2, "partial_rotary_factor": 1.0}, ()),
-    "UMT5": ("umt5", {"scalable_attention": True, "output_past": True, "is_gated_act": True, "dense_act_fn": "gelu_new"}, ("scalable_attention",)),
-}  # fmt: skip
+    "distilgpt2": (
+        "gpt2",
+        {
+            "_num_labels": 1,
+            "n_ctx": 24,
+            "id2label": {"0": "LABEL_0"},
+            "task_specific_params": {"text-generation": {"max_length": 50}},
+        },
+        ("_num_labels",),
+    ),
+    "gpt2-finetuned": (
+        "gpt2",
+        {"n_special": 0, "predict_special_tokens": True, "gradient_checkpointing": False},
+        ("predict_special_tokens",),
+    ),
+    "SmolLM": (
+        "llama",
+        {"is_llama_config": True, "rope_interleaved": False, "attention_bias": False, "pretraining_tp": 1},
+        ("is_llama_config",),
+    ),
+    "SmolLM2": (
+        "llama",
+        {
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        },
+        ("is_llama_config", "transformers.js_config"),
+    ),
+    "Llama 1": (
+        "llama",
+        {"max_sequence_length": 2048, "pad_token_id": -1, "bos_token_id": 0, "eos_token_id": 1},
+        ("max_sequence_length",),
+    ),
+    "Vicuna": (
+        "llama",
+        {
+            "max_sequence_length": 2048,
+            "pad_token_id": 0,
+            "quantization_config": None,
+            "tokenizer_class": "LlamaTokenizer",
+        },
+        ("max_sequence_length",),
+    ),
+    "Nous-Yarn": (
+        "llama",
+        {
+            "auto_map": {"AutoModelForCausalLM": "modeling_llama_together_yarn.LlamaForCausalLM"},
+            "rope_parameters": None,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True},
+        },
+        ("auto_map",),
+    ),
+    "unsloth": (
+        "llama",
+        {"unsloth_version": "2024.9", "unsloth_fixed": True, "mlp_bias": False, "head_dim": 6, "_name_or_path": "x"},
+        ("unsloth_version", "unsloth_fixed"),
+    ),
+    "flash": (
+        "mistral",
+        {"_flash_attn_2_enabled": True, "use_flash_attn": True, "attention_bias": False, "rope_scaling": None},
+        ("_flash_attn_2_enabled", "use_flash_attn"),
+    ),
+    "Qwen of others": (
+        "qwen2",
+        {"use_mrope": False, "attention_bias": False, "mlp_bias": False, "num_experts": 0, "residual_multiplier": 1.0},
+        (),
+    ),
+    "windows": (
+        "llama",
+        {
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "layer_types": ["full_attention"] * 2,
+            "partial_rotary_factor": 1.0,
+        },
+        (),
+    ),
+    "UMT5": (
+        "umt5",
+        {"scalable_attention": True, "output_past": True, "is_gated_act": True, "dense_act_fn": "gelu_new"},
+        ("scalable_attention",),
+    ),
+}
 
 
 @pytest.mark.slow
@@ -58,17 +144,48 @@ def test_folders_of_the_hub_come_in(name: str, tmp_path: Path) -> None:
 
 
 DEAD: dict[str, tuple[Any, ...]] = {
-    "_num_labels": (1, 2), "is_llama_config": (True,), "rope_interleaved": (False,), "max_sequence_length": (2048,), "finetuned": (True,),
-    "quantization_config": (None,), "auto_map": ({"AutoConfig": "x.Y"},), "transformers.js_config": ({"dtype": "q4"},), "unsloth_version": ("2025.1",),
-    "unsloth_fixed": (True,), "model_max_length": (4096,), "sft_version": ("1", 2), "_my_note": ("x",), "seq_len": (8,), "license": ("mit",),
-    "num_experts": (0, None), "logits_soft_cap": (None, 0.0), "partial_rotary_factor": (1, None), "use_qk_norm": (False,), "embedding_multiplier": (1.0,),
-    "tokenizer_name": ("gpt2",), "bos_token": ("<s>",), "vocab_file": (None, "a"), "_flash_attn_2_enabled": (True,), "training_args": ({"lr": 1},),
-}  # fmt: skip
+    "_num_labels": (1, 2),
+    "is_llama_config": (True,),
+    "rope_interleaved": (False,),
+    "max_sequence_length": (2048,),
+    "finetuned": (True,),
+    "quantization_config": (None,),
+    "auto_map": ({"AutoConfig": "x.Y"},),
+    "transformers.js_config": ({"dtype": "q4"},),
+    "unsloth_version": ("2025.1",),
+    "unsloth_fixed": (True,),
+    "model_max_length": (4096,),
+    "sft_version": ("1", 2),
+    "_my_note": ("x",),
+    "seq_len": (8,),
+    "license": ("mit",),
+    "num_experts": (0, None),
+    "logits_soft_cap": (None, 0.0),
+    "partial_rotary_factor": (1, None),
+    "use_qk_norm": (False,),
+    "embedding_multiplier": (1.0,),
+    "tokenizer_name": ("gpt2",),
+    "bos_token": ("<s>",),
+    "vocab_file": (None, "a"),
+    "_flash_attn_2_enabled": (True,),
+    "training_args": ({"lr": 1},),
+}
 ALIVE: dict[str, tuple[Any, ...]] = {
-    "rope_interleaved": (True,), "quantization_config": ({"bits": 4},), "partial_rotary_factor": (0.5,), "num_experts": (8,), "logits_soft_cap": (30.0,),
-    "embedding_multiplier": (12.0, True), "use_qk_norm": (True,), "attn_logit_softcapping": (50.0,), "residual_scale": (0.5,), "alibi": (True,),
-    "rotary_dim": (4,), "layer_types": (["full_attention", "linear_attention"],), "kv_lora_rank": (8,), "parallel_residual": (True,),
-}  # fmt: skip
+    "rope_interleaved": (True,),
+    "quantization_config": ({"bits": 4},),
+    "partial_rotary_factor": (0.5,),
+    "num_experts": (8,),
+    "logits_soft_cap": (30.0,),
+    "embedding_multiplier": (12.0, True),
+    "use_qk_norm": (True,),
+    "attn_logit_softcapping": (50.0,),
+    "residual_scale": (0.5,),
+    "alibi": (True,),
+    "rotary_dim": (4,),
+    "layer_types": (["full_attention", "linear_attention"],),
+    "kv_lora_rank": (8,),
+    "parallel_residual": (True,),
+}
 
 
 @pytest.mark.slow

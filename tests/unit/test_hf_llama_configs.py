@@ -38,15 +38,27 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 500.0},
     "linear": {"rope_theta": 10000.0, "factor": 3.0},
     "llama3": {
-        "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 12,
+        "rope_theta": 300.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 12,
     },
     "yarn": {"rope_theta": 1000, "factor": 4.0, "original_max_position_embeddings": 16},
-}  # fmt: skip
+}
 YARNS: tuple[dict[str, Any], ...] = (
-    {"beta_fast": 2.0, "beta_slow": 0.25}, {"attention_factor": 0.7}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale": 0.7},
-    {"beta_fast": None, "beta_slow": None, "attention_factor": None}, {"factor": None}, {"factor": 1.0}, {"truncate": True},
-    {"original_max_position_embeddings": 3}, {"original_max_position_embeddings": 1, "rope_theta": 2.0}, {"rope_theta": 1.2, "original_max_position_embeddings": 4000},
-)  # fmt: skip
+    {"beta_fast": 2.0, "beta_slow": 0.25},
+    {"attention_factor": 0.7},
+    {"mscale": 0.7, "mscale_all_dim": 1.3},
+    {"mscale": 0.7},
+    {"beta_fast": None, "beta_slow": None, "attention_factor": None},
+    {"factor": None},
+    {"factor": 1.0},
+    {"truncate": True},
+    {"original_max_position_embeddings": 3},
+    {"original_max_position_embeddings": 1, "rope_theta": 2.0},
+    {"rope_theta": 1.2, "original_max_position_embeddings": 4000},
+)
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -135,12 +147,19 @@ def by_chance(dice: random.Random) -> Case:
     """Return a case with random sizes, RoPE scaling, windows, biases, file format and dtype."""
     kind, heads, name = dice.choice(KINDS), dice.choice((1, 2, 3, 4, 6, 8)), dice.choice(list(ROPES))
     settings: dict[str, Any] = {
-        "hidden_size": heads * dice.choice((2, 3, 5, 8)), "num_attention_heads": heads, "head_dim": 2 * dice.randint(1, 9),
-        "num_key_value_heads": dice.choice([n for n in range(1, heads + 1) if heads % n == 0]), "intermediate_size": dice.randint(1, 50),
-        "num_hidden_layers": dice.randint(1, 3), "vocab_size": dice.randint(60, 300), "tie_word_embeddings": dice.random() < 0.5,
-        "hidden_act": dice.choice(("silu", "silu", "gelu_new")), "rms_norm_eps": dice.choice((1e-6, 1e-5, 1e-3)),
-        "max_position_embeddings": dice.choice((23, 64, 8192)), **rope(name, rope_theta=dice.choice((100.0, 1e4, 5e5, 1000000))),
-    }  # fmt: skip
+        "hidden_size": heads * dice.choice((2, 3, 5, 8)),
+        "num_attention_heads": heads,
+        "head_dim": 2 * dice.randint(1, 9),
+        "num_key_value_heads": dice.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "intermediate_size": dice.randint(1, 50),
+        "num_hidden_layers": dice.randint(1, 3),
+        "vocab_size": dice.randint(60, 300),
+        "tie_word_embeddings": dice.random() < 0.5,
+        "hidden_act": dice.choice(("silu", "silu", "gelu_new")),
+        "rms_norm_eps": dice.choice((1e-6, 1e-5, 1e-3)),
+        "max_position_embeddings": dice.choice((23, 64, 8192)),
+        **rope(name, rope_theta=dice.choice((100.0, 1e4, 5e5, 1000000))),
+    }
     if kind == "mistral":
         settings["sliding_window"] = dice.choice((None, 2, 7, 64))
     if kind.startswith("qwen") and dice.random() < 0.5:
@@ -180,7 +199,11 @@ def check_return(theirs: Folder) -> None:
 
 
 REFUSED: list[tuple[str, Edit, str]] = [
-    ("llama", old(architectures=["LlamaForSequenceClassification"]), "architectures names LlamaForSequenceClassification"),
+    (
+        "llama",
+        old(architectures=["LlamaForSequenceClassification"]),
+        "architectures names LlamaForSequenceClassification",
+    ),
     ("llama", old(model_type="llama4"), "model_type is 'llama4'"),
     ("llama", old(quantization_config={"bits": 4}), "the key quantization_config"),
     ("llama", old(hidden_act="gelu"), "hidden_act is gelu; only silu, swish,"),
@@ -202,45 +225,121 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", old(num_hidden_layers=3), "no tensor model.layers.2."),
     ("llama", gone("lm_head.weight"), "has tie_word_embeddings false, but the files contain no lm_head.weight"),
     ("llama", gone("model.norm.weight"), "no tensor model.norm.weight"),
-    ("llama", extra("model.layers.0.self_attn.q_norm.weight"), "model in config.json: model.layers.0.self_attn.q_norm.weight"),
-    ("llama", extra("model.layers.0.self_attn.q_proj.bias"), "model in config.json: model.layers.0.self_attn.q_proj.bias"),
+    (
+        "llama",
+        extra("model.layers.0.self_attn.q_norm.weight"),
+        "model in config.json: model.layers.0.self_attn.q_norm.weight",
+    ),
+    (
+        "llama",
+        extra("model.layers.0.self_attn.q_proj.bias"),
+        "model in config.json: model.layers.0.self_attn.q_proj.bias",
+    ),
     ("llama", old(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope_parameters has the type 'dynamic'"),
-    ("llama", old(rope_parameters={"rope_type": "longrope"}), "'longrope'; only default, linear, llama3, yarn can be converted"),
+    (
+        "llama",
+        old(rope_parameters={"rope_type": "longrope"}),
+        "'longrope'; only default, linear, llama3, yarn can be converted",
+    ),
     ("llama", old(rope_parameters=None, rope_scaling={"type": "mrope"}), "rope_scaling has the type 'mrope'"),
     ("llama", old(rope_parameters=None, rope_scaling={"type": 3}), "rope_scaling has the type 3"),
     ("llama", old(rope_parameters=None, rope_scaling=[2]), "rope_scaling is [2], not of type dict"),
     ("llama", old(rope_parameters={"rope_type": "linear"}), "factor of rope_parameters is None, not a number"),
     ("llama", old(rope_parameters={"rope_type": "linear", "factor": 0.5}), "--rope-scaling-factor 0.5"),
     ("llama", old(rope_parameters={"rope_type": "linear", "factor": "2"}), "factor of rope_parameters is '2'"),
-    ("llama", old(rope_parameters={"rope_type": "default", "factor": 2.0}), "the key factor of rope_parameters has no effect"),
-    ("llama", old(rope_parameters={"rope_type": "linear", "type": "yarn", "factor": 2.0}), "type 'yarn' but rope_type 'linear'"),
-    ("llama", old(rope_parameters={"rope_type": "yarn", "factor": 2.0, "truncate": False}), "truncate of rope_parameters is False"),
-    ("llama", old(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor of rope_parameters is 0.5"),
+    (
+        "llama",
+        old(rope_parameters={"rope_type": "default", "factor": 2.0}),
+        "the key factor of rope_parameters has no effect",
+    ),
+    (
+        "llama",
+        old(rope_parameters={"rope_type": "linear", "type": "yarn", "factor": 2.0}),
+        "type 'yarn' but rope_type 'linear'",
+    ),
+    (
+        "llama",
+        old(rope_parameters={"rope_type": "yarn", "factor": 2.0, "truncate": False}),
+        "truncate of rope_parameters is False",
+    ),
+    (
+        "llama",
+        old(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor of rope_parameters is 0.5",
+    ),
     ("llama", old(rope_parameters={"rope_type": "default", "rope_theta": "1"}), "rope_theta of rope_parameters is '1'"),
     ("llama", old(rope_theta=7.0), "rope_theta is 7.0, but in rope_parameters it is 10000.0"),
-    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 3.0}), "must be equal"),
-    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}), "rope_theta is 10000.0 and 1000000.0; remove one of them"),
-    ("llama", old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), "rope_type is 'linear' and 'default'"),
-    ("llama", old(rope_scaling={"type": "yarn", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 2.0, "beta_fast": 9.0}), "beta_fast is None and 9.0"),
+    (
+        "llama",
+        old(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "yarn", "factor": 3.0}),
+        "must be equal",
+    ),
+    (
+        "llama",
+        old(
+            rope_scaling={"type": "linear", "factor": 2.0},
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        ),
+        "rope_theta is 10000.0 and 1000000.0; remove one of them",
+    ),
+    (
+        "llama",
+        old(
+            rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        ),
+        "rope_type is 'linear' and 'default'",
+    ),
+    (
+        "llama",
+        old(
+            rope_scaling={"type": "yarn", "factor": 2.0},
+            rope_parameters={"rope_type": "yarn", "factor": 2.0, "beta_fast": 9.0},
+        ),
+        "beta_fast is None and 9.0",
+    ),
     ("llama", old(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ between layers"),
-    ("llama", old(rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}), "--rope-high-freq-factor 1"),
-    ("llama", old(rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 0, "high_freq_factor": 1.0}), "--rope-low-freq-factor 0.0 must be more than 0"),
-    ("llama", old(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}), "--rope-theta 1 must be more than 1"),
-    ("qwen2", old(use_sliding_window=True, sliding_window=5, max_window_layers=None, layer_types=...), "max_window_layers is null"),
+    (
+        "llama",
+        old(rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}),
+        "--rope-high-freq-factor 1",
+    ),
+    (
+        "llama",
+        old(rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 0, "high_freq_factor": 1.0}),
+        "--rope-low-freq-factor 0.0 must be more than 0",
+    ),
+    (
+        "llama",
+        old(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}),
+        "--rope-theta 1 must be more than 1",
+    ),
+    (
+        "qwen2",
+        old(use_sliding_window=True, sliding_window=5, max_window_layers=None, layer_types=...),
+        "max_window_layers is null",
+    ),
     ("qwen2", old(attention_bias=True), "the key attention_bias (True) is unknown"),
     ("qwen2", old(use_mrope=True), "use_mrope is True; only models with False"),
-    ("qwen2", old(use_sliding_window=True, sliding_window=5, max_window_layers=1, layer_types=...), "(or max_window_layers 1) must make all 2 layers"),
+    (
+        "qwen2",
+        old(use_sliding_window=True, sliding_window=5, max_window_layers=1, layer_types=...),
+        "(or max_window_layers 1) must make all 2 layers",
+    ),
     ("qwen3", old(layer_types=["full_attention", "sliding_attention"]), "models whose layers differ cannot"),
     ("qwen3", old(layer_types=["full_attention"]), "must make all 2 layers"),
     ("qwen3", old(layer_types=["chunked_attention"] * 2), "full_attention or all sliding_attention"),
-    ("qwen3", old(layer_types=["sliding_attention"] * 2), "layer_types are sliding_attention, but sliding_window is None"),
+    (
+        "qwen3",
+        old(layer_types=["sliding_attention"] * 2),
+        "layer_types are sliding_attention, but sliding_window is None",
+    ),
     ("qwen3", old(attention_bias=True), "attention_bias is True; only models with biases in all"),
     ("qwen3", gone("model.layers.1.self_attn.k_norm.weight"), "no tensor model.layers.1.self_attn.k_norm.weight"),
     ("mistral", old(layer_types=["full_attention"] * 2), "layer_types are full_attention, but sliding_window is 4096"),
     ("mistral", old(mlp_bias=True), "the key mlp_bias (True) is unknown"),
     ("mistral", old(sliding_window=0), "--sliding-window 0"),
     ("mistral", old(num_local_experts=8), "the key num_local_experts (8)"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
@@ -259,7 +358,10 @@ def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(CASES) >= 150 and len(REFUSED) >= 50
 
 
-USUAL = "--family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias --hidden-size 48"
+USUAL = (
+    "--family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
+    "--hidden-size 48"
+)
 
 
 def model(flags: str) -> ModelConfig:
@@ -269,11 +371,18 @@ def model(flags: str) -> ModelConfig:
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [
-        ("", "llama"), ("--hidden-bias", "llama"), ("--kv-hidden-size 6", "llama"), ("--activation gated-gelu", "llama"),
-        ("--num-attention-heads 5 --kv-hidden-size 6", "mistral"), ("--sliding-window 8", "mistral"), ("--qkv-bias", "qwen2"),
-        ("--qkv-bias --sliding-window 8", "qwen2"), ("--qk-norm", "qwen3"), ("--qk-norm --sliding-window 8", "qwen3"),
+        ("", "llama"),
+        ("--hidden-bias", "llama"),
+        ("--kv-hidden-size 6", "llama"),
+        ("--activation gated-gelu", "llama"),
+        ("--num-attention-heads 5 --kv-hidden-size 6", "mistral"),
+        ("--sliding-window 8", "mistral"),
+        ("--qkv-bias", "qwen2"),
+        ("--qkv-bias --sliding-window 8", "qwen2"),
+        ("--qk-norm", "qwen3"),
+        ("--qk-norm --sliding-window 8", "qwen3"),
     ],
-)  # fmt: skip
+)
 def test_the_class_follows_from_the_settings(flags: str, kind: str) -> None:
     assert llama_config(model(flags), 64, 0, 0, "fp32")["model_type"] == kind
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder, checksums_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, best_dtype
+from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT
 
 
@@ -54,9 +55,13 @@ ARRAYS = {
 }  # fmt: skip
 
 
-@given(st.sampled_from(list(ARRAYS)).flatmap(
-    lambda dtype: st.tuples(st.just(dtype), st.lists(st.lists(st.lists(ARRAYS[dtype], max_size=5), max_size=4), max_size=8))
-))  # fmt: skip
+@given(
+    st.sampled_from(list(ARRAYS)).flatmap(
+        lambda dtype: st.tuples(
+            st.just(dtype), st.lists(st.lists(st.lists(ARRAYS[dtype], max_size=5), max_size=4), max_size=8)
+        )
+    )
+)
 @settings(max_examples=200, deadline=None)
 def test_any_documents_come_back(drawn: tuple[type, list[list[list[int]]]]) -> None:
     """Documents without sequences, sequences without tokens, no documents, and extreme ids are all read back."""
@@ -157,7 +162,7 @@ def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
 
 def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     with (
-        pytest.raises(ValueError, match="token id 70000 does not fit uint16"),
+        pytest.raises(ValueError, match=SENTENCES["token_id_70000_does_not_fit"]),
         IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder,
     ):
         builder.add_document([1, 70000])
@@ -166,9 +171,9 @@ def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path) 
 
 def test_reading_outside_is_refused(tmp_path: Path) -> None:
     dataset = build(tmp_path / "x", [[[1, 2]], [[3]]])
-    with pytest.raises(IndexError, match="sequence 2 does not exist"):
+    with pytest.raises(IndexError, match=SENTENCES["sequence_2_does_not_exist"]):
         dataset[2]
-    with pytest.raises(IndexError, match="tokens 1 to 3 exceed sequence 0"):
+    with pytest.raises(IndexError, match=SENTENCES["tokens_1_to_3_exceed_sequence"]):
         dataset.get(0, offset=1, length=2)
 
 
@@ -200,7 +205,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     build(tmp_path / "x", [[[1, 2]]])
     content = (tmp_path / "x.idx").read_bytes()
     (tmp_path / "x.idx").write_bytes(b"TNTIDX\x00\x00\x00" + content[9:])
-    with pytest.raises(DatasetError, match="Megatron's MMIDIDX format"):
+    with pytest.raises(DatasetError, match=SENTENCES["megatron_s_mmididx_format"]):
         IndexedDataset(tmp_path / "x")
 
 

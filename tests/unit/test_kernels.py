@@ -20,7 +20,10 @@ FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 --hidden-dropout 0 "
     "--attention-dropout 0 --lr 0.01 --weight-decay 0.1"
 )
-T5 = f"{FLAGS} --family t5 --enc-seq-length 24 --dec-seq-length 10 --normalization rmsnorm --position-embedding relative --no-hidden-bias"
+T5 = (
+    f"{FLAGS} --family t5 --enc-seq-length 24 --dec-seq-length 10 --normalization rmsnorm --position-embedding "
+    "relative --no-hidden-bias"
+)
 
 
 class FusedLayerNorm(nn.Module):
@@ -49,9 +52,18 @@ class FusedRMSNorm(nn.Module):
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with apex's interface: it counts steps per parameter group instead of per parameter."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
-                 set_grad_none: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
         assert adam_w_mode and bias_correction
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -141,11 +153,11 @@ def test_without_apex_or_gpu_torchs_are_taken_and_apex_is_refused(
     for module in ("apex", "apex.normalization", "apex.optimizers"):
         monkeypatch.setitem(sys.modules, module, None)
     assert kernels.norm_class("auto", rms=True) is None
-    with pytest.raises(ValueError, match="apex.normalization.FusedRMSNorm cannot be imported"):
+    with pytest.raises(ValueError, match="FusedRMSNorm"):
         kernels.norm_class("apex", rms=True)
     monkeypatch.setattr(kernels, "_on_gpu", lambda: False)
     assert kernels.norm_class("auto", rms=False) is None
-    with pytest.raises(ValueError, match="there is no CUDA device; use --kernels auto or torch"):
+    with pytest.raises(ValueError, match="--kernels"):
         kernels.norm_class("apex", rms=False)
 
 

@@ -206,7 +206,8 @@ def test_arrows() -> None:
 def test_a_broken_arrow_is_found(tmp_path: Path) -> None:
     for name, text in {
         "megatron/mpu/layers.py": "from .mesh import current\nfrom megatron.config import Config\nimport numpy\n",
-        "megatron/model/gpt2.py": "from megatron import mpu\nfrom ..config import ModelConfig\nimport tds as deepspeed\n",
+        "megatron/model/gpt2.py": "from megatron import mpu\nfrom ..config import ModelConfig\nimport tds as "
+        "deepspeed\n",
         "megatron/model/pipe.py": "import tds\nfrom .gpt2 import GPT2Model\nfrom ..training import pretrain\n",
         "tds/engine.py": "import deepspeed\nfrom megatron.mpu import get_topology\n",
     }.items():
@@ -230,8 +231,10 @@ def test_no_circles_inside_a_package() -> None:
         found = imported(path, ast.Module(body=list(top), type_ignores=[]), ROOT)
         graph[module] = set(found)
     modules = set(graph)
-    edges = {m: {max((x for x in modules if (t + ".").startswith(x + ".")), key=len, default="") for t in targets} - {"", m}
-             for m, targets in graph.items()}  # fmt: skip
+    edges = {
+        m: {max((x for x in modules if (t + ".").startswith(x + ".")), key=len, default="") for t in targets} - {"", m}
+        for m, targets in graph.items()
+    }
     edges = {
         m: {t for t in to if t not in ("megatron", "tds", "megatron.mpu", "megatron.model")} for m, to in edges.items()
     }
@@ -271,11 +274,26 @@ PRIVATE = {
 OF_TORCH = {name for file, names in PRIVATE.items() for name in names if not file.startswith("megatron/mpu/")}
 # Undocumented attributes of DeepSpeed's engines, optimizers, modules and parameters, for tds only.
 OF_DEEPSPEED = {
-    "bf16_groups", "buffered_allreduce_fallback", "check_grad_overflow", "cur_iter", "cur_scale", "ds_id",
-    "ds_pipe_replicated", "ds_process_group", "ds_shape", "ds_tensor", "enable_backward_allreduce",
-    "fp32_groups_gradients", "fp32_partitioned_groups_flat", "get_grads_for_norm", "immediate_grad_update", "tied_comms",
-    "using_bf16_optimizer", "StockPipelineEngine", "StockPipelineModule",
-}  # fmt: skip
+    "bf16_groups",
+    "buffered_allreduce_fallback",
+    "check_grad_overflow",
+    "cur_iter",
+    "cur_scale",
+    "ds_id",
+    "ds_pipe_replicated",
+    "ds_process_group",
+    "ds_shape",
+    "ds_tensor",
+    "enable_backward_allreduce",
+    "fp32_groups_gradients",
+    "fp32_partitioned_groups_flat",
+    "get_grads_for_norm",
+    "immediate_grad_update",
+    "tied_comms",
+    "using_bf16_optimizer",
+    "StockPipelineEngine",
+    "StockPipelineModule",
+}
 # Public names in spite of the underscore: Python's, and an attribute that Megatron-LM's users set on models.
 PROMISED = {"_asdict", "_replace", "_exit", "_fields", "_megatron_batch_fn"}
 

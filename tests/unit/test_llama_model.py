@@ -21,19 +21,31 @@ SCALINGS: dict[str, tuple[dict[str, Any], str]] = {
     "theta": ({"rope_theta": 500.0}, "--rope-theta 500"),
     "linear": ({"rope_type": "linear", "factor": 3.0}, "--rope-scaling linear --rope-scaling-factor 3"),
     "llama3": (
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 40},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 40,
+        },
         "--rope-scaling llama3 --rope-scaling-factor 8 --rope-original-length 40",
     ),
     "yarn": (
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.25},
-        "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 16 --rope-beta-fast 2 --rope-beta-slow 0.25",
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 2.0,
+            "beta_slow": 0.25,
+        },
+        "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 16 --rope-beta-fast 2 --rope-beta-slow "
+        "0.25",
     ),
     "yarn, factor": (
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 0.7},
         "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 32 --rope-attention-factor 0.7",
     ),
-}  # fmt: skip
+}
 
 
 def pair(kind: str, flags: str = "", **settings: Any) -> tuple[Any, GPT2Model]:
@@ -165,7 +177,7 @@ def test_documents(restart: bool, apart: bool, window: int | None) -> None:
 def test_document_ids_that_contradict_the_flags() -> None:
     _, ours = pair("Llama", "--reset-position-ids")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="--reset-position-ids without --reset-attention-mask does not"):
+    with pytest.raises(ValueError, match="--reset-position-ids.*--reset-attention-mask"):
         ours(tokens, document_ids=tokens)
 
 
@@ -231,16 +243,25 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
             "--rope-scaling yarn --rope-original-length 8 --rope-beta-slow 40",
             "--rope-beta-fast 32 must be more than --rope-beta-slow 40",
         ),
-        ("--rope-scaling llama3 --rope-original-length 8 --rope-low-freq-factor 0", "--rope-low-freq-factor 0.0 must be more than 0"),
-        ("--rope-scaling yarn --rope-original-length 8 --rope-theta 1", "--rope-theta 1 must be more than 1 with --rope-scaling yarn"),
+        (
+            "--rope-scaling llama3 --rope-original-length 8 --rope-low-freq-factor 0",
+            "--rope-low-freq-factor 0.0 must be more than 0",
+        ),
+        (
+            "--rope-scaling yarn --rope-original-length 8 --rope-theta 1",
+            "--rope-theta 1 must be more than 1 with --rope-scaling yarn",
+        ),
         ("--rope-scaling dynamic", "--rope-scaling dynamic must be one of linear, llama3, yarn, or none"),
         ("--sliding-window 0", "--sliding-window 0 must be at least 1, or none"),
         ("--position-embedding learned", "--position-embedding learned: a llama has rope positions"),
         ("--model-parallel-size 4 --num-key-value-heads 8 --num-attention-heads 8 --kv-hidden-size 4", ""),
-        ("--model-parallel-size 2 --num-attention-heads 6 --num-key-value-heads 3", "one must be a multiple of the other"),
+        (
+            "--model-parallel-size 2 --num-attention-heads 6 --num-key-value-heads 3",
+            "one must be a multiple of the other",
+        ),
         ("--enc-seq-length 8", "--enc-seq-length: read by t5 only, and this is a llama"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_be(flags: str, sentence: str) -> None:
     argv = f"{flags_of('Llama')} --hidden-size 32 {flags}".split()
     if not sentence:
@@ -252,7 +273,7 @@ def test_settings_that_cannot_be(flags: str, sentence: str) -> None:
 
 
 def test_gpt2_reads_none_of_them() -> None:
-    with pytest.raises(ConfigError, match="--num-key-value-heads, --qk-norm: read by llama only, and this is a gpt2"):
+    with pytest.raises(ConfigError, match="--num-key-value-heads.*--qk-norm"):
         parse(["--family", "gpt2", "--num-key-value-heads", "2", "--qk-norm"])
-    with pytest.raises(ConfigError, match="--position-embedding rope: a gpt2 has learned positions"):
+    with pytest.raises(ConfigError, match="--position-embedding"):
         parse(["--family", "gpt2", "--position-embedding", "rope"])

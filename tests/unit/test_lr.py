@@ -68,8 +68,8 @@ def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
     there = "up to 0.001 over 10 iterations, cosine to 1e-05 at 100"
     here = "up to 0.001 over 20 iterations, cosine to 1e-05 at 200"
     assert (
-        note
-        == f"the learning rate follows the checkpoint's schedule ({there}); pass --override-lr-schedule to follow the flags ({here})"
+        note == f"the learning rate follows the checkpoint's schedule ({there}); "
+        f"pass --override-lr-schedule to follow the flags ({here})"
     )
     assert config.train.train_iters == 200
     assert [lr_at(n, config) for n in range(100)] == [lr_at(n, saved) for n in range(100)]
@@ -82,14 +82,12 @@ def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
 
 
 def test_a_fall_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="--lr-wsd-decay-iters 95 after 10 iterations of --warmup is more than the 100"
-    ):
+    with pytest.raises(ConfigError, match="--lr-wsd-decay-iters.*--warmup"):
         rates("--lr-decay-style", "wsd", "--lr-wsd-decay-iters", "95")
 
 
 def test_an_end_above_the_peak_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--min-lr 1e-05 is above --lr 5e-06, the peak: give a smaller --min-lr"):
+    with pytest.raises(ConfigError, match="--min-lr.*--lr"):
         parse(["--lr", "5e-6", "--min-lr", "1e-5"])
     parse(["--lr", "5e-6", "--min-lr", "1e-5", "--lr-decay-style", "constant"])  # a constant rate has no end
 

@@ -11,6 +11,7 @@ import pytest
 
 from data_utils.files import find_files
 from data_utils.parallel import ordered_map
+from tests.sentences import SENTENCES
 from tests.support import FULL
 
 Tool = Callable[..., None]
@@ -95,7 +96,7 @@ def test_ray_gives_what_one_machine_gives(tmp_path: Path) -> None:
     """`ordered_map` on two Ray workers keeps the order, survives a worker's death and re-raises errors of the work."""
     pytest.importorskip("ray", reason="needs ray")
     found = []
-    with pytest.raises(ValueError, match="thirty is no number"):
+    with pytest.raises(ValueError, match=SENTENCES["thirty_is_no_number"]):
         for each in ordered_map(square, range(60), 2, begin, (str(tmp_path / "marker"),), "local"):
             found.append(each)
     assert found == [number * number for number in range(30)]

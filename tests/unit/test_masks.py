@@ -13,7 +13,8 @@ from megatron.model.masks import Documents, added_mask, document_mask, window_ma
 
 LAYERS, SEQ = 4, 32
 FLAGS = (
-    f"--num-layers {LAYERS} --hidden-size 16 --num-attention-heads 2 --seq-length {SEQ} --vocab-size 50 --hidden-dropout 0 "
+    f"--num-layers {LAYERS} --hidden-size 16 --num-attention-heads 2 --seq-length {SEQ} --vocab-size 50 "
+    "--hidden-dropout 0 "
     f"--attention-dropout 0"
 )
 

@@ -10,6 +10,7 @@ from megatron.config import Config, ModelConfig
 from megatron.config.sections import DataConfig, ParallelConfig
 from megatron.model import GPT2Model, T5Model
 from megatron.mpu import mesh
+from tests.sentences import SENTENCES
 
 
 class _NobodyToAsk:
@@ -50,5 +51,5 @@ def test_a_pass_asks_nobody(build: Any, parallel_output: bool, monkeypatch: pyte
         assert all(p.grad is not None for p in model.parameters())
     else:
         assert model(*inputs).shape[-1] == 64
-    with pytest.raises(AssertionError, match="asked for the mesh"):
+    with pytest.raises(AssertionError, match=SENTENCES["asked_for_the_mesh"]):
         mesh.current()

@@ -11,6 +11,7 @@ from torch import nn
 import tds
 from megatron.training.engine import _result
 from tds import _deepspeed, parent_death, progress, start
+from tests.sentences import SENTENCES
 
 
 class Event:
@@ -58,7 +59,7 @@ def test_each_rank_may_be_shown_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
         assert _deepspeed.os.environ["LOCAL_RANK"] == wanted
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(_deepspeed.torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="has LOCAL_RANK 3, but this machine shows it 2 accelerators: start 2 ranks"):
+    with pytest.raises(ValueError, match=SENTENCES["has_local_rank_3_but_this"]):
         _deepspeed.set_local_rank()
 
 
@@ -74,12 +75,15 @@ def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:
 
 def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = SimpleNamespace(
-        num_stages=2, device=torch.device("cuda"), fp16_enabled=lambda: False, _config=SimpleNamespace(torch_autocast_enabled=False),
+        num_stages=2,
+        device=torch.device("cuda"),
+        fp16_enabled=lambda: False,
+        _config=SimpleNamespace(torch_autocast_enabled=False),
         module=SimpleNamespace(activation_checkpoint_interval=0),
-    )  # fmt: skip
+    )
     start._validate(engine, {}, 1)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING=1 lets a stage wait"):
+    with pytest.raises(ValueError, match=SENTENCES["cuda_launch_blocking_1_lets_a"]):
         start._validate(engine, {}, 1)
 
 

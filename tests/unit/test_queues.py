@@ -10,6 +10,7 @@ from tds import schedule
 from tds.queues import Rules, boundary_parity, finish
 from tds.schedule import Plan, Schedule, ScheduleError
 from tds.timetable import times
+from tests.sentences import SENTENCES
 from tests.support import covering
 
 SCHEDULES: dict[str, Schedule] = {
@@ -88,7 +89,7 @@ HANGS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "stages", "rules"), HANGS, ids=range(len(HANGS)))
 def test_what_hangs_is_found(name: str, stages: int, rules: dict[str, Any]) -> None:
-    with pytest.raises(ScheduleError, match="messages would deadlock: .*, which waits for "):
+    with pytest.raises(ScheduleError, match=SENTENCES["messages_would_deadlock_which_waits_for"]):
         finish(plan_of(name, stages, 8), Rules(**rules))
 
 

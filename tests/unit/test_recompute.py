@@ -21,7 +21,8 @@ FLAGS = (
     "--attention-dropout 0 --make-vocab-size-divisible-by 1"
 )
 T5 = (
-    f"{FLAGS} --family t5 --enc-seq-length 24 --dec-seq-length 10 --normalization rmsnorm --position-embedding relative "
+    f"{FLAGS} --family t5 --enc-seq-length 24 --dec-seq-length 10 --normalization rmsnorm --position-embedding "
+    "relative "
     "--no-scale-attention --no-hidden-bias --activation gated-gelu"
 )
 LLAMA = (

@@ -61,9 +61,17 @@ def test_how_far_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_collectives_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry(number: int, state: str, **more: Any) -> dict[str, Any]:
         return {
-            "profiling_name": "nccl:all_reduce", "collective_seq_id": number, "p2p_seq_id": 0, "is_p2p": False, "state": state,
-            "input_dtypes": ["BFloat16"], "input_sizes": [[2, 4]], "process_group": ["3", "data"], "retired": False, **more,
-        }  # fmt: skip
+            "profiling_name": "nccl:all_reduce",
+            "collective_seq_id": number,
+            "p2p_seq_id": 0,
+            "is_p2p": False,
+            "state": state,
+            "input_dtypes": ["BFloat16"],
+            "input_sizes": [[2, 4]],
+            "process_group": ["3", "data"],
+            "retired": False,
+            **more,
+        }
 
     entries = [entry(1, "completed"), entry(2, "scheduled", retired=True), *(entry(n, "started") for n in range(3, 9))]
     monkeypatch.setattr(recorder, "recorded_collectives", lambda: entries)

@@ -47,10 +47,13 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     ("files", "expected"),
     [
         ({"generation_config.json": {"eos_token_id": [1, 2], "top_k": 3}, "config.json": {"eos_token_id": 1}}, [1, 2]),
-        ({"generation_config.json": {"top_k": 3}, "config.json": {"model_type": "llama", "eos_token_id": [1, 3]}}, [1, 3]),
+        (
+            {"generation_config.json": {"top_k": 3}, "config.json": {"model_type": "llama", "eos_token_id": [1, 3]}},
+            [1, 3],
+        ),
         ({"config.json": {"model": {}}}, None),
     ],
-)  # fmt: skip
+)
 def test_templates_and_ends_are_kept_with_a_tokenizer(tmp_path: Path, files: dict[str, Any], expected: object) -> None:
     source, home = tmp_path / "source", tmp_path / "home"
     (source / "additional_chat_templates").mkdir(parents=True)

@@ -16,6 +16,7 @@ from megatron_tools.report.differences import settings
 from megatron_tools.report.facts import as_text, layout, progress, results
 from megatron_tools.report.page import as_data
 from megatron_tools.report.runs import names_of, read_run, tokens_at
+from tests.sentences import SENTENCES
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100 --batch-size 2 --gas 2 --train-iters 40"
@@ -31,10 +32,23 @@ def made(folder: Path, flags: str = "", **more: Any) -> Path:
     rows: list[dict[str, Any]] = []
     for i in (10, 20):
         rows.append(
-            {"split": "train", "iteration": i, "consumed_samples": 8 * i, "consumed_tokens": 1000 * i, "lm_loss": 8 - i / 10, "lr": 1e-3,
-             "grad_norm": None if i == 20 else 1.5, "loss_scale": None, "skipped_steps": i // 20, "tokens_per_second": 500.0, "tflops": 0.25,
-             "mfu": None, "memory_mb": 300.0, **more}
-        )  # fmt: skip
+            {
+                "split": "train",
+                "iteration": i,
+                "consumed_samples": 8 * i,
+                "consumed_tokens": 1000 * i,
+                "lm_loss": 8 - i / 10,
+                "lr": 1e-3,
+                "grad_norm": None if i == 20 else 1.5,
+                "loss_scale": None,
+                "skipped_steps": i // 20,
+                "tokens_per_second": 500.0,
+                "tflops": 0.25,
+                "mfu": None,
+                "memory_mb": 300.0,
+                **more,
+            }
+        )
         rows.append({"split": "valid", "iteration": i, "lm_loss": 7.0, "ppl": math.exp(7.0)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"split": "train", "iter')
     return folder
@@ -116,7 +130,7 @@ def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path)
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{tmp_path} is not a run directory"):
         page_of([tmp_path])
-    with pytest.raises(ValueError, match="give the folder of a run"):
+    with pytest.raises(ValueError, match=SENTENCES["give_the_folder_of_a_run"]):
         report.main(report.build_parser().parse_args([]))
-    with pytest.raises(ValueError, match="has kept no checkpoint"):
+    with pytest.raises(ValueError, match=SENTENCES["has_kept_no_checkpoint"]):
         page_of([made(tmp_path / "a")], "--prompt", "x")

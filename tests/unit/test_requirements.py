@@ -65,7 +65,8 @@ case "$*" in
     *metadata*) cat "$here/torch" 2>/dev/null || true ;;
     *"pip install"*) echo "${@: -1}" "$@" >>"$here/asked"
         case "${@: -1}" in
-            torch==*) grep -qxF -- "${@: -1}" "$here/served" || exit 1; version=${@: -1}; version=${version#torch==}; echo "${version%%,*}" >"$here/torch" ;;
+            torch==*) grep -qxF -- "${@: -1}" "$here/served" || exit 1; version=${@: -1}; version=${version#torch==}
+                echo "${version%%,*}" >"$here/torch" ;;
         esac ;;
 esac
 """

@@ -20,6 +20,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_order import SampleOrder
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.splits import parse_split, split_documents
+from tests.sentences import SENTENCES
 from tests.support import command
 
 
@@ -72,7 +73,7 @@ def test_epochs_seeds_and_parts_are_shuffled_differently(indexed: IndexedDataset
 
 
 def test_too_few_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="16 tokens do not fill one sample of 16"):
+    with pytest.raises(ValueError, match=SENTENCES["16_tokens_do_not_fill_one"]):
         SampleOrder(np.array([10, 6]), 16, seed=1, stream="train")
     assert SampleOrder(np.array([10, 7]), 16, seed=1, stream="train").per_epoch == 1
 
@@ -115,7 +116,7 @@ def test_a_part_without_documents_is_empty_not_everything(tmp_path: Path) -> Non
 
 
 def test_ids_outside_the_vocabulary_are_refused(indexed: IndexedDataset) -> None:
-    with pytest.raises(DatasetError, match="outside the vocabulary of 500"):
+    with pytest.raises(DatasetError, match=SENTENCES["outside_the_vocabulary_of_500"]):
         build_train_valid_test_datasets(indexed.prefix, "1", 16, seed=1, vocab_size=500)
 
 

@@ -18,6 +18,7 @@ from tds.schedule import (
     zero_bubble,
 )
 from tds.timetable import ScheduleError, bubble, check, most_in_flight, times
+from tests.sentences import SENTENCES
 
 SETTINGS: list[tuple[dict[str, object], int]] = [
     ({}, 1),
@@ -140,20 +141,36 @@ def test_forward_only(stages: int) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ([[Forward(0), SendActivation(0), RecvGrad(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0)]],
-         "stage 1: 0 SendGrad of chunk 0 where 1 are due"),
-        ([[Forward(0), Forward(1), Backward(1)]], r"stage 0: Backward\(1\) of chunk 0 stands too early or too late"),
-        ([[Forward(0), Forward(1), Backward(0)]], "stage 0: 1 Backward of chunk 0 where 2 are due"),
-        ([[Forward(0), SendGrad(0), Backward(0)]], "stage 0: 1 SendGrad of chunk 0 where 0 are due"),
-        ([[RecvGrad(0), Forward(0), SendActivation(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0), SendGrad(0)]],
-         r"the stages deadlock: stage 0 at RecvGrad\(0\), stage 1 at RecvActivation\(0\)"),
-        ([[Forward(0), SendActivation(0), Forward(1), SendActivation(1)],
-          [RecvActivation(1), Forward(1), RecvActivation(0), Forward(0)]],
-         r"RecvActivation\(1\) of chunk 0 stands too early or too late"),
-        ([[Forward(0), SendActivation(0), RecvGrad(0), Backward(0)],
-          [RecvActivation(0), Backward(0), SendGrad(0), Forward(0)]], r"stage 1: Backward\(0\) of chunk 0 stands too early"),
+        (
+            [[Forward(0), SendActivation(0), RecvGrad(0), Backward(0)], [RecvActivation(0), Forward(0), Backward(0)]],
+            "stage 1: 0 SendGrad of chunk 0 instead of 1",
+        ),
+        ([[Forward(0), Forward(1), Backward(1)]], r"stage 0: Backward\(1\) of chunk 0 is too early or too late"),
+        ([[Forward(0), Forward(1), Backward(0)]], "stage 0: 1 Backward of chunk 0 instead of 2"),
+        ([[Forward(0), SendGrad(0), Backward(0)]], "stage 0: 1 SendGrad of chunk 0 instead of 0"),
+        (
+            [
+                [RecvGrad(0), Forward(0), SendActivation(0), Backward(0)],
+                [RecvActivation(0), Forward(0), Backward(0), SendGrad(0)],
+            ],
+            r"the stages deadlock: stage 0 at RecvGrad\(0\), stage 1 at RecvActivation\(0\)",
+        ),
+        (
+            [
+                [Forward(0), SendActivation(0), Forward(1), SendActivation(1)],
+                [RecvActivation(1), Forward(1), RecvActivation(0), Forward(0)],
+            ],
+            r"RecvActivation\(1\) of chunk 0 is too early or too late",
+        ),
+        (
+            [
+                [Forward(0), SendActivation(0), RecvGrad(0), Backward(0)],
+                [RecvActivation(0), Backward(0), SendGrad(0), Forward(0)],
+            ],
+            r"stage 1: Backward\(0\) of chunk 0 is too early",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], message: str) -> None:
     micros = 1 + max(i.micro for stage in plan for i in stage)
     with pytest.raises(ScheduleError, match=message):
@@ -174,7 +191,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, object], messag
 
 
 def test_chunks_need_the_schedule_for_them() -> None:
-    with pytest.raises(ValueError, match="a model with 2 chunks a stage needs the schedule interleaved, not gpipe"):
+    with pytest.raises(ValueError, match=SENTENCES["a_model_with_2_chunks_a_2"]):
         schedule_of({"schedule": "gpipe"}, 2)
 
 

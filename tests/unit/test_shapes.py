@@ -42,9 +42,24 @@ def test_one_without_is_found() -> None:
 
 # Classes whose methods are documented in a base class or protocol.
 OF_A_PROTOCOL = {
-    "HFTokenizer", "SentencePieceTokenizer", "PipeEngine", "NoPipeEngine", "PlainEngine", "FunctionsTask", "Overlapped", "Bf16", "Zero",
-    "Parser", "Evaluations", "FirstStep", "Garbage", "Recording", "ReplicaChecks", "Saves", "TrainingLog",
-}  # fmt: skip
+    "HFTokenizer",
+    "SentencePieceTokenizer",
+    "PipeEngine",
+    "NoPipeEngine",
+    "PlainEngine",
+    "FunctionsTask",
+    "Overlapped",
+    "Bf16",
+    "Zero",
+    "Parser",
+    "Evaluations",
+    "FirstStep",
+    "Garbage",
+    "Recording",
+    "ReplicaChecks",
+    "Saves",
+    "TrainingLog",
+}
 OF_EVERY_COMMAND = {"main", "build_parser", "cli"}
 
 

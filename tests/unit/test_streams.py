@@ -78,8 +78,14 @@ def test_the_result_of_a_tool_names_the_stream_that_it_cannot_go_to() -> None:
 
 def test_closed_streams_are_not_taken_by_files(tmp_path: Path) -> None:
     """No file gets the descriptor of a closed stdout or stderr; C++ code would write its messages into the file."""
-    code = "from megatron.streams import guarded\nwith guarded('', 'stdout', 'stderr'): open('file', 'w').close(); print(open('file').fileno())"
-    script = f"cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c \"import os; exec(os.environ['CODE']); open('number', 'w').write(str(os.open('file', 0)))\" <&- >&- 2>&-"
+    code = (
+        "from megatron.streams import guarded\nwith guarded('', 'stdout', 'stderr'): open('file', 'w').close(); "
+        "print(open('file').fileno())"
+    )
+    script = (
+        f"cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c \"import os; exec(os.environ['CODE']); "
+        "open('number', 'w').write(str(os.open('file', 0)))\" <&- >&- 2>&-"
+    )
     subprocess.run(["bash", "-c", script], env={**os.environ, "CODE": code}, check=True, timeout=60)
     assert int((tmp_path / "number").read_text()) > 2
 
@@ -105,10 +111,36 @@ def test_a_run_trains_and_saves(
     tmp_path: Path, tiny_data: str, vocab_file: str, how: "Callable[[list[str]], subprocess.CompletedProcess[str]]"
 ) -> None:
     argv = [
-        sys.executable, "pretrain_gpt2.py", "--data-path", tiny_data, "--vocab-file", vocab_file, "--split", "8,2", "--num-layers", "1",
-        "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--batch-size", "2", "--log-interval", "1",
-        "--precision", "fp32", "--no-tensorboard", "--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path / "run"),
-    ]  # fmt: skip
+        sys.executable,
+        "pretrain_gpt2.py",
+        "--data-path",
+        tiny_data,
+        "--vocab-file",
+        vocab_file,
+        "--split",
+        "8,2",
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "2",
+        "--seq-length",
+        "16",
+        "--batch-size",
+        "2",
+        "--log-interval",
+        "1",
+        "--precision",
+        "fp32",
+        "--no-tensorboard",
+        "--train-iters",
+        "3",
+        "--eval-iters",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     done = how(argv)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().startswith("iter_0000003")

@@ -28,9 +28,13 @@ def test_what_follows_an_end_of_document_does_not_count() -> None:
     labels = torch.tensor([[first, 10, 11, eod, 12, second, eod]])
     decoder = torch.cat([torch.tensor([[pad]]), labels[:, :-1]], 1)
     sample = {
-        "encoder": torch.arange(8)[None] + 4, "decoder": decoder, "labels": labels, "loss_mask": torch.ones_like(labels),
-        "encoder_document_ids": torch.ones(1, 8, dtype=torch.int64), "decoder_document_ids": torch.ones_like(labels),
-    }  # fmt: skip
+        "encoder": torch.arange(8)[None] + 4,
+        "decoder": decoder,
+        "labels": labels,
+        "loss_mask": torch.ones_like(labels),
+        "encoder_document_ids": torch.ones(1, 8, dtype=torch.int64),
+        "decoder_document_ids": torch.ones_like(labels),
+    }
     tokenizer = cast(Tokenizer, SimpleNamespace(eod=eod, pad=pad))
     _, (found, mask) = T5().batch(sample, config, tokenizer)
     assert mask.tolist() == [[1, 1, 1, 1, 0, 1, 1]] and found.tolist() == [[first, 10, 11, eod, pad, second, eod]]

@@ -16,7 +16,8 @@ from tests.support import covering
 
 EOD, TEXT, COUNT = 0, 13, 10
 SIZES = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --family t5 --enc-seq-length 32 --seq-length 32 --hidden-dropout 0 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --family t5 --enc-seq-length 32 --seq-length 32 "
+    "--hidden-dropout 0 "
     f"--attention-dropout 0 --init-method-std 0.1 --vocab-size {TEXT + 1 + COUNT} --make-vocab-size-divisible-by 1"
 )
 VARIANTS = {

@@ -13,7 +13,8 @@ from megatron.model.layers import init_weights
 transformers = pytest.importorskip("transformers")
 
 T5_FLAGS = (
-    "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --kv-hidden-size 6 --ff-hidden-size 40 "
+    "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --kv-hidden-size 6 "
+    "--ff-hidden-size 40 "
     "--no-hidden-bias --normalization rmsnorm --position-embedding relative --relative-attention-max-distance 20 "
     "--relative-attention-num-buckets 8 --no-scale-attention --layernorm-epsilon 1e-6 --hidden-dropout 0 "
     "--attention-dropout 0 --vocab-size 61 --make-vocab-size-divisible-by 16"

@@ -3,6 +3,7 @@ import time
 import pytest
 
 from megatron.training.metrics import Timers
+from tests.sentences import SENTENCES
 
 
 def test_both_forms_add_to_the_same_part() -> None:
@@ -30,10 +31,10 @@ def test_a_running_timer_is_read_and_goes_on() -> None:
 
 def test_a_timer_out_of_turn_is_named() -> None:
     timers = Timers()
-    with pytest.raises(RuntimeError, match=r"'x' does not run; start\(\) it before"):
+    with pytest.raises(RuntimeError, match=SENTENCES["x_does_not_run_start_it"]):
         timers("x").stop()
     timers("x").start()
-    with pytest.raises(RuntimeError, match=r"'x' runs already; stop\(\) it before"):
+    with pytest.raises(RuntimeError, match=SENTENCES["x_runs_already_stop_it_before"]):
         timers("x").start()
     timers("x").reset()
     timers("x").start()

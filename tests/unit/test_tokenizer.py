@@ -17,6 +17,7 @@ from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_cpm_v
 from megatron.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from megatron.tokenizer.segment import SEPARATOR, Cut, segmenter
 from tests.materials import SAMPLE
+from tests.sentences import SENTENCES
 
 TEXTS = [
     "你好，世界。",
@@ -205,25 +206,25 @@ def test_a_script_of_many_characters_fits_a_small_vocabulary(tmp_path: Path) -> 
 
 
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TokenizerError, match="there is no vocabulary file"):
+    with pytest.raises(TokenizerError, match=SENTENCES["there_is_no_vocabulary_file"]):
         load_tokenizer(str(tmp_path / "none.model"))
     (tmp_path / "bad.model").write_bytes(b"not a model")
-    with pytest.raises(TokenizerError, match="bad.model is not a sentencepiece model"):
+    with pytest.raises(TokenizerError, match=r"bad\.model"):
         load_tokenizer(str(tmp_path / "bad.model"))
     (tmp_path / "tokenizer.json").write_bytes(b"{}")
     with pytest.raises(TokenizerError, match=r"tokenizer.json is not a tokenizer.json"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     (tmp_path / "vocab.txt").write_bytes(b"a\nb\n")
-    with pytest.raises(TokenizerError, match="vocab.txt has no <eod>"):
+    with pytest.raises(TokenizerError, match=r"vocab\.txt"):
         load_tokenizer(str(tmp_path / "vocab.txt"))
-    with pytest.raises(TokenizerError, match="contains none of tokenizer.json"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         (tmp_path / "empty").mkdir()
         load_tokenizer(str(tmp_path / "empty"))
     with pytest.raises(TokenizerError, match="--vocab-size"):
         train_sentencepiece(["too short"], str(tmp_path / "m"), 5000)
     assert not (tmp_path / "m").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TokenizerError, match="pip install jieba"):
+    with pytest.raises(TokenizerError, match=SENTENCES["pip_install_jieba"]):
         segmenter()
 
 
@@ -257,9 +258,15 @@ def llama_folder(folder: Path, about: dict[str, Any] | None, **options: Any) -> 
 
     model = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(RIVERS), model_writer=model, model_type="bpe", minloglevel=2, split_digits=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, **{"byte_fallback": True, "vocab_size": 330, **options},
-    )  # fmt: skip
+        sentence_iterator=iter(RIVERS),
+        model_writer=model,
+        model_type="bpe",
+        minloglevel=2,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        **{"byte_fallback": True, "vocab_size": 330, **options},
+    )
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     if about is not None:
@@ -296,7 +303,10 @@ def test_fingerprints_of_one_model_are_the_same_where_its_ids_are(tmp_path: Path
 
     Without tokenizer_config.json the fingerprint is the SHA-256 of tokenizer.model.
     """
-    switches = [dict(zip(("add_bos_token", "add_prefix_space", "legacy"), said, strict=True)) for said in itertools.product((False, True), repeat=3)]  # fmt: skip
+    switches = [
+        dict(zip(("add_bos_token", "add_prefix_space", "legacy"), said, strict=True))
+        for said in itertools.product((False, True), repeat=3)
+    ]
     prefixed = options.get("add_dummy_prefix", True)
     abouts = [{**LLAMA, **each} for each in switches if prefixed or not each["add_prefix_space"]]
     abouts += [{"tokenizer_class": "PreTrainedTokenizer", **each} for each in switches]
@@ -397,7 +407,7 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
 def test_a_model_without_a_space_in_front_says_so(tmp_path: Path) -> None:
     about = {**LLAMA, "add_bos_token": True}
     folder = llama_folder(tmp_path, about, add_dummy_prefix=False)
-    with pytest.raises(TokenizerError, match="set add_prefix_space to false"):
+    with pytest.raises(TokenizerError, match="add_prefix_space"):
         load_tokenizer(str(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps({**about, "add_prefix_space": False}))
     assert load_tokenizer(str(folder)).start

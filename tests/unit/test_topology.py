@@ -3,6 +3,7 @@ from itertools import product
 import pytest
 
 from megatron.mpu import Topology
+from tests.sentences import SENTENCES
 
 
 @pytest.mark.parametrize("shape", list(product([1, 2, 3], repeat=3)), ids=str)
@@ -38,14 +39,14 @@ def test_context_ranks_are_neighbours_on_the_data_axis() -> None:
     ]
     assert sorted(grid.context_lines()) == sorted(lines)
     assert str(Topology(2, 3, 1)) == "pipe 2 x data 3 x model 1"
-    with pytest.raises(ValueError, match="3 ranks of the data axis cannot be split into context-parallel groups of 2"):
+    with pytest.raises(ValueError, match=SENTENCES["3_ranks_of_the_data_axis"]):
         Topology(data=3, context=2)
 
 
 def test_places_outside_the_grid_are_refused() -> None:
-    with pytest.raises(ValueError, match="pipe=2 lies outside"):
+    with pytest.raises(ValueError, match=SENTENCES["pipe_2_lies_outside"]):
         Topology(pipe=2).get_rank(pipe=2, data=0, model=0)
-    with pytest.raises(ValueError, match="rank 2 lies outside"):
+    with pytest.raises(ValueError, match=SENTENCES["rank_2_lies_outside"]):
         Topology(pipe=2).get_coord(2)
-    with pytest.raises(ValueError, match="data axis of the grid has size 0"):
+    with pytest.raises(ValueError, match=SENTENCES["data_axis_of_the_grid_has"]):
         Topology(data=0)

@@ -16,6 +16,7 @@ from tds import timeline, trace
 from tds.align import narrow
 from tds.schedule import Backward, Forward, schedule_of
 from tds.timetable import bubble, times
+from tests.sentences import SENTENCES
 
 CPU = torch.device("cpu")
 
@@ -112,7 +113,7 @@ def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert picture.read_text().count("<rect") == 1 + 2 * 16 + 2  # background, passes in two diagrams, legend
     assert "time, ms" in picture.read_text() and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     (folder / timeline.name_of(0)).unlink()
-    with pytest.raises(ValueError, match="the timeline of stage 0 is missing"):
+    with pytest.raises(ValueError, match=SENTENCES["the_timeline_of_stage_0_is"]):
         iterations(timeline.read(folder))
 
 
@@ -121,5 +122,5 @@ def test_settings() -> None:
     assert parse(["--trace"]).log.traced is None
     with pytest.raises(ConfigError, match="--trace-iterations needs --trace"):
         parse(["--trace-iterations", "3"])
-    with pytest.raises(ConfigError, match="must be a number or a range"):
+    with pytest.raises(ConfigError, match=SENTENCES["must_be_a_number_or_a"]):
         parse(["--trace", "--trace-iterations", "9-3"])

@@ -14,7 +14,7 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a number when the code has become smaller.
 LIMITS = {
-    "tds": (45_000, 1),
+    "tds": (45_400, 1),  # 45,000 and the list of DeepSpeed's names, by which releases are checked
     "megatron": (142_000, 14),
     "data_utils": (31_000, 1),
     "megatron_tools": (66_000, 7),

@@ -15,13 +15,18 @@ from megatron.model.pipe import balanced_cuts
 from megatron.model.t5 import t5_layers
 from megatron.training.metrics import flops_per_token
 
-GPT2 = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 --make-vocab-size-divisible-by 1"
+GPT2 = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 "
+    "--make-vocab-size-divisible-by 1"
+)
 LLAMA = (
-    f"{GPT2} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias --no-tie-embeddings "
+    f"{GPT2} --family llama --position-embedding rope --normalization rmsnorm --activation swiglu --no-hidden-bias "
+    "--no-tie-embeddings "
     "--num-key-value-heads 2"
 )
 T5 = (
-    "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --ff-hidden-size 40 --enc-seq-length 20 "
+    "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --ff-hidden-size 40 "
+    "--enc-seq-length 20 "
     "--dec-seq-length 12 --seq-length 24 --vocab-size 100 --make-vocab-size-divisible-by 1"
 )
 
@@ -43,10 +48,15 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> t
 @pytest.mark.parametrize(
     "flags",
     [
-        GPT2, f"{GPT2} --kv-hidden-size 6 --ff-hidden-size 50", LLAMA, f"{LLAMA} --num-key-value-heads 1 --kv-hidden-size 6 --ff-hidden-size 50 "
-        "--qk-norm --qkv-bias --rotary-percent 0.7", T5, f"{T5} --activation gated-gelu --kv-hidden-size 6 --no-tie-embeddings",
+        GPT2,
+        f"{GPT2} --kv-hidden-size 6 --ff-hidden-size 50",
+        LLAMA,
+        f"{LLAMA} --num-key-value-heads 1 --kv-hidden-size 6 --ff-hidden-size 50 "
+        "--qk-norm --qkv-bias --rotary-percent 0.7",
+        T5,
+        f"{T5} --activation gated-gelu --kv-hidden-size 6 --no-tie-embeddings",
     ],
-)  # fmt: skip
+)
 def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work counted for the layers is half of the FLOPs that torch's FlopCounterMode counts.
 

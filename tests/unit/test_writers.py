@@ -98,9 +98,7 @@ def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         raise RuntimeError("api_key not configured\n(no-tty)")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"^Weights & Biases cannot start: api_key not configured \(no-tty\); leave --wandb out"
-    ):
+    with pytest.raises(ValueError, match="api_key.*--wandb"):
         writers.writers(config("--wandb"), tmp_path, 0)
 
 

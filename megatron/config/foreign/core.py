@@ -15,7 +15,10 @@ ROWS = (
     Row("--tensor-parallel-size --tp-size", same("model_parallel_size"), int),
     Row(
         "--pipeline-parallel-size --pp-size",
-        Means({"pipe_parallel_size": lambda n: 0 if n == 1 else n}, "1 means no pipeline in Megatron-LM; this project writes 0"),
+        Means(
+            {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
+            "1 means no pipeline in Megatron-LM; this project writes 0",
+        ),
         int,
     ),
     Row("--cp-size", same("context_parallel_size"), int),
@@ -30,12 +33,18 @@ ROWS = (
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         NoEffect("--partition-method balanced counts the embedding and the loss"),
     ),
-    Row("--expert-model-parallel-size --expert-tensor-parallel-size --moe-router-topk --moe-ffn-hidden-size", _NO_EXPERTS, int),
+    Row(
+        "--expert-model-parallel-size --expert-tensor-parallel-size --moe-router-topk --moe-ffn-hidden-size",
+        _NO_EXPERTS,
+        int,
+    ),
     Row("--moe-router-load-balancing-type --moe-token-dispatcher-type", _NO_EXPERTS, str),
     Row("--moe-aux-loss-coeff", _NO_EXPERTS, float),
     Row("--moe-grouped-gemm --moe-permute-fusion", _NO_EXPERTS),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
-    Row("--overlap-param-gather", NoEffect("the loss is the same; --zero-stage 1 gathers weights at the end of a step")),
+    Row(
+        "--overlap-param-gather", NoEffect("the loss is the same; --zero-stage 1 gathers weights at the end of a step")
+    ),
     Row("--tp-comm-overlap", NoEffect("--async-tensor-model-parallel-allreduce does the overlap and is on by default")),
     Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
     Row("--optimizer-cpu-offload", in_json("zero_optimization", "offload_optimizer")),
@@ -48,7 +57,11 @@ ROWS = (
     Row("--fp8-param-gather", _NO_FP8),
     Row("--lr-warmup-init", Refused("warmup always starts from 0"), float),
     Row("--mock-data", Refused("give --data-path; to try a run, preprocess corpus/sample.jsonl")),
-    Row("--data-args-path --per-split-data-args-path", Refused("name corpora with --data-path, or with --train-data-path, --valid-data-path and --test-data-path"), str),
+    Row(
+        "--data-args-path --per-split-data-args-path",
+        Refused("name corpora with --data-path, or with --train-data-path, --valid-data-path and --test-data-path"),
+        str,
+    ),
     Row("--no-mmap-bin-files", NoEffect(".bin and .idx files are always memory-mapped")),
     Row("--no-create-attention-mask-in-dataloader", NoEffect("always on: samples have no masks")),
     Row("--pretrained-checkpoint", Means({"load": given, "finetune": True}), str),
@@ -63,4 +76,4 @@ ROWS = (
     Row("--log-throughput", NoEffect("always on")),
     Row("--timing-log-level", NoEffect("metrics.jsonl has all timings"), int),
     Row("--timing-log-option", NoEffect("metrics.jsonl has all timings"), str),
-)  # fmt: skip
+)

@@ -1,10 +1,10 @@
 """Bytes of activations that layers keep from the forward to the backward pass.
 
-The formulas follow what each autograd function of ours saves. Korthikanti et al. 2022 give those of
-Megatron-LM's layers. Ours keep less where a function has a custom backward pass, and more on a CPU, where
-dropout masks have full width.
-Letters: s tokens of a sequence on this context rank, b batch, h hidden, t model-parallel ranks, e bytes per
-element.
+The formulas follow what the autograd functions of `megatron` save for the backward pass. Korthikanti et al. 2022
+give the formulas for Megatron-LM's layers. The layers of `megatron` keep less where a function has a custom
+backward pass, and more on a CPU, where a dropout mask is as wide as the activations.
+Letters: s tokens of a sequence on one context-parallel rank, b micro-batch size, h hidden size, t model-parallel
+ranks, e bytes per element.
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,10 @@ class Shapes:
 def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causal_bias: bool, again: bool) -> float:
     """Return the bytes that attention keeps: queries, keys, values, output and softmax statistics or scores.
 
-    Scores are kept on a CPU with attention dropout, which has no fused kernel.
-    queries, keys: tokens of a micro-batch; length, seen: tokens of one sequence.
+    On a CPU, attention with dropout has no fused kernel and keeps its scores.
+    queries, keys: number of query tokens and key tokens in a micro-batch; length, seen: per sequence.
+    causal_bias: a relative-position bias is added to the scores.
+    again: queries, keys and values are recomputed in the backward pass.
     """
     m, t, e = x.config.model, x.ranks, x.width
     inner, groups = m.num_attention_heads * m.head_size / t, max(m.key_value_heads / t, 1) * m.head_size
@@ -84,7 +86,7 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     if m.checkpoint_attention:
         return kept
     if m.attention_dropout and not x.accelerated:
-        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask and their product; scaled queries
+        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask, their product; scaled queries
     if causal_bias:
         kept += heads * length * seen * e  # the bias, shared by the batch
     return kept + b * heads * length * 4
@@ -114,7 +116,7 @@ def transformer_kept(x: Shapes, layer: Layer) -> float:
 
 
 def inner_working(x: Shapes, layer: Layer) -> float:
-    """Return the bytes of gradients that exist beside kept activations in a transformer layer's backward pass."""
+    """Return the bytes of activation gradients during a transformer layer's backward pass."""
     m, tokens = x.config.model, x.of_layer(layer)
     return 2 * x.hidden(tokens) + tokens * m.ff_size * (2 if m.gated else 1) / x.ranks * x.width
 
@@ -170,7 +172,7 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     if chunk and tokens > chunk and "cross-entropy" not in m.reference_ops:
         extra = (
             rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
-        )  # gradients that are kept until the backward pass
+        )  # the loss computes the gradients of weight and hidden states at once; they live until the backward pass
         tokens = chunk
     logits = float(tokens * rows * e)
     step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)
@@ -179,8 +181,8 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     copies = 3 if padded else 2
     if (
         "cross-entropy" in m.reference_ops
-    ):  # log-probabilities, their gradient and that of the logits; for 16-bit logits in fp32, with an fp32 copy
+    ):  # log-probabilities, their gradient and the logits' gradient; 16-bit logits are copied to fp32 first
         return logits, 3 * logits if e >= 4 else 8 * logits
-    of_matrix = rows * m.hidden_size * e  # the output matrix's gradient follows that of its last chunk
-    of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN makes a column-major copy first
+    of_matrix = rows * m.hidden_size * e  # gradient of the output matrix, allocated after the last chunk's copies
+    of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN copies the matrix to column-major first
     return logits, max(copies * part, of_matrix) + extra

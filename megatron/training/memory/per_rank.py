@@ -1,4 +1,4 @@
-"""Peak memory of a rank of each stage, by kind: permanent states plus the worst moment of a step."""
+"""Peak memory of a rank of each stage, by kind: permanent states, and temporaries at the worst moment of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -43,7 +43,7 @@ class Memory:
 def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
     """Return the maximum number of micro-batch chunks whose activations a stage keeps at once.
 
-    Computed from the schedule; long ones from a shorter schedule with the same steady state.
+    It is counted in the schedule, or, if that is long, in a shorter schedule with the same steady state.
     """
     if stages == 1:
         return 1
@@ -57,8 +57,8 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
 def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
     """Return bytes of (weights, gradients, optimizer) for `numbers` parameters on one rank, kept between passes.
 
-    replicas: number of ranks over which ZeRO shards. Gradients are those held during a later micro-batch's
-    passes.
+    replicas: number of ranks over which ZeRO shards. Gradients are those held while later micro-batches of the
+    step run.
     """
     width = WIDTHS[resolved.precision]
     exact, zero = max(width, 4), resolved.zero_stage
@@ -68,7 +68,7 @@ def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> t
         return numbers * width, numbers * width, numbers * moments
     copy = (
         exact * share if width < exact or not resolved.distributed_optimizer else 0.0
-    )  # DeepSpeed has one even in fp32
+    )  # fp32 master weights; DeepSpeed's ZeRO keeps a separate copy even in fp32
     if zero == 1:
         return numbers * width, numbers * exact, moments * share + copy
     if zero == 2:
@@ -107,7 +107,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
     ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
-    later = config.train.gas > flying / p.virtual_pipeline_size  # earlier micro-batches have left gradients
+    later = config.train.gas > flying / p.virtual_pipeline_size  # gradients of earlier micro-batches exist
     waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
     talk = _communication(stage, config, resolved, replicas, x, flying)
@@ -134,7 +134,10 @@ def _last_pass(
     kept: float,
     talk: float,
 ) -> Memory:
-    """Return the memory during the last transformer layer's backward pass, with all earlier layers still kept."""
+    """Return the memory during the last transformer layer's backward pass.
+
+    The activations of all earlier layers are still kept.
+    """
     last = next((layer for layer in reversed(layers) if layer.repeated), None)
     if last is None:
         return Memory(weights, waiting, optimizer, kept, 0.0, talk, 0.0)
@@ -148,7 +151,7 @@ def _first_layer(
 ) -> Memory:
     """Return the memory during the first transformer layer's backward pass.
 
-    All gradients exist by then, and only this layer and those before it are still kept.
+    All gradients exist by then, and only the activations of this layer and of those before it are still kept.
     """
     at = next((at for at, layer in enumerate(layers) if layer.repeated), None)
     if at is None:

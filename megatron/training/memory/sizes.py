@@ -14,9 +14,9 @@ from ...model.t5 import t5_layers
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters of a layer.
+    """Number of parameters of a layer.
 
-    whole: in the model, without padding. held: on each model-parallel rank, with padding.
+    whole: in the unsplit layer, without padding. held: on each model-parallel rank, with padding.
     largest: in the largest matrix on a rank, whose gradient is temporarily a separate tensor.
     """
 
@@ -30,9 +30,9 @@ def _sum(counts: Sequence[Count]) -> Count:
 
 
 def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
-    """Count a matrix split over the ranks.
+    """Count a linear layer split over the ranks, by columns or by rows.
 
-    A bias is split with the columns, and replicated if the rows are split.
+    The bias is split in a column-parallel layer, and replicated in a row-parallel one.
     """
     copies = out if by_rows else out // ranks
     return Count(out * into + out * bias, out * into // ranks + copies * bias, out * into // ranks)
