@@ -74,7 +74,7 @@ class Args:
         if name in WITHOUT_VALUE:
             raise AttributeError(f"args.{name} of CPM-Pretrain has no value: {WITHOUT_VALUE[name]}")
         ours = settings_for(name)
-        instead = f"; it is {' and '.join(f'args.{each}' for each in ours)} here" if ours else nearest(name, HOME)
+        instead = f"; use {' and '.join(f'args.{each}' for each in ours)}" if ours else nearest(name, HOME)
         raise AttributeError(f"there is no setting {name!r}{instead}")
 
     def __setattr__(self, name: str, value: object) -> None:

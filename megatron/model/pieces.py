@@ -147,8 +147,8 @@ def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> li
 def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: int = 0) -> list[Piece]:
     """Merge neighbouring documents of one row as long as a piece has at most SMALL x SMALL scores.
 
-    ids, others: document ids [b, s] of the queries and the keys. shift: added to a token's index in `ids`, gives
-    its index among the queries.
+    ids, others: document ids [b, s] of the queries and the keys. shift: number to add to a
+    token's index in `ids` for its index among the queries.
     """
     found: list[Piece] = []
     merged: set[int] = set()
