@@ -24,8 +24,8 @@ SENTENCES = {
     "resumed_at_iteration_2": "resumed at iteration 2",
     "no_such_host_invalid": "no-such-host.invalid",
     "2_ranks_on_cpu": "2 ranks on cpu",
-    "the_attention_mask_differs_from_that": "the attention mask differs from that of documents, first in sample 0 "
-    "where token 0",
+    "the_attention_mask_differs_from_that": "the attention mask cannot be expressed by document ids, "
+    "first in sample 0 where token 0",
     "nowhere_holds_no_checkpoint": "nowhere holds no checkpoint",
     "empty_has_no_model": "Empty has no model\\(\\)",
     "2_ranks_on_cpu_pipe_2": "2 ranks on cpu: pipe 2 x data 1 x model 1 (pipeline), fp32, ZeRO 0, global batch 2",
@@ -50,7 +50,7 @@ SENTENCES = {
     "cuda_device_max_connections": "CUDA_DEVICE_MAX_CONNECTIONS",
     "cannot_be_divided_by_without_a": "cannot be divided by . without a remainder",
     "leave_the_call_out": "leave the call out",
-    "reads_no_data_so_it_has": "reads no data, so it has no io group; ranks \\[0, 2\\] do",
+    "reads_no_data_so_it_has": "no io-parallel group; only ranks \\[0, 2\\] have one",
     "was_cut_at_0_2_4": "was cut at [0, 2, 4] with 1 chunks a stage, this model is cut at [0, 2, 3, 4]",
     "data_iterator_of_stage_0_ended": "data iterator of stage 0 ended after 1 of 4 micro-batches",
     "the_tied_weight_tie_weight_is": "the tied weight tie.weight is frozen on stage 0 but learns on another one",

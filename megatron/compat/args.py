@@ -1,4 +1,4 @@
-"""Attributes of `get_args()` that entry scripts of CPM-Pretrain read and that are no settings here."""
+"""Attributes of `get_args()` that entry scripts of CPM-Pretrain read but this project's settings lack."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from ..config import Config
 from ..config.command_line import HOME, RENAMED, nearest
 from ..config.foreign.translate import settings_for
 
-# Attributes with one value in every run.
+# Attributes that have the same value in every run.
 _OFF = (
     "adlr_autoresume apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
     "bias_dropout_fusion bias_gelu_fusion contigious_checkpointing cpu_optimizer cpu_torch_adam "
@@ -24,7 +24,7 @@ CONSTANTS: dict[str, Any] = {
     "lazy_mpu_init": None,
 }
 ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
-    "args": lambda args: args,  # the tutorial writes args.args.hidden_size
+    "args": lambda args: args,  # CPM-Pretrain's tutorial writes args.args.hidden_size
     "bf16": lambda args: args.config.train.precision == "bf16",
     "checkpoint_in_cpu": lambda args: args.offload_activations,
     "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
@@ -43,7 +43,7 @@ ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
 }
 _SCALE = 'see "fp16" of --deepspeed-config, whose scale DeepSpeed keeps'
-# Attributes without a value: the reason, for the error.
+# Attribute without a value -> reason, for the error message.
 WITHOUT_VALUE = {
     "adlr_autoresume_interval": "SIGTERM saves and ends a run",
     **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _SCALE),
@@ -54,8 +54,8 @@ WITHOUT_VALUE = {
 class Args:
     """Flat, read-only view of the settings of a run: args.hidden_size is config.model.hidden_size.
 
-    It also has the attributes above. `config` is the whole configuration. The tokenizer and the number of ranks
-    are known only after start-up: use `get_tokenizer()` and `torch.distributed`.
+    It also has the attributes of CONSTANTS and ATTRIBUTES. `config` is the whole configuration. The tokenizer and the
+    number of ranks are known only after start-up: use `get_tokenizer()` and `torch.distributed`.
     """
 
     config: Config
@@ -72,9 +72,9 @@ class Args:
         if name in HOME:
             return getattr(getattr(self.config, HOME[name]), name)
         if name in WITHOUT_VALUE:
-            raise AttributeError(f"args.{name} has no value here: {WITHOUT_VALUE[name]}")
+            raise AttributeError(f"args.{name} of CPM-Pretrain has no value: {WITHOUT_VALUE[name]}")
         ours = settings_for(name)
-        instead = f"; it is {' and '.join(f'args.{each}' for each in ours)} here" if ours else nearest(name, HOME)
+        instead = f"; use {' and '.join(f'args.{each}' for each in ours)}" if ours else nearest(name, HOME)
         raise AttributeError(f"there is no setting {name!r}{instead}")
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -91,7 +91,7 @@ def _on_cuda() -> bool:
 
 
 def _params_dtype(args: Args) -> Any:
-    """Return the dtype of weights in the forward pass, as far as --precision names one: DeepSpeed casts them."""
+    """Return the dtype to which DeepSpeed casts weights for the forward pass: that of --precision, by default fp32."""
     import torch
 
     names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}

@@ -1,4 +1,4 @@
-"""Data sets by the keywords of CPM-Pretrain's builders; those of T5 also by its keys."""
+"""Data-set builders with CPM-Pretrain's arguments; samples of T5 also have CPM-Pretrain's keys."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -> Any:
-    """Return the settings of the run with those that a builder was given."""
+    """Return the settings of the run, with the arguments of a builder in place of the flags."""
     from ..config.command_line import with_values
     from ..training.global_vars import get_args
 
@@ -22,7 +22,7 @@ def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -
 
 
 def by_original_keywords(family: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a builder also take `data_prefix=` and the other keywords of the original, and return three data sets."""
+    """Make a builder also accept CPM-Pretrain's keywords, such as `data_prefix=`, and then return three data sets."""
 
     def decorate(build: Callable[P, R]) -> Callable[P, R]:
         @wraps(build)
@@ -69,8 +69,9 @@ def build_train_valid_test_datasets(
 ) -> tuple[Any, ...]:
     """Return the training, validation and test data sets of a T5, None if empty; see `T5Samples` for a sample.
 
-    data_prefix: of three pairs PREFIX_context, PREFIX_target and PREFIX_target_offset, or of one pair of plain text.
-    Any number of samples can be read, and files are always mapped: the last three arguments decide nothing.
+    data_prefix: path without .bin and .idx of one corpus of plain text, or PREFIX of CPM's masked corpora
+    PREFIX_context, PREFIX_target and PREFIX_target_offset.
+    The last three arguments are ignored: any number of samples can be read, and files are always memory-mapped.
     """
     from ..ranks.rank_0 import print_notes
     from ..tasks.t5 import T5
@@ -85,10 +86,10 @@ _BUILDERS: dict[str, Callable[..., Any]] = {"gpt2": _gpt2}
 
 
 class T5Samples(Dataset[dict[str, Tensor]]):
-    """Samples of `dataset` under the original's keys, int64.
+    """Samples of `dataset` with the keys of CPM-Pretrain, int64.
 
-    contexts [k], targets [q] and labels [q] are the ids that encoder and decoder read and the decoder predicts;
-    ctx_eod_mask [k] is 1 at the last token of each document of the encoder.
+    contexts [k] are the token ids of the encoder, targets [q] those that the decoder reads, and labels [q] those that
+    it predicts. ctx_eod_mask [k] is 1 at the last token of each document of the encoder.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -1,4 +1,4 @@
-"""The attention masks of CPM-Pretrain, and the document ids that our models take in their place.
+"""The attention masks of CPM-Pretrain, and the equivalent document ids, which this project's models take instead.
 
 Shapes: b batch, s sequence of a decoder-only model, k encoder, q decoder.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..model.masks import begins, document_mask, no_documents, positions_in_documents
 
 ADVICE = (
-    "only causal attention and attention within documents can be expressed here; "
+    "masks must be causal or restrict attention to documents; "
     "pass document ids instead (megatron.utils.get_ltor_documents_and_position_ids)"
 )
 
@@ -34,13 +34,14 @@ def get_masks_and_position_ids_for_t5(
     reset_position_ids: bool,
     reset_attention_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the original's T5 takes next to its tokens: contexts [b, k], targets and labels [b, q].
+    """Return the masks and positions of CPM-Pretrain's T5 for contexts [b, k], targets and labels [b, q].
 
-    ctx_eod_mask: int [b, k], nonzero at the last token of each document of the encoder. Unlike the original, tokens of
-    text do not attend to padding. Returns (encoder mask fp32 [b, 1, k, k], encoder positions int64 [b, k], decoder mask
-    [b, 1, q, q], decoder positions [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Masks are 1 where attention
-    is allowed; the loss mask is 0 where a target is the end of a document or a label is padding.
-    Raises ValueError if `reset_attention_mask` is given documents that the decoder does not end as the encoder does.
+    ctx_eod_mask: int [b, k], nonzero at the last token of each document of the encoder. Unlike in CPM-Pretrain, tokens
+    of text do not attend to padding.
+    Returns (encoder mask fp32 [b, 1, k, k], encoder positions int64 [b, k], decoder mask [b, 1, q, q], decoder
+    positions [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Masks are 1 where attention is allowed; the loss
+    mask is 0 where a target is the end of a document or a label is padding.
+    Raises ValueError if, with `reset_attention_mask`, the decoder has more documents than the encoder.
     """
     ends = targets == tokenizer.eod_id
     encoder_ids = _ids(ctx_eod_mask != 0, contexts == tokenizer.pad_id)
@@ -48,7 +49,7 @@ def get_masks_and_position_ids_for_t5(
     if reset_attention_mask and bool((encoder_ids.amax(1) < decoder_ids.amax(1)).any()):
         raise ValueError(
             "--reset-attention-mask: the decoder has more documents than the encoder; "
-            "the corpus must be masked in CPM's manner (--span-convention cpm)"
+            "mask the corpus so that both end a document together (--span-convention cpm)"
         )
     if not reset_attention_mask:
         encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
@@ -62,7 +63,7 @@ def get_masks_and_position_ids_for_t5(
 
 
 def _ids(ends: Tensor, padding: Tensor) -> Tensor:
-    """Return the number of each token's document, from 1, and 0 for padding: int64, the shape of both."""
+    """Number each token's document from 1, and padding 0: ends, padding bool [b, s] -> int64 [b, s]."""
     numbers = torch.ones_like(ends, dtype=torch.int64)
     numbers[:, 1:] += ends[:, :-1].cumsum(dim=1)
     return numbers.masked_fill_(padding, 0)
@@ -82,7 +83,8 @@ def _t5_masks(encoder_ids: Tensor, decoder_ids: Tensor) -> T5Masks:
 def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
     """Return document ids int16 [b, s] equivalent to an attention mask [1 or b, 1, s, s], empty for one document.
 
-    mask: bool, True where attention is forbidden. tokens: [b, s]. Raises ValueError for any other mask.
+    mask: bool, True where attention is forbidden. tokens: [b, s]. Raises ValueError for a mask that no document ids
+    express.
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, tokens.shape[1], tokens.shape[1]):
         raise ValueError(
@@ -107,7 +109,7 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
     other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)
-    decoder_ids = found.masked_fill(sees_all & other, 0)  # document ids of 0 see everything where the encoder has none
+    decoder_ids = found.masked_fill(sees_all & other, 0)  # id 0, unknown to the encoder, sees all tokens
     expected = _t5_masks(encoder_ids, decoder_ids)
     for name, ours, theirs in zip(("encoder mask", "decoder mask", "cross mask"), expected, given, strict=True):
         _compare(name, theirs != 0, ours)
@@ -122,8 +124,8 @@ def refuse_other_positions(name: str, given: Tensor, document_ids: Tensor, reset
     expected = positions_in_documents(document_ids) if restart else _counted(given)
     if not torch.equal(given, expected.to(given.dtype)):
         raise ValueError(
-            f"the {name} positions given to T5Model are not those of the model, which counts from 0 over each "
-            f"{'document' if restart else 'sequence'}; leave them as get_masks_and_position_ids_for_t5 returns them"
+            f"the {name} positions given to T5Model must count from 0 over each "
+            f"{'document' if restart else 'sequence'}; pass those of get_masks_and_position_ids_for_t5 unchanged"
         )
 
 
@@ -138,6 +140,6 @@ def _compare(name: str, given: Tensor, expected: Tensor | None) -> None:
         return
     sample, _, query, key = (given != expected).nonzero()[0].tolist()
     raise ValueError(
-        f"the {name} differs from that of documents, first in sample {sample} where token {query} "
+        f"the {name} cannot be expressed by document ids, first in sample {sample} where token {query} "
         f"{'attends' if bool(given[sample, 0, query, key]) else 'does not attend'} to token {key}; {ADVICE}"
     )

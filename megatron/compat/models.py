@@ -1,6 +1,6 @@
 """Models with CPM-Pretrain's signatures: built from `get_args()` and called with attention masks.
 
-They are the models of `megatron.model.gpt2` and `t5`; a mask is replaced by the document ids that it is equivalent to.
+They are the models of `megatron.model.gpt2` and `t5`, which get the document ids that a mask is equivalent to.
 """
 
 from collections.abc import Container
@@ -15,14 +15,14 @@ from .masks import T5Masks, decoder_documents, refuse_other_positions, t5_docume
 
 
 def settings(config: Config | None, num_tokentypes: int) -> Config:
-    """Return the settings of a model. Raises ValueError for token types, which no model here has."""
+    """Return `config`, or if None the settings of the run. Raises ValueError for token types, which no model has."""
     if num_tokentypes:
-        raise ValueError(f"num_tokentypes is {num_tokentypes}: models here have no token types; leave it at 0")
+        raise ValueError(f"num_tokentypes is {num_tokentypes}: no model has token types; leave it at 0")
     return get_args().config if config is None else config
 
 
 def decoder_inputs(inputs: Any) -> Any:
-    """(tokens, positions, attention mask or document ids) -> the same with document ids."""
+    """Replace the mask of (tokens, positions, attention mask) by document ids; return other inputs unchanged."""
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 3 or inputs[2].dim() != 4:
         return inputs
     tokens, positions, mask = inputs
@@ -30,7 +30,11 @@ def decoder_inputs(inputs: Any) -> Any:
 
 
 def t5_inputs(inputs: Any, reset_positions: bool) -> Any:
-    """(encoder tokens, positions, mask, decoder tokens, positions, mask, cross mask) -> the inputs of our T5."""
+    """Replace CPM-Pretrain's seven inputs of a T5 by tokens and document ids; return other inputs unchanged.
+
+    The seven are encoder tokens, positions and mask, decoder tokens, positions and mask, and the cross mask.
+    Raises ValueError for masks that no document ids express and for positions that the model would not count.
+    """
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 7:
         return inputs
     encoder, encoder_positions, encoder_mask, decoder, decoder_positions, decoder_mask, cross_mask = inputs
@@ -61,15 +65,15 @@ class GPT2Model(gpt2.GPT2Model):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of `megatron.model.gpt2`; document_ids may be an attention mask [1 or b, 1, s, s]."""
+        """Return the logits or the loss; document_ids may also be an attention mask, bool [1 or b, 1, s, s]."""
         if document_ids is not None and document_ids.dim() == 4:
             document_ids = decoder_documents(document_ids, tokens)
-        # Contiguous, as scripts flatten the loss of each token by view(-1).
+        # Scripts flatten the loss of each token by view(-1), which requires contiguous memory.
         return super().forward(tokens, position_ids, document_ids, labels, loss_mask).contiguous()
 
 
 class T5Model(t5.T5Model):
-    """T5 without a pipeline; see `megatron.model.t5.T5Model`. config: the settings of `get_args()` if not given."""
+    """T5 without a pipeline; see `megatron.model.t5.T5Model`. config: by default that of `get_args()`."""
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class T5Model(t5.T5Model):
     def forward(
         self, *inputs: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any
     ) -> Tensor:
-        """Return the result of `megatron.model.t5`; seven inputs are the original's tokens, positions and masks."""
+        """Return the logits or the loss; inputs: those of `megatron.model.t5.T5Model`, or CPM-Pretrain's seven."""
         ours: Any = t5_inputs(inputs, self._reset_positions)
         named |= {"labels": labels, "loss_mask": loss_mask}
         return super().forward(*ours, **named).contiguous()

@@ -1,4 +1,4 @@
-"""Old import paths of modules that have moved to another package. They work for one version, with one warning."""
+"""Old import paths of modules that have moved to another package. They work, with a warning, until the next version."""
 
 import importlib
 import sys
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules at their old paths. It stands last, so that it sees only imports that would fail."""
+    """Finder of modules at their old paths, last in `sys.meta_path`, so that it gets only imports that would fail."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in _GONE:
@@ -72,7 +72,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Makes a module whose attributes are those of the moved module `home`; a package without one is empty."""
+    """Loader of a module whose attributes are those of the moved module `home`; None makes an empty package."""
 
     def __init__(self, home: str | None) -> None:
         self._home = home
@@ -88,7 +88,7 @@ class _Alias(Loader):
         module.__getattr__ = lambda name: getattr(home, name)  # type: ignore[method-assign]
 
     def get_code(self, name: str) -> CodeType:
-        """Return the code that `python -m` runs."""
+        """Return code that runs the moved module as `__main__`, for `python -m` with the old path."""
         self._warn(name)
         words = f"import runpy\nrunpy.run_module({self._home!r}, run_name='__main__', alter_sys=True)"
         return compile(words, name, "exec")

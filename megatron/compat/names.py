@@ -1,7 +1,8 @@
-"""Modules and names of CPM-Pretrain: where each is now, or what takes its place.
+"""Modules and names of CPM-Pretrain ("the original"): where each is in this project, or what replaces it.
 
-`install()` makes `import` follow these tables, so that nothing of the original lies among our own modules. A name
-that is not here raises ImportError with its counterpart. docs/reference/imports.md shows the tables.
+`install()` makes `import` follow these tables, so this project needs no files with the original's names. A name
+that exists only in another form raises ImportError, which says what replaces it. docs/reference/imports.md shows
+the tables.
 """
 
 import importlib
@@ -25,7 +26,7 @@ _RESUMES = "SIGTERM saves and ends a run, and the same command continues it"
 _TOKENIZERS = "megatron.tokenizer.load_tokenizer(path)"
 _MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans, megatron.data.t5_dataset masks them while reading"
 
-# A module of the original -> the module of ours that has its names; None where only the table below has them.
+# Module of the original -> module of this project that has its names; None if only HOMES and COUNTERPARTS have them.
 MODULES: dict[str, str | None] = {
     "megatron.arguments": None,
     "megatron.data.T5_dataset": "megatron.compat.data",
@@ -54,7 +55,7 @@ MODULES: dict[str, str | None] = {
     "megatron.tokenizer.t5_tokenization": None,
     "megatron.tokenizer.tokenizer": None,
 }
-# Modules without a counterpart: importing one of them says why.
+# Module of the original that nothing replaces -> reason, which the ImportError shows.
 GONE_MODULES = {
     "megatron.data.bert_dataset": _BERT,
     "megatron.data.helpers": "the sample index needs no compiled helpers; remove this import",
@@ -71,7 +72,7 @@ GONE_MODULES = {
     "megatron.tokenizer.bert_tokenization": _BERT,
     "megatron.tokenizer.file_utils": "nothing is downloaded; give --vocab-file",
 }
-# Names that are now elsewhere: (module, name) -> module of ours.
+# (module, name) of the original -> module of this project that has the name.
 HOMES = {
     ("megatron.utils", "get_masks_and_position_ids_for_t5"): "megatron.compat.masks",
     ("megatron.model", "get_params_for_weight_decay_optimization"): "megatron.compat.transformer",
@@ -86,7 +87,7 @@ _INDEXED = "megatron.data.indexed_dataset.IndexedDataset(prefix)"
 _CASTS = "tds.initialize casts a model as --precision says"
 _WRAPS = "tds.initialize wraps an optimizer as --precision says"
 _METRICS = "--tensorboard writes events; metrics.jsonl has all numbers"
-# Module -> names without the same form here, separated by spaces -> what takes their place.
+# Module of the original -> names that this project lacks in this form, separated by spaces -> what replaces them.
 _COUNTERPARTS = {
     "megatron": {
         "get_adlr_autoresume": _RESUMES,
@@ -235,16 +236,21 @@ _EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} -
 
 
 def find(module: str, name: str) -> Any:
-    """Return what `module.name` of the original is here.
+    """Return the object of this project that replaces `module.name` of the original.
 
-    Raises ImportError with its counterpart if it has another form here, and AttributeError for an unknown name.
+    Raises ImportError with what replaces the name, if only another form of it exists, and AttributeError for an
+    unknown name.
     """
     if (module, name) in HOMES:
         return getattr(importlib.import_module(HOMES[module, name]), name)
     if (module, name) in COUNTERPARTS:
-        raise ImportError(f"{module}.{name} of CPM-Pretrain is not here; instead: {COUNTERPARTS[module, name]}")
+        raise ImportError(
+            f"{module}.{name} of CPM-Pretrain is not part of this package; instead: {COUNTERPARTS[module, name]}"
+        )
     if f"{module}.{name}" in GONE_MODULES:
-        raise ImportError(f"{module}.{name} of CPM-Pretrain is not here: {GONE_MODULES[f'{module}.{name}']}")
+        raise ImportError(
+            f"{module}.{name} of CPM-Pretrain is not part of this package: {GONE_MODULES[f'{module}.{name}']}"
+        )
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
     home_of_all = MODULES.get(module)
@@ -260,11 +266,13 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules of the original, and adds names of the original to modules of ours."""
+    """Finder of the original's modules, which also adds names of the original to modules of this project."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in GONE_MODULES:
-            raise ModuleNotFoundError(f"{name} of CPM-Pretrain is not here: {GONE_MODULES[name]}", name=name)
+            raise ModuleNotFoundError(
+                f"{name} of CPM-Pretrain is not part of this package: {GONE_MODULES[name]}", name=name
+            )
         if name in MODULES:
             return ModuleSpec(name, _Names(name), is_package=any(each.startswith(f"{name}.") for each in MODULES))
         if name not in _EXTENDED:
@@ -277,7 +285,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Names(Loader):
-    """Makes a module of the original, which looks each name up when it is asked for."""
+    """Loader of a module of the original, which resolves each of its names on first use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -294,7 +302,7 @@ class _Names(Loader):
 
 
 class _Extended(Loader):
-    """Loads a module of ours, which then looks names that it lacks up among those of the original."""
+    """Loader of a module of this project that also has names of the original, by `find`."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -17,7 +17,7 @@ def _refuse_other_topology(topology: Any) -> None:
 
 
 class _TakesMasks:
-    """A pipeline whose batch function, set from outside, may return attention masks."""
+    """Pipeline model that accepts attention masks from the `_megatron_batch_fn` that a script sets."""
 
     _own_batch_fn: BatchFunction | None = None
 
@@ -28,7 +28,7 @@ class _TakesMasks:
     def _megatron_batch_fn(self) -> BatchFunction:
         function = self._own_batch_fn
         if function is None:
-            raise AttributeError("no batch function is set")
+            raise AttributeError("no _megatron_batch_fn is set")
 
         def converted(data: Any) -> Any:
             batch = function(data)
@@ -55,7 +55,9 @@ class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
     ) -> None:
         _refuse_other_topology(topology)
         if add_pooler or not parallel_output:
-            raise ValueError("a pipeline of GPT-2 has no pooler and leaves logits split: parallel_output=True")
+            raise ValueError(
+                "GPT2ModelPipe has no pooler and leaves logits sharded: pass add_pooler=False and parallel_output=True"
+            )
         super().__init__(settings(config, num_tokentypes))
 
     def _without_masks(self, inputs: Any) -> Any:
@@ -63,7 +65,7 @@ class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
 
 
 class T5ModelPipe(_TakesMasks, pipe.T5ModelPipe):
-    """T5 over pipeline stages; see `megatron.model.pipe.T5ModelPipe`. config: that of `get_args()` if not given."""
+    """T5 over pipeline stages; see `megatron.model.pipe.T5ModelPipe`. config: by default that of `get_args()`."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class T5ModelPipe(_TakesMasks, pipe.T5ModelPipe):
     ) -> None:
         _refuse_other_topology(topology)
         if not parallel_output:
-            raise ValueError("a pipeline of T5 leaves logits split: parallel_output=True")
+            raise ValueError("T5ModelPipe leaves logits sharded: pass parallel_output=True")
         config = settings(config, num_tokentypes)
         self._reset_positions = config.data.reset_position_ids
         super().__init__(config, is_text)

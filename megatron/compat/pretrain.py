@@ -1,4 +1,4 @@
-"""`pretrain()`: a run by an entry script's functions, as in tutorials of Megatron-LM and CPM-Pretrain."""
+"""`pretrain()`, which trains with an entry script's functions, as in tutorials of Megatron-LM and CPM-Pretrain."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,10 +34,10 @@ def pretrain(
     count_targets(batch) -> the number of target tokens of a micro-batch.
     tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
     args_defaults: defaults that this script changes; flags still override them.
-    argv, exit: as in `run`.
+    argv: the flags, by default those of the command line. exit: whether to end the process with the run.
 
-    A datasets provider that takes the numbers of samples marks a script in CPM-Pretrain's form, see
-    `megatron.compat.script`.
+    If the datasets provider takes the numbers of samples, as CPM-Pretrain's do, `forward_step` must return the mean
+    over the targets of a micro-batch, see `megatron.compat.script.ScriptTask`.
     Raises ValueError for an extra_args_provider: a script parses its own flags and passes the rest as `argv`.
     """
     if extra_args_provider is not None:

@@ -1,6 +1,6 @@
-"""Tasks made of an entry script's functions.
+"""Tasks that call an entry script's functions.
 
-`FunctionsTask` is for any script, `ScriptTask` for one in CPM-Pretrain's form, whose provider of data sets is given
+`FunctionsTask` is for any script, `ScriptTask` for a script in CPM-Pretrain's form, whose provider of data sets takes
 the numbers of samples.
 """
 
@@ -31,7 +31,7 @@ FAMILIES = {"T5Tokenizer": "t5"}  # model family by the tokenizer type of args_d
 
 
 def is_original(provider: Callable[..., Any]) -> bool:
-    """Return whether a provider of data sets takes the numbers of samples, as the original's do."""
+    """Return whether a provider of data sets has a required argument, the numbers of samples, as in CPM-Pretrain."""
     try:
         parameters = inspect.signature(provider).parameters.values()
     except (TypeError, ValueError):  # a callable without a signature
@@ -48,7 +48,7 @@ def numbers_of_samples(config: Config, ranks: int) -> list[int]:
 
 
 class FunctionsTask(Task):
-    """Task made of a script's functions, which call `get_args()`, `get_tokenizer()` and `get_timers()`."""
+    """Task that calls a script's functions, which may use `get_args()`, `get_tokenizer()` and `get_timers()`."""
 
     makes_batches = False
 
@@ -96,19 +96,19 @@ class FunctionsTask(Task):
         return loss
 
     def _note_what_is_not_logged(self, named: Any) -> None:
-        """Print once which values next to the loss of `forward_step` go nowhere."""
+        """Print once which values that `forward_step` returns besides the loss are not logged."""
         if self._noted or not isinstance(named, dict):
             return
         self._noted = True
         if others := [str(name) for name in named if name != "lm loss"]:
             print_rank_0(
-                f"note: forward_step returns {', '.join(others)} next to the loss, which no line shows; let the model "
-                f"return such values from get_additional_losses()"
+                f"note: forward_step returns {', '.join(others)} besides the loss, which are not logged; let the "
+                f"model return such values from get_additional_losses()"
             )
 
 
 def _no_forward_step(batches: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Any]:
-    """Raise ValueError: only a pipeline, whose loss_fn computes the loss, does without."""
+    """Raise ValueError: only a pipeline model, whose loss_fn computes the loss, needs no `forward_step`."""
     raise ValueError(
         "pretrain() has no forward_step, which a model without a pipeline needs: pass it as the third argument"
     )
@@ -121,7 +121,7 @@ def _one_batch(batch: Batch) -> Iterator[Batch]:
 
 
 class ScriptTokenizer(SentinelTokenizer):
-    """A tokenizer with sentinels, under the names of the original's T5 tokenizer."""
+    """A tokenizer with sentinels, with the attributes of CPM-Pretrain's T5 tokenizer."""
 
     @property
     def eod_id(self) -> int:
@@ -146,9 +146,10 @@ class _Counted(NamedTuple):
 
 
 class ScriptTask(FunctionsTask):
-    """The functions of a script whose `forward_step` returns the mean over the targets of a micro-batch.
+    """Task that calls the functions of a script whose `forward_step` returns the mean over a micro-batch's targets.
 
-    If the data sets are ours, a micro-batch is weighted by its targets, so the loss is the same in every layout.
+    If the script uses this project's data sets, a micro-batch is weighted by its number of targets, so the loss is the
+    same in every layout.
     """
 
     def __init__(
@@ -165,13 +166,13 @@ class ScriptTask(FunctionsTask):
         self._count: Callable[[Batch, Config], Tensor] | None = None
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer, for a T5 with padding and sentinels."""
+        """Return the tokenizer; if the family is t5, extended by padding and sentinel tokens."""
         if self.family != "t5":
             return tokenizer
         return ScriptTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the data sets that the provider makes for the numbers of samples of the run, and no notes."""
+        """Return the provider's data sets for the run's numbers of samples, and an empty list of notes."""
         provider: Any = self.datasets_provider
         datasets = provider(numbers_of_samples(config, dist.get_world_size()))
         self._count = _counter(datasets[0]) if isinstance(datasets, (tuple, list)) and datasets else None
@@ -180,7 +181,7 @@ class ScriptTask(FunctionsTask):
         return datasets, []
 
     def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
-        """Return what was read, with its number of targets where that is known."""
+        """Return `data`, together with its number of targets if the data sets are this project's."""
         if self._count is None:
             return data
         number = None if data is None else {"targets": self._count(data, config).long().view(1)}
@@ -190,14 +191,14 @@ class ScriptTask(FunctionsTask):
     checked_batch = batch
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Return the sum over the targets where their number is known, else the script's mean."""
+        """Return the loss summed over the targets if `batch` has their number, else the script's mean over them."""
         if not isinstance(batch, _Counted):
             return super().loss(model, batch)
         return super().loss(model, batch.data) * batch.targets.float()
 
 
 def _counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
-    """Return what counts the targets of a micro-batch of one of our data sets; None for another."""
+    """Return a function that counts the targets of a micro-batch of `dataset`, None for a custom data set."""
     members = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     if isinstance(dataset, T5Samples):
         return _t5_targets

@@ -1,4 +1,4 @@
-"""Building blocks that the tutorial of CPM-Pretrain names: `MegatronModule`, `ParallelMLP` and helpers around them."""
+"""Building blocks that CPM-Pretrain's tutorial uses: `MegatronModule`, `ParallelMLP` and their helper functions."""
 
 import math
 from typing import Any
@@ -14,12 +14,12 @@ from ..training.global_vars import get_args
 
 
 class MegatronModule(nn.Module):
-    """The base class of the original's modules: a torch module with a name for its saved state."""
+    """Base class of CPM-Pretrain's modules: a torch module with `state_dict_for_save_checkpoint`."""
 
     def state_dict_for_save_checkpoint(
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return `state_dict`."""
+        """Return `self.state_dict(...)`."""
         state: dict[str, Any] = self.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return state
 
@@ -27,8 +27,8 @@ class MegatronModule(nn.Module):
 class ParallelMLP(MegatronModule):
     """The feed-forward part of a transformer block with the sizes of `get_args()`; calls return (output, bias).
 
-    init_method, output_layer_init_method: fill the first and the second weight in place; those of --init-method-std
-    if not given.
+    init_method, output_layer_init_method: functions that fill the first and the second weight in place, by default
+    from a normal distribution by --init-method-std.
     """
 
     def __init__(self, init_method: Any = None, output_layer_init_method: Any = None) -> None:
@@ -42,7 +42,7 @@ class ParallelMLP(MegatronModule):
                 mpu.declare(layer.weight, fill, dim=spec.dim, full_size=spec.full_shape[spec.dim or 0], axis=layer.axis)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> ([s, b, h], bias [h] that is still to be added)."""
+        """Apply the MLP: [s, b, h] -> ([s, b, h], bias [h], which the caller must add)."""
         return self._forward(hidden_states)
 
 
@@ -57,7 +57,7 @@ def scaled_init_method_normal(sigma: float, num_layers: int) -> mpu.InitMethod:
 
 
 def openai_gelu(x: Tensor) -> Tensor:
-    """[...] -> [...], GELU in its tanh form."""
+    """Apply GELU in its tanh form: [...] -> [...]."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -65,7 +65,7 @@ gelu_impl = openai_gelu
 
 
 def erf_gelu(x: Tensor) -> Tensor:
-    """[...] -> [...], GELU by erf."""
+    """Apply GELU in its exact form, by erf: [...] -> [...]."""
     return F.gelu(x)
 
 
@@ -79,7 +79,7 @@ def get_linear_layer(rows: int, columns: int, init_method: Any) -> nn.Linear:
 
 
 def get_params_for_weight_decay_optimization(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two parameter groups: weights, and without weight decay biases and the weights of norms."""
+    """Return two parameter groups: matrices, and biases and weights of norms, which have no weight decay."""
     vectors = [p for p in module.parameters() if p.dim() < 2]
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     return {"params": matrices}, {"params": vectors, "weight_decay": 0.0}

@@ -1,4 +1,4 @@
-"""Models as lists of layers, each written as if there were one rank."""
+"""Models as lists of layers, which the sharded layers of `megatron.mpu` distribute over the model-parallel ranks."""
 
 from importlib import import_module
 from typing import Any
@@ -7,8 +7,8 @@ from .gpt2 import gpt2_layers
 from .layers import Layer, LayerStack, global_parameters
 from .t5 import t5_layers
 
-# Entry scripts import models from here, with Megatron-LM's signatures; gpt2.py, t5.py and pipe.py define them.
-# Pipeline models import DeepSpeed, which takes seconds, so they are imported on first use.
+# Entry scripts import these models from `megatron.model`; those of `megatron.compat` accept Megatron-LM's arguments.
+# Pipeline models import DeepSpeed, which takes seconds, so all are imported on first use.
 _HOMES = {
     "GPT2Model": "megatron.compat.models",
     "GPT2ModelPipe": "megatron.compat.pipes",

@@ -49,7 +49,7 @@ class KeyValueCache:
 
 
 def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Tensor) -> None:
-    """Draw normal values, and scale the rows of part i of each head by factors[i]."""
+    """Draw normal values, and scale the rows of part i (query, key or value) of each head by factors[i]."""
     nn.init.normal_(weight, 0.0, std)
     weight.view(-1, len(factors), head_size, weight.shape[1]).mul_(torch.tensor(factors).view(1, -1, 1, 1))
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.inner = config.num_attention_heads * config.head_size
         scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
-        # Without the division of scores, queries are initialised smaller by the same factor
+        # A model that does not divide scores by sqrt(d) initialises its queries smaller by this factor instead
         # (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
         self.dropout, self.rng = config.attention_dropout, mpu.get_rng()
@@ -94,8 +94,8 @@ class Attention(nn.Module):
     ) -> mpu.ColumnParallelLinear:
         """Build the projection h -> len(factors) x n x d, its rows ordered by head, so that each rank gets whole heads.
 
-        factors: scale the initial values of each part. heads: n, by default the number of attention heads.
-        bias: by default as --hidden-bias sets it.
+        factors: one for each of query, key and value that is projected; scale its initial values. heads: n, by
+        default the number of attention heads. bias: whether to add a bias, by default the value of --hidden-bias.
         """
         return mpu.ColumnParallelLinear(
             config.hidden_size,
@@ -109,8 +109,8 @@ class Attention(nn.Module):
         """Compute attention: query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
         mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may
-        attend, or None. With context parallelism it is what this rank's queries see of all ranks' keys; key
-        and value are this rank's.
+        attend, or None. With context parallelism it says which keys of all ranks this rank's queries may attend
+        to; key and value are this rank's.
         bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
@@ -134,7 +134,10 @@ class Attention(nn.Module):
     def _projected(
         self, projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None
     ) -> tuple[Tensor, Recipe | None]:
-        """Return `projection(x)`, and its recipe if it is not to be saved. recipe: of x."""
+        """Return `projection(x)`, and how to recompute it if --recompute-modules names qkv, else None.
+
+        recipe: how to recompute x; None if autograd saves x.
+        """
         out, _ = projection(x)
         return out, Recipe(lambda given: projection(given)[0], recipe or x) if self.qkv_again else None
 
@@ -142,8 +145,8 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Self-attention: every token attends to all tokens of its sequence, or (causal) to itself and earlier ones.
 
-    Rows of the fused projection are (query, key, value) of head 0 first. `grouped_heads.py` describes their
-    order in groups.
+    Rows of the fused projection are query, key and value of head 0, then those of head 1. `grouped_heads.py`
+    describes their order with grouped heads.
     """
 
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
@@ -169,12 +172,13 @@ class SelfAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Apply self-attention: [s, b, h] -> ([s, b, h], its bias, which the caller must add).
 
-        mask, bias: see `attend`. recipe: of `hidden`. angles: rotation of queries and keys.
+        mask, bias: see `attend`. recipe: how to recompute `hidden`; None if autograd saves it. angles: rotation of
+        queries and keys.
         """
         qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, (n/t + 2 g) * d]
         with save_recipe_for((again, qkv)):
             query, key, value = self._cut(qkv, angles)
-        if again is not None and self.in_groups:  # autograd saves the parts, all in the memory of `query`
+        if again is not None and self.in_groups:  # key and value share the memory of `query`
             again, qkv = Recipe(lambda given: self._cut(given, angles)[0], again), query
         if cache is not None:
             key, value = cache.extend(key, value)
@@ -197,7 +201,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Cross-attention from decoder tokens to encoder tokens. The fused rows are (key, value) of head 0 first."""
+    """Cross-attention from decoder tokens to encoder tokens. The fused rows are key and value head by head."""
 
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, f"{name}.cross_attention", output_std, causal=False)
@@ -213,7 +217,7 @@ class CrossAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Apply cross-attention: (hidden [q, b, h], encoded [k, b, h]) -> ([q, b, h], bias).
 
-        The caller must add the bias. recipe: of `hidden`.
+        The caller must add the bias. recipe: how to recompute `hidden`; None if autograd saves it.
         """
         projected, again = self._projected(self.query, hidden, recipe)
         query = projected.view(*projected.shape[:2], self.heads, self.head_size).permute(1, 2, 0, 3)

@@ -34,9 +34,10 @@ def attention_with_dropout(
 def by_document(
     query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, p: float, stream: mpu.Stream
 ) -> Tensor:
-    """Compute attention with dropout piece by piece: query [b, n, q, d] -> [b, n, q, d]; every key is in one piece.
+    """Compute attention with dropout piece by piece: query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d].
 
-    Each piece takes its part of one mask for all q x k weights, so dropout does not depend on the pieces.
+    pieces: every key must be in exactly one piece. Each piece uses its part of one mask for all q x k weights, so
+    dropout does not depend on the pieces.
     """
     kept = stream.keep_mask((*query.shape[:3], key.shape[2]), p, query.device, torch.bool)
     rows = []

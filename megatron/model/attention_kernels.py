@@ -1,4 +1,4 @@
-"""Choice of the kernel that computes an attention call, by what queries see, bias, dropout and device.
+"""Choice of the kernel that computes an attention call, by its mask, bias, dropout and device.
 
 Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this rank, d width of a head.
 """
@@ -28,11 +28,11 @@ class Call(NamedTuple):
     """One attention call: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
 
     mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may attend, or None.
-    With context parallelism it is what this rank's queries see of all ranks' keys.
+    With context parallelism it says which keys of all ranks this rank's queries may attend to.
     bias: [1, n, q, k], added to the scores, or None. p: dropout probability.
     causal: without a mask, a query sees itself and the keys before it. scale: factor of the scores.
-    by_document, fused_bias: kernels that --reference-ops does not exclude.
-    packs: queries, keys and values may be copied; recomputation identifies them by their address.
+    by_document, fused_bias: whether --reference-ops permits the kernels for documents and for a bias.
+    packs: whether queries, keys and values may be copied; not if they are recomputed, which finds them by address.
     pieces: how to compute documents or slices piece by piece; None if they need a mask, and always on
     accelerators and in compiled code.
     turn: see `mpu.Stream.drop`.
@@ -62,14 +62,14 @@ class Call(NamedTuple):
         """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself."""
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
         q, k = self.query.shape[2], self.key.shape[2]
-        # A mask of documents is already causal where it must be. A single newest token sees all keys.
+        # A mask of documents is already causal where it must be. In decoding, a single query sees all keys.
         hides = self.causal and mask is None and q > 1
         if hides and (self.bias is not None or q != k or (self.p > 0 and self.on_cpu)):
             return causal_mask(q, k, self.query.device), False
         return mask, hides
 
     def added(self) -> tuple[Tensor | None, bool]:
-        """Return what to add to the scores, [1 or b, 1 or n, q, k] or None, and the second result of `visible`."""
+        """Return what to add to the scores, [1 or b, 1 or n, q, k] or None, and whether the kernel hides later keys."""
         mask, hides = self.visible()
         if self.bias is not None:
             return self.bias if mask is None else self.bias.masked_fill(~mask, -torch.inf), hides
@@ -93,8 +93,8 @@ def slice_by_slice(c: Call) -> Tensor:
         keys, values = key[:, :, begin:end], value[:, :, begin:end]
         if views.masked or c.p or c.on_cpu or torch.compiler.is_compiling():
             found.append(attend(c._replace(query=own, key=keys, value=values, mask=views.mask(at), turn=at)))
-        else:  # this kernel needs no mask
-            from torch.nn.attention.bias import causal_lower_right  # the import loads the compiler
+        else:  # torch's `causal_lower_right` needs no mask tensor
+            from torch.nn.attention.bias import causal_lower_right  # importing it loads torch.compile
 
             keys, values = repeat_heads(own, keys, values)
             last: Any = causal_lower_right(own.shape[2], end)
@@ -132,7 +132,7 @@ def torchs(c: Call) -> Tensor:
     (added, hides), query, key, value = c.added(), c.query, c.key, c.value
     grouped = key.shape[1] < query.shape[1]
     if grouped and query.device.type == "cuda" and (added is not None or query.dtype == torch.float32):
-        (key, value), grouped = repeat_heads(query, key, value), False  # CUDA has no kernel for these groups
+        (key, value), grouped = repeat_heads(query, key, value), False  # no grouped CUDA kernel has masks or fp32
     options: dict[str, Any] = {"attn_mask": added, "dropout_p": c.p, "is_causal": hides, "scale": c.scale}
     with kernels_for(query, added):
         return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=grouped)
@@ -159,7 +159,7 @@ def _differentiates_bias(c: Call) -> bool:
 
 
 Kernel = Callable[[Call], Tensor]
-# The first kernel whose condition holds computes the call. Only context ranks have Views, and they have no bias.
+# The first kernel whose condition holds computes the call. Only context parallelism uses Views, and it has no bias.
 KERNELS: tuple[tuple[Callable[[Call], Any], Kernel], ...] = (
     (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
     (lambda c: isinstance(c.mask, Views), slice_by_slice),
@@ -174,7 +174,7 @@ TAKE_GROUPED_HEADS = flash_in_pieces, slice_by_slice, torchs
 
 
 def choose_kernel(c: Call) -> Kernel:
-    """Return the first kernel of the table that serves the call [b, n, q, d]."""
+    """Return the first kernel of KERNELS whose condition holds for the call."""
     for serves, kernel in KERNELS:
         if serves(c):
             return kernel
@@ -182,7 +182,7 @@ def choose_kernel(c: Call) -> Kernel:
 
 
 def attend(c: Call) -> Tensor:
-    """Compute the call by the kernel that the table chooses -> [b, n, q, d].
+    """Compute the call by the first kernel of KERNELS whose condition holds -> [b, n, q, d].
 
     Raises ValueError if a token has no document id.
     """

@@ -1,8 +1,8 @@
 """Attention with a learned bias on a CPU, which saves neither scores nor probabilities for the backward pass.
 
 torch's fused attention on a CPU has no gradient for the bias. torch's alternative saves probabilities
-[b, n, q, k] in every layer. Here they are recomputed sample by sample or document by document, so that they
-stay in the cache (the recomputation of Dao et al. 2022).
+[b, n, q, k] in every layer. This module recomputes them sample by sample or document by document, so that they
+stay in the CPU's cache (the recomputation of Dao et al. 2022).
 
 Shapes: q queries, k keys, b batch, n heads of this rank, d width of a head.
 """
@@ -41,7 +41,7 @@ def biased_attention(
 def _pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_row: bool) -> Sequence[Piece]:
     """Return the pieces to compute one after another.
 
-    Without documents these are whole rows, all at once or one by one.
+    Without documents the only piece is the whole batch, or (by_row) each row of the batch is one.
     """
     if pieces is not None:
         return pieces.found
@@ -71,8 +71,8 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # A pipeline may split the backward pass in two. In the second part the gradient of the bias is already
-        # there.
+        # A pipeline may run the backward pass of inputs and of weights separately. The first call has then already
+        # computed the gradient of the bias, and the second returns it.
         if ctx.rest is not None and not mpu.needs_grad(ctx, 0):
             return None, None, None, ctx.rest, None, None
         query, key, value, bias, mask = ctx.saved_tensors

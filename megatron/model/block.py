@@ -38,7 +38,7 @@ class Dropout(nn.Module):
 
 
 class Encoded(NamedTuple):
-    """Encoder output to which a decoder layer attends, [k, b, h], and its document ids."""
+    """Encoder output [k, b, h] to which a decoder layer attends, and the documents that restrict this attention."""
 
     states: Tensor
     mask: Documents | None
@@ -58,9 +58,9 @@ Sublayer = Callable[[Tensor, Recipe | None], tuple[Tensor, Tensor | None]]
 class TransformerLayer(nn.Module):
     """Pre-norm transformer layer (Radford et al. 2019), optionally with cross-attention.
 
-    name: of the layer in the whole model.
-    branches: number of residual branches of the whole stack; output projections are initialised smaller the
-    more there are.
+    name: name of the layer in the whole model.
+    branches: number of residual branches of the whole stack, by whose square root the initial weights of output
+    projections are divided.
     """
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
@@ -91,7 +91,7 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
-        mask, bias, angles: of self-attention, see `SelfAttention`.
+        mask, bias, angles: arguments of self-attention, see `SelfAttention`.
         """
         own, other = (caches.own, caches.cross) if caches else (None, None)
         with offloaded() if self.offload and self.training else nullcontext():
@@ -111,7 +111,7 @@ class TransformerLayer(nn.Module):
             return self._add(self.post_attention_layernorm, self.mlp_dropout, lambda x, recipe: self.mlp(x), hidden)
 
     def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
-        """Add what `sublayer` computes from the normalised hidden states [s, b, h], after dropout."""
+        """Return hidden states [s, b, h] plus dropout of what `sublayer` computes from their norm."""
         normed = norm(hidden)
         recipe = Recipe(norm, hidden) if self.norm_again else None
         with save_recipe_for((recipe, normed)):
@@ -122,7 +122,7 @@ class TransformerLayer(nn.Module):
 class Block(TransformerLayer):
     """Layer of a decoder-only model. `name` is its name in the whole model.
 
-    role: what document ids decide; by default only the mask.
+    role: whether document ids restrict attention or restart positions; by default only attention.
     """
 
     def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:
@@ -133,9 +133,8 @@ class Block(TransformerLayer):
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
         """Run the layer on (hidden [s, b, h], document ids [b, s] or empty) and return both.
 
-        caches: those of the text being generated; positions continue after the cached tokens. With context
-        parallelism hidden is [s/c, b, h] of the whole sequence. Raises ValueError for caches with context
-        parallelism.
+        caches: keys and values of the text generated so far; positions continue after the cached tokens. With
+        context parallelism hidden is this rank's part of the sequence, [s/c, b, h], and caches raise ValueError.
         """
         if caches and self.context.size > 1:
             raise ValueError(

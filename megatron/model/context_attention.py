@@ -18,7 +18,7 @@ from .masks import Documents, cached_on, causal_window
 
 
 class Views(NamedTuple):
-    """Visibility for this rank's queries: earlier tokens, within the window, of the same document.
+    """Keys to which this rank's queries may attend: earlier tokens, within the window, of the same document.
 
     ids: document number of each token of the sequence, int [b, s]; if `apart` is False, only its device is
     used.
@@ -52,7 +52,7 @@ class Views(NamedTuple):
     def mask(self, at: int) -> Tensor | None:
         """Return the mask of slice number `at`, bool [1 or b, 1, q, k], or None.
 
-        It is True where a query may attend to one of `keys(at)`. It is None if causality alone decides.
+        The mask is True where a query may attend to one of `keys(at)`, and None if only later tokens are hidden.
         Layers that receive the same ids share the mask.
         """
         if not self.masked:
@@ -69,7 +69,7 @@ class Views(NamedTuple):
 
 
 def views_of(ids: Tensor, length: int, window: int | None, documents: Documents | None, axis: mpu.Axis) -> Views:
-    """Return the visibility for this rank of `axis` in a sequence of `length` tokens.
+    """Return which keys the queries of this rank of `axis` may attend to in a sequence of `length` tokens.
 
     documents: built from the ids [b, s], None if attention is not restricted to documents.
     """
@@ -78,22 +78,25 @@ def views_of(ids: Tensor, length: int, window: int | None, documents: Documents 
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[Tensor, Tensor]:
-    """All-gather keys and values, [b, g, s/c, d] -> [b, g, s, d] each, in order; the backward pass sums gradients."""
+    """All-gather keys and values, [b, g, s/c, d] -> [b, g, s, d] each, in token order; backward sums gradients."""
     return _apart(mpu.gather_context(_together(key, value), axis))
 
 
 def whole_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> tuple[Tensor, Tensor]:
-    """All-gather as `gather_keys_and_values` does, [b, g, s/c, d] -> [b, g, s, d], but not differentiable."""
+    """All-gather keys and values, [b, g, s/c, d] -> [b, g, s, d] each, without gradients; no-op if axis is None."""
     return _apart(mpu.all_gather_context(_together(key, value), axis)) if axis else (key, value)
 
 
 def reduce_scatter_grads(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> tuple[Tensor, Tensor]:
-    """Sum gradients of all keys and values over the ranks, [b, g, s, d] -> [b, g, s/c, d] of this rank's tokens."""
+    """Sum gradients of all keys and values over the ranks, [b, g, s, d] -> [b, g, s/c, d] of this rank's tokens.
+
+    A no-op if axis is None.
+    """
     return _apart(mpu.reduce_scatter_context(_together(key, value), axis)) if axis else (key, value)
 
 
 def _together(key: Tensor, value: Tensor) -> Tensor:
-    """Concatenate keys and values, [b, g, s, d] each, to [s, b, g, 2 d], so that they take one message."""
+    """Concatenate keys and values, [b, g, s, d] each, to [s, b, g, 2 d], to communicate them at once."""
     return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
 
 

@@ -33,8 +33,8 @@ class WordEmbedding(nn.Module):
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others).
 
-        With context parallelism tokens are this rank's, [b, s/c], and so are the hidden states; the others
-        are of the whole sequence.
+        With context parallelism tokens and hidden states are this rank's, [b, s/c] and [s/c, b, h]; position and
+        document ids are those of the whole sequence.
         """
         tokens, position_ids, document_ids = inputs
         return self.word_embeddings(tokens.t()), position_ids, document_ids
@@ -48,12 +48,12 @@ class WordEmbedding(nn.Module):
 
     @staticmethod
     def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
-        """Return what `output` computes from (hidden [s, b, h], ...)."""
+        """Return the logits [s, b, v/t] of inputs (hidden [s, b, h], ...), deferred as in `output`."""
         return embedding.output(inputs[0])
 
 
 class ModelStart(nn.Module):
-    """Start of a model or of one of its stacks: learned positions, if the model has them, and dropout.
+    """Start of a model, or of an encoder or decoder stack: learned positions, if the model has them, and dropout.
 
     positions: number of learned positions. name: name of the dropout stream.
     """
@@ -70,7 +70,10 @@ class ModelStart(nn.Module):
     def refuse_more_than(self, length: int) -> None:
         """Raise ValueError if a sequence of `length` tokens has more positions than the table."""
         if length > self.positions:
-            raise ValueError(f"a sequence of {length} tokens is longer than the {self.positions} learned positions")
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the {self.positions} learned positions of the model; "
+                f"shorten it, or train a model with a larger --max-position-embeddings"
+            )
 
     def vectors(self, places: Tensor) -> Tensor:
         """Look up the vectors of positions [s, b] or [s, 1] -> [s, b or 1, h], with sequence parallelism [s/t, ...]."""
@@ -79,10 +82,11 @@ class ModelStart(nn.Module):
 
 
 class DecoderStart(ModelStart):
-    """Start of a decoder-only model. With rotary positions blocks rotate queries and keys themselves.
+    """Start of a decoder-only model: learned positions and dropout. Rotary positions are applied later, in the blocks.
 
-    role: what document ids decide. If they only count positions, none are given: they are derived here from
-    positions that restart at 0. Other positions are not supported with rotary positions.
+    role: whether document ids restrict attention or restart positions. If they only restart rotary positions, the
+    caller passes no document ids, and this layer derives them: a document begins wherever a position id is 0. Rotary
+    models use position ids for nothing else.
     """
 
     def __init__(self, config: ModelConfig, positions: int, name: str, role: DocumentRole) -> None:

@@ -1,7 +1,8 @@
 """Flash attention piece by piece (pieces.py) on a CPU: within documents, and over context-parallel ranks.
 
-The pieces of one query are combined by their log-sum-exps (Milakov and Gimelshein 2018). The backward pass of a
-piece needs only the combined result. Gathered keys and values are not saved but gathered again.
+A query's results from several pieces are combined by their log-sum-exps (Milakov and Gimelshein 2018). The backward
+pass of a piece needs only the combined result. Gathered keys and values are not saved; the backward pass gathers them
+again.
 
 Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this rank, d width of a head, c context
 ranks.
@@ -26,7 +27,7 @@ def flash_attention(
     """Compute attention piece by piece: query [b, n, q, d], key, value [b, g, k, d] -> [b, n, q, d].
 
     axis: the context-parallel ranks, if there are several. key and value are then this rank's, [b, g, k/c, d], and
-    forward and backward pass are both collectives.
+    all ranks must run the forward and the backward pass together.
     """
     return _FlashAttention.apply(query, key, value, pieces, scale, axis)  # type: ignore[no-untyped-call,no-any-return]
 

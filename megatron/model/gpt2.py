@@ -25,14 +25,15 @@ from .work import block_work, lengths
 
 
 def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
-    """Return the layers in order; the last shares the weight of the first. Raises ValueError for T5 settings."""
+    """Return the layers in order; with tied embeddings the last shares the weight of the first.
+
+    Raises ValueError for T5 settings.
+    """
     m = config.model
     if config.is_t5:
-        raise ValueError("a GPT-2 cannot be built from settings of family t5: pretrain_t5.py trains them")
+        raise ValueError("a GPT-2 cannot be built from settings of family t5; use T5Model or pretrain_t5.py")
     if m.position_embedding == "relative":
-        raise ValueError(
-            "--position-embedding relative is for T5; GPT-2 has learned positions, Llama rotary ones (rope)"
-        )
+        raise ValueError("--position-embedding relative is for T5; choose learned (as in GPT-2) or rope (as in Llama)")
     role = role_of(config)
     start = "start" if m.position_embedding == "rope" else "position_embedding"
     names, work = [f"layers.{i}" for i in range(m.num_layers)], block_work(m, config.data.seq_length)
@@ -52,7 +53,10 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
 
 
 def role_of(config: Config) -> DocumentRole:
-    """Return what document ids decide. --reset-position-ids alone makes them only count rotary positions."""
+    """Return whether document ids restrict attention and whether they restart positions.
+
+    In a rotary model, --reset-position-ids alone makes them only restart positions.
+    """
     d, rotary = config.data, config.model.position_embedding == "rope"
     apart = d.reset_attention_mask or config.objective != "lm"
     return DocumentRole(attention=apart or not (rotary and d.reset_position_ids), positions=d.reset_position_ids)
@@ -76,10 +80,11 @@ def vocab_size_of(config: Config) -> int:
 class LanguageModel(LayerStack):
     """Language model without a pipeline: this rank's shard of every layer, and the loss.
 
-    list_layers: returns the layers by (settings, vocabulary size).
+    list_layers: function (settings, vocabulary size) -> layers.
     parallel_output: leave logits sharded over the model-parallel ranks, [b, s, v/t] with padding, as the loss
     expects them. Otherwise gather them and remove the padding, [b, s, v].
-    own: see LayerStack. is_text: see TokenLoss.
+    own: indices of the layers to build, None for all (see LayerStack). is_text: maps labels to a mask of those that
+    are text (see TokenLoss).
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class LanguageModel(LayerStack):
     def compute(self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
         """Run the layers and return logits, [b, s, v/t] or [b, s, v].
 
-        With labels [b, s], return what `TokenLoss.of_labels` does.
+        With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, their sum.
         """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
@@ -123,12 +128,10 @@ class GPT2Model(LanguageModel):
     ) -> Tensor:
         """Return the logits of tokens [b, s], or the loss if labels are given.
 
-        With labels [b, s] it is the loss of every token, [b, s] in fp32; with a loss_mask [b, s] as well, the
-        sum.
-        A loss can be differentiated once: its backward pass overwrites the logits, which a hook may have kept
-        (see TokenLoss).
-        position_ids: [b, s], by default counted from 0. For rotary models they may only restart at 0, see
-        `DecoderStart`.
+        With labels [b, s] it is the loss of every token, [b, s] in fp32; with a loss_mask [b, s] as well, the sum of
+        these losses. A loss can be differentiated only once, because its backward pass overwrites the logits.
+        position_ids: [b, s], by default counted from 0. A rotary model computes its positions itself and uses the
+        position ids only to find where they restart at 0, see `DecoderStart`.
         document_ids: [b, s], the number of the document to which each token's attention is restricted; by
         default one document.
         With context parallelism tokens, labels and loss mask are this rank's, [b, s/c]; position and document

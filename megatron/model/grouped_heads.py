@@ -1,9 +1,9 @@
 """Splitting and rotation of a fused projection for grouped-query attention (Ainslie et al. 2023).
 
 The projection's rows are ordered by group: the queries that share a key-value head, then its key, then its
-value, as in Megatron-LM. With as many key-value heads as query heads these are (query, key, value) of head 0
-first, as in GPT-2. A contiguous shard holds whole groups, or part of one if there are more ranks than groups.
-In that case the ranks that share a group gather it (`own_queries`), so no weight is replicated.
+value, as in Megatron-LM. With as many key-value heads as query heads, the rows are query, key and value of head 0,
+then those of head 1. A contiguous shard holds whole groups, or part of a group if there are more ranks than groups.
+In that case the ranks that share a group gather its projections (`own_queries`), so no weight is replicated.
 
 With the weight seen as [g, p + 2, d, h], Hugging Face's q_proj, k_proj and v_proj are [:, :p], [:, p] and
 [:, p + 1].
@@ -67,10 +67,10 @@ def split_heads(
     groups, size: g and d. parts: heads of each part in a group: (p, 1, 1) for queries, keys and values.
     angles: rotation of the first two parts.
     one_buffer: copy the parts into one buffer, so that one recipe can recompute all three (`recompute.py`).
-    Otherwise they are views, and each part has one head in a group.
-    plain: use torch's operations, whose results need not share a buffer.
+    Otherwise they are views, which requires that each part has one head in a group.
+    plain: use plain torch operations; the results then need not share a buffer.
     """
-    if plain or torch.compiler.is_compiling():  # a compiler does it in one pass
+    if plain or torch.compiler.is_compiling():  # torch.compile fuses these operations
         found = tuple(part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts))
         found = (*(rotate(part, angles) for part in found[:2]), *found[2:])
     elif fused.requires_grad and torch.is_grad_enabled():
@@ -93,7 +93,7 @@ def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, on
 
 
 def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
-    """Yield a view [s, b, g, part, d] of each part; autograd lets a view be written to if it is made just before."""
+    """Yield a view [s, b, g, part, d] of each part, when asked: autograd permits writes to a view just made."""
     for part, end in zip(parts, accumulate(parts), strict=True):
         yield by_group.narrow(3, end - part, part)
 
@@ -103,9 +103,9 @@ def _angles_of(parts: tuple[int, ...], angles: Rotation | None) -> tuple[Rotatio
 
 
 class _Split(torch.autograd.Function):
-    """Split of a projection whose backward pass writes each gradient, rotated back, to its place.
+    """Split of a projection whose backward pass rotates each gradient back, straight into the gradient of the whole.
 
-    Autograd would stack the gradients and then rearrange the stack, which copies each gradient twice.
+    torch's own operations would stack the gradients and then rearrange the stack, which copies each gradient twice.
     """
 
     @staticmethod

@@ -20,10 +20,10 @@ from megatron._torch import persistent_buffers
 class Layer:
     """Layer that is not built yet.
 
-    name: its global name, a dotted path. `cls(*args)` builds it.
+    name: global name of the layer, a dotted path. `cls(*args)` builds it.
     tied: layers with the same key share one module, which has the name of the first.
     call: replaces the call of the module by `call(module, inputs)`.
-    puts_out: names of the tensors it returns, for the stage boundary after it.
+    puts_out: names of the tensors that the layer returns, for the stage boundary after it.
     repeated: belongs to the stack of equal layers, whose activations may be recomputed.
     prelude: recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
     work: multiply-adds of its forward pass over a sample, see work.py.
@@ -59,8 +59,9 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk: int, rng: mpu.RngStreams) -> Any:
-    """Pass `inputs` through the steps.
+    """Pass `inputs` through all steps in order.
 
+    steps: (layer, function that calls its module).
     chunk: 0 keeps all activations; n keeps the inputs of every n-th repeated layer and recomputes the rest in
     the backward pass.
     rng: the dropout streams of the steps.
@@ -92,7 +93,7 @@ def _run_all(calls: Iterable[Callable[[Any], Any]], inputs: Any) -> Any:
 
 
 def _elsewhere(inputs: Any, *more: Any) -> Any:
-    raise RuntimeError("this layer is on another pipeline stage")
+    raise RuntimeError("this layer was not built in this process, because it is on another pipeline stage")
 
 
 def global_names(layers: Sequence[Layer]) -> list[str]:
@@ -107,7 +108,7 @@ class AuxLossMixin:
     loss_fn: Any = None
 
     def get_additional_losses(self) -> dict[str, Tensor]:
-        """Return the values besides the loss of the last micro-batch, a scalar each, by name.
+        """Return what the loss function reported besides the loss of the last micro-batch, a scalar each, by name.
 
         DeepSpeed calls this method on pipeline modules.
         """
@@ -148,7 +149,7 @@ class LayerStack(AuxLossMixin, nn.Module):
         return module
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (global name, module) of every layer built here, tied ones once."""
+        """Yield (global name, module) of every layer built in this process, tied ones once."""
         yield from self._built
 
     def output(self, logits: Tensor | mpu.DeferredLogits, vocab_size: int, parallel: bool) -> Tensor:
@@ -164,14 +165,14 @@ class LayerStack(AuxLossMixin, nn.Module):
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (global name, parameter) of every parameter that this process holds.
 
-    A model without `named_layers` is named by its module tree. In a PipelineModule that tree has each layer's
-    index in the whole list, and the key of each tie.
+    Parameters of a model without `named_layers` have the names of `named_parameters()`. In a DeepSpeed
+    PipelineModule these names contain each layer's index in the whole list, or the key of a tied layer.
     """
     yield from _by_layer(model, lambda module: module.named_parameters())
 
 
 def global_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, buffer [...]) of every buffer of a state_dict, named as `global_parameters` does."""
+    """Yield (global name, buffer [...]) of every buffer that the model's state_dict contains."""
     yield from _by_layer(model, _persistent)
 
 
@@ -201,8 +202,8 @@ def _fill(named: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
 def init_weights(model: Any, seed: int) -> None:
     """Draw the initial values of every declared parameter of `model` from (seed, its global name).
 
-    They thus depend neither on the layout nor on the order of building. Undeclared parameters keep the values
-    that their module gave them.
+    The values thus depend neither on the layout nor on the order in which layers are built. Undeclared parameters
+    keep the values that their module gave them.
     """
     _fill(global_parameters(model), seed)
 

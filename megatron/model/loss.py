@@ -46,8 +46,7 @@ class TokenLoss:
         self.vocab_size, self.fused, self.is_text, self.z_loss = vocab_size, fused, is_text, z_loss
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
-        # Values of the last micro-batch: sums over its text (without gradients) or the z-loss of its targets
-        # (with them).
+        # Values of the last micro-batch: sums over its text in evaluation, the z-loss of its targets in training.
         self.aux: dict[str, Tensor] = {}
 
     @classmethod
@@ -57,7 +56,7 @@ class TokenLoss:
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
     def of_labels(self, logits: Logits, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Return the loss of every token, as `per_token` does, or with a loss mask [b, s] their sum."""
+        """Return the loss [b, s] of every token, or with a loss mask [b, s] the sum over its tokens, a scalar."""
         return self.per_token(logits, labels) if loss_mask is None else self(logits, (labels, loss_mask))
 
     def per_token(self, logits: Logits, labels: Tensor) -> Tensor:

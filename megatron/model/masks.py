@@ -28,13 +28,13 @@ class Documents(NamedTuple):
     causal: bool = False
 
     def mask(self) -> Tensor:
-        """Return the bool mask [b, 1, q, k], see `document_mask`. Layers that receive the same ids share it."""
+        """Return the bool mask [b, 1, q, k], True where a query may attend. Layers with the same ids share the mask."""
         return cached_on(self.queries, ("mask", self.causal), self.keys, lambda: _mask(*self))
 
     def refuse_others(self, query: Tensor, key: Tensor) -> None:
         """Raise ValueError unless every token of query [b, n, q, d] and key [b, n, k, d] has a document id.
 
-        A token without an id would never be computed.
+        Without this check, kernels that work document by document would leave out a token without an id.
         """
         of_key = self.queries if self.keys is None else self.keys
         for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
@@ -47,9 +47,10 @@ class Documents(NamedTuple):
 
 
 class DocumentRole(NamedTuple):
-    """What the document ids of a decoder-only model decide: which tokens a token attends to, and rotary positions.
+    """Roles of the document ids in a decoder-only model.
 
-    attention: tokens attend only within their document. positions: positions are counted from 0 in each document.
+    attention: tokens attend only within their document. positions: rotary positions are counted from 0 in each
+    document.
     """
 
     attention: bool = True
@@ -65,8 +66,9 @@ def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = F
         return None
     if queries.dim() != 2 or queries.dtype == torch.bool:
         raise ValueError(
-            f"our models take the document number of each token, int [b, s], not a mask, {queries.dtype} "
-            f"{list(queries.shape)}: megatron.utils.get_ltor_documents_and_position_ids gives what GPT-2 takes"
+            f"document ids must be the document number of each token, int [b, s], but got {queries.dtype} "
+            f"{list(queries.shape)}, as of an attention mask: for GPT-2 compute document ids by "
+            f"megatron.utils.get_ltor_documents_and_position_ids"
         )
     return Documents(queries, keys, causal)
 
@@ -77,7 +79,7 @@ def no_documents(device: torch.device) -> Tensor:
 
 
 def begun_by_prefix(tokens: Tensor, length: int) -> Tensor:
-    """Return ids of one document per row for tokens [b, s], int32 [b, s]; its first `length` tokens are a prefix."""
+    """Return ids int32 [b, s] that make each row of tokens [b, s] one document with a prefix of `length` tokens."""
     ids = torch.ones_like(tokens, dtype=torch.int32)
     ids[:, : max(length, 0)] = -1
     return ids
@@ -98,7 +100,8 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what to add to scores for a bool mask [b, 1, q, k]: the same shape, 0 if visible, else minus infinity.
 
-    Layers share it as well. Otherwise torch would make one for each layer and save it for the backward pass.
+    The result is cached on `mask`, so that all layers share it. Otherwise each layer would save its own for the
+    backward pass.
     """
     return cached_on(
         mask, ("added", dtype), None, lambda: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
@@ -106,8 +109,8 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
-    """Return `make()` of the present values of `owner` and `other` [...], computed once and cached on `owner`."""
-    if torch.compiler.is_compiling():  # a compiler fuses it into one kernel
+    """Return `make()`, cached on the tensor `owner` [...] until `owner` or `other` is changed in place."""
+    if torch.compiler.is_compiling():  # torch.compile fuses it into one kernel
         return make()
     found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
     kept = None if other is owner else other  # avoids a reference cycle; keeping it alive keeps its id unique
@@ -140,8 +143,8 @@ def window_mask(
     """Restrict a causal `mask`, or None, to the last `window` tokens, the token itself included.
 
     Returns a bool mask [1 or b, 1, q, k], True where a query may attend.
-    queries: q. seen: number of tokens before these, all of which are keys. Returns `mask` itself if the
-    window covers all keys. Layers that receive the same ids share the result.
+    queries: q. seen: number of cached tokens before the queries, k - q. Returns `mask` itself if the window covers
+    all keys. Layers that receive the same ids share the result.
     """
     keys = seen + queries
     if keys <= window:
@@ -155,7 +158,7 @@ def window_mask(
 
 @lru_cache(maxsize=2)
 def causal_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return a causal mask [1, 1, q, k] of the last `window` tokens, cached because its size is quadratic."""
+    """Return a causal mask [1, 1, q, k] of the last `window` tokens. It is cached because it is large."""
     return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 

@@ -1,6 +1,6 @@
 """Feed-forward part of a transformer layer, sharded over the model-parallel ranks.
 
-Shapes: s sequence, b batch, h hidden, f inside the MLP, t model-parallel ranks.
+Shapes: s sequence, b batch, h hidden, f width of the MLP, t model-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def gelu(x: Tensor) -> Tensor:
 class _Gated(torch.autograd.Function):
     """Gated activation that saves only its input.
 
-    On a CPU gate and value are copied apart first, because torch is four times slower on strided elements.
+    On a CPU, gate and value are first copied to separate tensors, because torch is four times slower on strided ones.
     """
 
     @staticmethod
@@ -63,7 +63,7 @@ def gated_gelu(x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Apply SwiGLU, whose gate is x sigmoid(x): [..., 2 f], laid out as for `gated_gelu`, -> [..., f]."""
+    """Apply SwiGLU, whose gate is x sigmoid(x): [..., 2 f], gate and value of each feature adjacent, -> [..., f]."""
     return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -84,13 +84,13 @@ class ParallelMLP(nn.Module):
     """MLP h -> f, activation, f -> h; the first matmul is column-parallel, the second row-parallel: one all-reduce.
 
     With a gate the first matmul has 2 f outputs, the rows of gate and value alternating, so that a contiguous
-    shard holds both of a feature. Hugging Face's gate_proj and up_proj are rows [::2] and [1::2].
+    shard holds gate and value of a feature. Hugging Face's gate_proj and up_proj are rows [::2] and [1::2].
     """
 
     def __init__(self, config: ModelConfig, output_std: float) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
-        # A ReLU saves its output itself, so recomputing it would save no memory.
+        # torch saves a ReLU's output for its own backward pass, so recomputing the output would save no memory.
         self.activation_again = "activation" in config.recompute_modules and config.activation != "relu"
         if config.activation in config.reference_ops:
             self.activation = UNFUSED[config.activation]

@@ -16,7 +16,7 @@ from megatron.kernels import norm_class
 class RMSNorm(nn.RMSNorm):
     """RMS norm that is faster and saves less on a CPU.
 
-    torch's own saves both the input and the normalised input, and reads them a dozen times.
+    torch's RMSNorm saves both the input and the normalised input, and reads them a dozen times.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class CopyStream:
         return self._started(host)
 
     def up(self, source: PendingCopy) -> PendingCopy:
-        """Copy [bytes] from the host to the device, once `source` has arrived there."""
+        """Copy [bytes] from the host to the device, once `source` has arrived on the host."""
         with self.stream:
             source.wait()
             there = source.result.to(self.device, non_blocking=True)
@@ -61,7 +61,7 @@ class CopyStream:
 
 
 class CopyStreams:
-    """Both copy streams of a device. last: the layer that offloaded most recently."""
+    """Copy streams of a device, one for each direction. last: the layer that offloaded most recently."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = CopyStream(device), CopyStream(device)
@@ -94,7 +94,7 @@ class OffloadedStorage:
         return self._there
 
     def request(self, tensor: int) -> torch.UntypedStorage:
-        """Return the storage on the device, for computation from here on."""
+        """Return the storage on the device for saved tensor number `tensor`; later computation waits for the copy."""
         there = self.fetch()
         there.wait()
         self.tensors.discard(tensor)
@@ -112,7 +112,7 @@ class LayerActivations:
         self.in_backward = False
 
     def begin_backward(self) -> None:
-        """Fetch this layer's storage, needed now, then that of the layer before it, needed next."""
+        """Start copying back what this layer saved, needed now, then what the layer before it saved, needed next."""
         if self.in_backward:
             return
         self.in_backward = True
@@ -142,7 +142,7 @@ class OffloadedTensor(NamedTuple):
     stride: tuple[int, ...]
 
     def back(self) -> Tensor:
-        """Return the tensor [...] on its device, as it was."""
+        """Return the tensor [...] as it was saved, back on its device."""
         self.layer.begin_backward()
         storage = self.memory.request(self.number)
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.shape, self.stride)
@@ -150,13 +150,13 @@ class OffloadedTensor(NamedTuple):
 
 @contextmanager
 def offloaded() -> Iterator[None]:
-    """Offload what autograd saves inside, one layer's forward pass, to pinned host memory.
+    """Offload what autograd saves inside the block, the forward pass of one layer, to pinned host memory.
 
-    Weights, small tensors and tensors on the host stay. Raises RuntimeError at the end if an offloaded tensor
-    was changed in place.
+    Weights, small tensors and tensors on the host are not offloaded. Raises RuntimeError at the end of the block if an
+    offloaded tensor was changed in place.
     """
     layer: LayerActivations | None = None
-    # Holds each tensor, so that no address is reused.
+    # References to the saved tensors ensure that no address is reused.
     copied: dict[tuple[int, int], tuple[Tensor, OffloadedStorage]] = {}
 
     def away(tensor: Tensor) -> Tensor | OffloadedTensor:
@@ -182,10 +182,11 @@ def offloaded() -> Iterator[None]:
     for (_, before), (tensor, _) in copied.items():
         if version(tensor) != before:
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} was changed in place after autograd had kept it, and "
-                f"--offload-activations may have copied either: compute it out of place, or leave the flag out"
+                f"a tensor of shape {tuple(tensor.shape)} was changed in place after autograd had saved it, so "
+                f"--offload-activations may have copied old or new values: replace the operation by one that is "
+                f"not in place, or leave the flag out"
             )
-    copied.clear()  # the graph keeps a reference to `away`
+    copied.clear()  # otherwise autograd's graph, which refers to `away`, would keep these tensors
     if layer is not None:
         layer.streams.last = weakref.ref(layer)
 

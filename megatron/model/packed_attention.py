@@ -1,6 +1,6 @@
 """Self-attention within documents on CUDA by torch's kernel for packed sequences (Dao 2023), which needs no mask.
 
-It does as little work as document_attention.py on a CPU.
+Like the attention by pieces on a CPU (pieces.py), it computes no scores between documents.
 Shapes: s sequence, b batch, n heads of this rank, d width of a head.
 """
 
@@ -44,8 +44,8 @@ def borders(documents: Documents) -> Tensor | None:
     """Return the start of each document among all tokens, and the number of tokens: int32 [documents + 1].
 
     The rows of the batch follow each other. None if a document is split or has a prefix.
-    The number of documents is read from the device here, once for all layers. A list of fixed length would
-    need room for as many documents as tokens, and the kernel launches blocks for each entry.
+    This reads the number of documents from the device, once for all layers. A list of fixed length would need room
+    for as many documents as tokens, and the kernel launches blocks for each entry.
     """
     return cached_on(documents.queries, ("borders",), None, lambda: _borders(documents.queries))
 

@@ -1,4 +1,6 @@
-"""Pieces of attention on a CPU, which kernels compute one by one; found once per batch for all layers.
+"""Pieces of attention on a CPU, blocks of queries and keys that kernels compute one by one.
+
+The pieces are found once per batch for all layers.
 
 Attention within documents takes one piece per document, so work falls from the square of a row's length to the
 sum of the squares of its documents' lengths, and no [b, 1, q, k] mask is built. Tiny documents share a piece.
@@ -50,7 +52,7 @@ class Piece(NamedTuple):
         return causal_mask(length, length, device)
 
     def added(self, dtype: torch.dtype) -> Tensor | None:
-        """Return `mask` as numbers to add to scores, [1, 1, q, k]."""
+        """Return what to add to the scores in place of `mask`, [1, 1, q, k], or None without a mask."""
         return None if self.mask is None else added_mask(self.mask, dtype)
 
 
@@ -122,7 +124,7 @@ def _of_views(views: Views, rows: int) -> Pieces | None:
 
 
 def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> list[Piece]:
-    """Return the pieces of both slices. documents: begin and end of each.
+    """Return the pieces of this rank's two slices. documents: begin and end of each document.
 
     Queries are numbered within this rank, keys within the sequence; `shift` is the difference.
     """
@@ -145,8 +147,8 @@ def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> li
 def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: int = 0) -> list[Piece]:
     """Merge neighbouring documents of one row as long as a piece has at most SMALL x SMALL scores.
 
-    ids, others: document ids [b, s] of the queries and the keys. shift: added to a token's index in `ids`, gives
-    its index among the queries.
+    ids, others: document ids [b, s] of the queries and the keys. shift: number to add to a
+    token's index in `ids` for its index among the queries.
     """
     found: list[Piece] = []
     merged: set[int] = set()

@@ -1,4 +1,4 @@
-"""Pipeline versions of the models, from the same lists of layers: the only file of the models that imports `tds`."""
+"""Pipeline versions of the models, from the same lists of layers; no other module of the models imports `tds`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -44,8 +44,8 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
     ) -> None:
         """Build this stage's layers.
 
-        tied_weights: for each tie, the path of the shared weight in its module. example: inputs of the first
-        layer.
+        tied_weights: for each key of tied layers, the path of the shared weight in their module. example: inputs of
+        the first layer.
         """
         p = config.parallel
         method: Any = {"measured": "balanced"}.get(p.partition_method, p.partition_method)  # name used by tds
@@ -79,7 +79,7 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         """Run one chunk on the batch or the previous stage's output; return the next stage's input or the logits."""
         mine = slice(*self.chunk_slices[chunk])
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
-        # The engine passes a bare tensor if a boundary has only one; our layers expect tuples.
+        # The engine passes a bare tensor if only one crosses a boundary; layers expect tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return run(steps, inputs, self._chunk if self.training else 0, self._rng)
 
@@ -103,7 +103,7 @@ def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> 
 
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     spec = LayerSpec(layer.cls, *layer.args)
-    if layer.tied or layer.call:  # DeepSpeed calls only tied layers in another way; this tie may have one member
+    if layer.tied or layer.call:  # DeepSpeed accepts a `forward_fn` only for tied layers
         key = layer.tied or layer.name.replace(".", "_")
         weight: Any = tied_weights[layer.tied] if layer.tied else []
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
@@ -118,7 +118,7 @@ def _boundaries_after(layer: Layer) -> list[Boundary]:
     return [replace(b, split=False) for b in found] if whole else found
 
 
-# Path of the shared weight in the modules of each tie.
+# Key of tied layers -> path of the shared weight in their module.
 TIED_WEIGHTS = {
     "embedding": "word_embeddings.weight",
     "encoder_positions": "weight",
@@ -146,8 +146,8 @@ class T5ModelPipe(LayerStackPipe):
 
     Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], document ids of both or empty).
     Encoder stages exchange the encoder's hidden states, the decoder's tokens and the document ids (int16).
-    Decoder stages exchange the hidden states of both, and the ids.
-    is_text: see TokenLoss.
+    Decoder stages exchange the hidden states of encoder and decoder, and the document ids.
+    is_text: maps labels to a mask of those that are text, see TokenLoss.
     """
 
     def __init__(self, config: Config, is_text: IsText | None = None) -> None:

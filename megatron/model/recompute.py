@@ -2,7 +2,7 @@
 
 torch's fused attention saves no scores. So most of what a layer saves are the outputs of its norms, its
 queries, keys and values, and the output of its activation function. The inputs of all these are saved anyway.
-Autograd saves a `Recipe` in place of such a result, which recomputes it when the backward pass needs it.
+In place of such a result autograd saves a `Recipe`, by which the backward pass recomputes the result.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,10 @@ class _View(NamedTuple):
 
 @contextmanager
 def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[None]:
-    """Make autograd save the recipe, if there is one, in place of these results and their views inside the block."""
+    """Make autograd save recipes in place of tensors and their views inside the block.
+
+    results: (recipe, tensor) each; without a recipe autograd saves the tensor itself.
+    """
     recipes = {r.untyped_storage().data_ptr(): recipe for recipe, r in results if recipe and r is not None}
     if not recipes:
         yield

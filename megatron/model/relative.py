@@ -17,7 +17,7 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
     """Map distance, key position - query position, int64 [...], to buckets 0 to count - 1.
 
     Half of the buckets are single distances. The others grow logarithmically up to `furthest`. Each direction
-    has half of them; if causal, the past has all, since nothing else is visible.
+    has half of the buckets; if causal, the past has all, since nothing else is visible.
     """
     found = torch.zeros_like(distance)
     if not causal:
@@ -32,7 +32,7 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
 
 
 class RelativePositions(nn.Module):
-    """Table of relative positions: one per stack, tied and placed before each of its layers, or one per layer.
+    """Table of relative positions: one per stack, tied and placed before each layer of the stack, or one per layer.
 
     weight: [r, n/t]
     """

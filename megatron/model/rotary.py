@@ -81,7 +81,7 @@ def rotation(
     restart: bool = False,
     context: mpu.Axis | None = None,
 ) -> Rotation:
-    """Return the rotation of `length` tokens after `seen` others.
+    """Return the rotation of `length` tokens after `seen` cached tokens.
 
     restart: count positions from 0 in each document of document ids [b, s], if these are not empty.
     context: keep only the tokens of this context rank.
@@ -99,8 +99,8 @@ def rotation(
         factor = attention_factor(m)
         return angle.cos() * factor, angle.sin() * factor
 
-    # Two models may receive the same ids: a teacher and its student, or the draft model of speculative
-    # decoding.
+    # The key contains the settings because two models may receive the same ids: a teacher and its student, or a
+    # model and the draft model of speculative decoding.
     angles = m.rotary_size, *[getattr(m, name) for name in OF_ANGLES]
     share = None if context is None else (context.rank, context.size)
     return Rotation(*cached_on(document_ids, ("rotation", length, seen, restart, share, angles), None, make))

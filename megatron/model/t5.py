@@ -4,8 +4,8 @@
         decoder tokens -> (same) embedding -> start -> DecoderBlock x m -> norm -> logits
                                                             ^ encoded
 
-With relative positions, the table of a stack is a tied layer before each of its blocks, so every stage has it
-wherever the cuts fall. UMT5 (Chung et al. 2023) has a separate table for each block.
+With relative positions, the table of a stack is a tied layer before each of its blocks, so every stage has
+the table wherever stage boundaries fall. UMT5 (Chung et al. 2023) has a separate table for each block.
 Shapes: q decoder sequence, k encoder sequence, s either, b batch, h hidden, v vocabulary, t model-parallel
 ranks.
 """
@@ -33,9 +33,9 @@ DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
 
 
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Embed encoder tokens: (tokens [b, k], decoder tokens [b, q], ids of both) -> (hidden [k, b, h], the others).
+    """Embed encoder tokens: (tokens [b, k], decoder tokens [b, q], document ids) -> (hidden [k, b, h], the others).
 
-    Raises ValueError if only one of both has document ids.
+    Raises ValueError if only one of encoder and decoder has document ids.
     """
     tokens, *rest = inputs
     of_encoder, of_decoder = rest[1:]
@@ -45,13 +45,13 @@ def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 
 
 def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Embed decoder tokens: (encoded [k, b, h], tokens [b, q], ids of both) -> (hidden [q, b, h], encoded, ids)."""
+    """Embed decoder tokens: (encoded [k, b, h], tokens [b, q], document ids) -> (hidden [q, b, h], encoded, ids)."""
     encoded, tokens, *documents = inputs
     return embedding.word_embeddings(tokens.long().t()), encoded, *documents
 
 
 class StackStart(ModelStart):
-    """Start of one of the two stacks. ids_at: index of the document ids among the inputs.
+    """Start of the encoder or the decoder. ids_at: index of its document ids among the inputs.
 
     restart: positions are counted from 0 in each document.
     """
@@ -81,7 +81,7 @@ class StackStart(ModelStart):
 class EncoderBlock(TransformerLayer):
     """Encoder layer, in which every token attends to all tokens of its document.
 
-    Inputs and outputs: ENCODING, with the table after the inputs.
+    Inputs and outputs are the tensors of ENCODING. A table of relative positions may follow the inputs.
     """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -102,7 +102,7 @@ class EncoderBlock(TransformerLayer):
 class DecoderBlock(TransformerLayer):
     """Decoder layer, causal within its document, with cross-attention to the same document of the encoder.
 
-    Inputs and outputs: DECODING, with the table after the inputs.
+    Inputs and outputs are the tensors of DECODING. A table of relative positions may follow the inputs.
     """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -137,9 +137,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     """
     m = config.model
     if not config.is_t5:
-        raise ValueError(
-            f"a T5 cannot be built from settings of family {m.family}: give args_defaults={{'family': 't5'}}"
-        )
+        raise ValueError(f"a T5 cannot be built from settings of family {m.family}: pass --family t5")
 
     def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...], work: int) -> list[Layer]:
         layers = []
@@ -199,11 +197,11 @@ class T5Model(LanguageModel):
     ) -> Tensor:
         """Return the logits of encoder tokens [b, k] and decoder tokens [b, q], or the loss if labels are given.
 
-        With labels [b, q] it is the loss of every token, [b, q] in fp32; with a loss_mask [b, q] as well, the
-        sum.
-        A loss can be differentiated once, as in GPT2Model.
-        document_ids: [b, s], the number of each token's document, 0 for padding; tokens attend only within
-        their document. Give both or neither; neither means one document without padding.
+        With labels [b, q] it is the loss of every token, [b, q] in fp32; with a loss_mask [b, q] as well, the sum of
+        these losses. A loss can be differentiated only once, because its backward pass overwrites the logits.
+        encoder_document_ids, decoder_document_ids: [b, k] and [b, q], the number of each token's document, 0 for
+        padding; tokens attend only within their document. Give both or neither; neither means one document without
+        padding.
         """
         none = no_documents(encoder_tokens.device)
         encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids

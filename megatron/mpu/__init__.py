@@ -74,7 +74,7 @@ def initialize_model_parallel(
     seed: seed of the dropout streams.
     options: communication and kernel options of layers built from now on.
     context_parallel_size: number of data-parallel ranks over which the tokens of each sample are sharded.
-    Raises ValueError unless the product of the three sizes divides the number of ranks.
+    Raises ValueError unless the three sizes, multiplied, divide the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
     if world % (cell * context_parallel_size):
@@ -198,7 +198,9 @@ def get_io_parallel_group() -> dist.ProcessGroup:
         return get_data_parallel_group()
     ranks = sorted({*grid.filter_match(pipe=0, model=0), *grid.filter_match(pipe=grid.pipe - 1, model=0)})
     if dist.get_rank() not in ranks:
-        raise RuntimeError(f"rank {dist.get_rank()} reads no data, so it has no io group; ranks {ranks} do")
+        raise RuntimeError(
+            f"rank {dist.get_rank()} reads no data, so it has no io-parallel group; only ranks {ranks} have one"
+        )
     return _mesh.group_of_members(tuple(ranks))
 
 

@@ -25,7 +25,7 @@ def broadcast_data(
     data: tensors of `datatype` with at most 8 dimensions; only used on the first rank, None elsewhere.
     sizes: the shape of each tensor, if all ranks know them. By default shapes are sent first, and ranks on an
     accelerator must wait for these shapes.
-    Raises ValueError on every rank for a missing key, another dtype or another size. With `sizes` on an
+    Raises ValueError on every rank for a missing key, a wrong dtype or a wrong size. With `sizes` on an
     accelerator only the first rank raises, because checking on the others would synchronise with the device.
     """
     axis = axis or current().model

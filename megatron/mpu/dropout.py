@@ -1,8 +1,8 @@
 """Dropout that draws from a named random stream, in eager and in compiled code alike.
 
 torch.compile cannot trace a random generator. So the custom operation `megatron::keep_mask` draws each mask, and
-the compiler fuses only the operations that use the mask. A number in a tensor identifies the stream. If its name
-did, the name would be compiled into the graph, and every layer would need its own graph.
+the compiler fuses only the operations that use the mask. A number in a tensor identifies the stream. A name
+in its place would be compiled into the graph, and every layer would need its own graph.
 
 Shapes: ... any.
 """

@@ -67,7 +67,7 @@ def by_onednn(x: Tensor, options: Options) -> bool:
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
-    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both may have any memory layout."""
+    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides."""
     if onednn:
         return onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias)

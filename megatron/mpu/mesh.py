@@ -1,4 +1,4 @@
-"""Process groups of this rank (Mesh), options of layers (Options), and both as new layers get them (ParallelContext).
+"""Process groups of this rank (Mesh), options of sharded layers (Options), and both together (ParallelContext).
 
 The current `ParallelContext` is the only global state of mpu.
 """
@@ -65,7 +65,7 @@ class Options:
 
     sequence_parallel: between sharded layers, each rank holds only its shard of the sequence
     (Korthikanti et al. 2022).
-    overlap: sum the gradients of a layer's input over the ranks while those of its weight are computed.
+    overlap: sum the gradients of a layer's input over the ranks while the gradients of its weight are computed.
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
     """
 
@@ -175,7 +175,7 @@ def is_initialized() -> bool:
 
 
 def parallel_context() -> ParallelContext:
-    """Return the current context; a single process gets by default one with a single rank on every axis.
+    """Return the current context, or in a single process a default one with one rank on every axis.
 
     Raises RuntimeError if several ranks run and there is no current context.
     """
@@ -214,7 +214,7 @@ def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> 
 
 @contextmanager
 def _changed(name: str, value: Any) -> Iterator[None]:
-    """Change one field of the current context inside the block; other changes made inside, as of the mesh, stay."""
+    """Change one field of the current context inside the block; changes of other fields inside the block stay."""
     before = getattr(parallel_context(), name)
     enter(replace(parallel_context(), **{name: value}))
     try:

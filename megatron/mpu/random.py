@@ -45,7 +45,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 class RngStreams:
-    """Dropout streams of this rank, created on first use."""
+    """Dropout streams of this rank; each stream is created by its first draw."""
 
     def __init__(self, seed: int = 1234, data_rank: int = 0, model_rank: int = 0, pipe_rank: int = 0) -> None:
         self.seed, self.data_rank, self.model_rank, self.pipe_rank = seed, data_rank, model_rank, pipe_rank

@@ -12,8 +12,9 @@ from megatron.config.optim import share_of
 def lr_at(iteration: int, config: Config) -> float:
     """Return the learning rate of optimizer step `iteration`, counted from 0.
 
-    It rises linearly to --lr over the warm-up, then falls so that the last iteration of the decay has exactly
-    --min-lr. `constant` stays at the peak. `wsd` stays there until the final decay (Hu et al. 2024).
+    The rate rises linearly to --lr over the warm-up, then falls so that the last iteration of the decay has exactly
+    --min-lr. With --lr-decay-style constant it stays at --lr; with wsd it stays at --lr until the final decay
+    (Hu et al. 2024).
     """
     o, total = config.optim, config.lr_decay_iters
     warmup = share_of(o.warmup, total)
@@ -37,7 +38,7 @@ LEFT: dict[str, Callable[[float], float]] = {
 
 
 def _falling(config: Config) -> int:
-    """Return the number of iterations of the final decay of `wsd`."""
+    """Return the number of iterations of the final decay of --lr-decay-style wsd."""
     return config.optim.lr_wsd_decay_iters or max(config.lr_decay_iters // 10, 1)
 
 
@@ -63,8 +64,8 @@ def describe(config: Config) -> str:
 def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
     """Return the settings to continue with, and a message if the checkpoint's schedule differs from the flags.
 
-    saved: the settings of the checkpoint. Without --override-lr-schedule the checkpoint's schedule stays,
-    even if --train-iters changes. Otherwise the curve would bend in the middle of the run.
+    saved: the settings of the checkpoint. Without --override-lr-schedule the checkpoint's schedule stays, even if
+    --train-iters changes, so that the learning rate does not jump in the middle of a run.
     """
     of_checkpoint = _schedule(saved)
     if of_checkpoint == _schedule(config):
@@ -75,6 +76,6 @@ def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
     kept = replace(config, optim=replace(config.optim, **of_checkpoint))
     return (
         kept,
-        f"the learning rate follows the checkpoint's schedule ({there}); --override-lr-schedule takes the flags' "
-        f"({here})",
+        f"the learning rate follows the checkpoint's schedule ({there}); "
+        f"pass --override-lr-schedule to follow the flags ({here})",
     )

@@ -14,9 +14,9 @@ from megatron.mpu import spec_of
 def parameter_groups(
     module: nn.Module, weight_decay: float, spared: Collection[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Return parameter groups that decay matrices, but neither biases nor norms, which have one dimension.
+    """Return parameter groups with weight decay for matrices, and without it for biases and norms (one dimension).
 
-    spared: matrices that do not decay either.
+    spared: matrices without weight decay.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     spared = set(spared)
@@ -35,7 +35,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 def build_optimizer(
     module: nn.Module, config: OptimConfig, kernels: str = "torch", spared: Collection[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """Build AdamW or SGD with momentum. kernels: see `megatron.kernels`. spared: see `parameter_groups`."""
+    """Build AdamW or SGD with momentum. kernels: the value of --kernels. spared: matrices without weight decay."""
     groups = parameter_groups(module, config.weight_decay, spared)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)

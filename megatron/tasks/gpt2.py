@@ -29,7 +29,7 @@ class GPT2(Task):
     shares_out_tokens = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the datasets, whose samples are {"text": [s + 1]}; for --objective sft see sft.py."""
+        """Return the datasets, whose samples are {"text": [s + 1]}, or for --objective sft those of sft.py."""
         if config.objective == "sft":
             return sft.datasets(config, tokenizer)
         data = config.data
@@ -57,7 +57,7 @@ class GPT2(Task):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return (tokens, positions, document ids), (labels, loss mask), each [b, s].
 
-        data: {"text": [b, s + 1]}, or records of sft.py.
+        data: {"text": [b, s + 1]}, or for --objective sft a batch of sft.py.
 
         Ranks of a context-parallel group each take their own tokens, labels and loss mask, [b, s/c]. Positions
         and document ids cover the whole sequence on every rank.
@@ -116,10 +116,9 @@ def fill_in_the_middle(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle 
     missing = [name for name in names if name not in tokenizer.marks]
     if missing:
         raise ValueError(
-            f"--fim-tokens: {' and '.join(missing)} is no special token of {data.vocab_file}, which has "
-            f"{', '.join(tokenizer.marks)}; tools/train_tokenizer.py --special-tokens makes tokenizers that have "
-            "them, and "
-            f"transformers' tokenizer.add_special_tokens() with save_pretrained() adds them to one of Hugging Face"
+            f"--fim-tokens: {data.vocab_file} has no special token {' or '.join(missing)}, only "
+            f"{', '.join(tokenizer.marks)}; train a tokenizer by tools/train_tokenizer.py --special-tokens, or add the "
+            f"tokens to a Hugging Face tokenizer by add_special_tokens() and save_pretrained()"
         )
     prefix, middle, suffix = (tokenizer.marks[name] for name in names)
     return FillInTheMiddle(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)

@@ -5,11 +5,11 @@ from torch import Tensor
 
 
 def with_prefixes(prefixes: Tensor, document_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mark prefixes in the document ids and exclude tokens from the loss whose target the prefix reveals.
+    """Mark prefixes in the document ids, and mask out the loss of tokens whose target is within the prefix.
 
-    prefixes [b, s], 1 in a prefix; document ids [b, s] or empty; loss mask [b, s].
-    Returns the ids, negative in prefixes, and the loss mask, both [b, s].
-    The last token of a prefix still counts: it predicts the first token after the prefix.
+    prefixes: [b, s], 1 in a prefix. document_ids: [b, s] or empty. loss_mask: [b, s].
+    Returns the document ids, negative in prefixes, and the loss mask, both [b, s]. The last token of a prefix keeps
+    its loss, because it predicts the first token after the prefix.
     """
     numbers = document_ids + 1 if document_ids.numel() else torch.ones_like(prefixes, dtype=torch.int32)
     inside = prefixes.bool()

@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a decoder on windows of whole records.
 
-Each record attends only to itself and counts its positions from 0.
+The tokens of a record attend only to that record, and their positions are counted from its first token.
 """
 
 import torch

@@ -28,10 +28,10 @@ def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
 
 
 def _without_needless_ids(data: Batch) -> Batch:
-    """Merge all documents into one; drop the ids, leaving them empty, if there is no padding either.
+    """Return `data` with all documents merged into one, and with empty document ids if it has no padding.
 
-    Padding is rare, and empty ids need not be sent. The check runs on the reader's CPU tensors because a check
-    on the device would synchronise in every micro-batch.
+    Padding is rare, and empty ids need not be sent. The check for padding runs on the reader's CPU tensors, because on
+    an accelerator it would synchronise in every micro-batch.
     """
     names = ["encoder_document_ids", "decoder_document_ids"]
     ids = {name: data[name].clamp(max=1) for name in names}
@@ -80,9 +80,8 @@ class T5(Task):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return (encoder [b, k], decoder [b, q], document ids of both), (labels, loss mask), both [b, q].
 
-        Attention masks are built later, from the document ids, which also separate padding.
-        Padding after the last decoder token is never attended to, so any document id works (1 is used). A label
-        that does not count becomes padding.
+        The layers build attention masks from the document ids; padding has id 0. No decoder token attends to padding
+        after it, so this padding may have any document id (1 is used). A label without loss becomes padding.
         """
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:

@@ -56,7 +56,7 @@ def test_every_setting_that_the_original_reads_has_a_value_or_a_reason() -> None
     args = Args(parse(["--vocab-size", "3000"]))
     for name in (ROOT / "tests/original/args.txt").read_text().split():
         if name in WITHOUT_VALUE:
-            with pytest.raises(AttributeError, match=f"args.{name} has no value here"):
+            with pytest.raises(AttributeError, match=f"args.{name} of CPM-Pretrain has no value"):
                 getattr(args, name)
         else:
             getattr(args, name)

@@ -68,9 +68,8 @@ def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
     there = "up to 0.001 over 10 iterations, cosine to 1e-05 at 100"
     here = "up to 0.001 over 20 iterations, cosine to 1e-05 at 200"
     assert (
-        note
-        == f"the learning rate follows the checkpoint's schedule ({there}); --override-lr-schedule takes the flags' "
-        f"({here})"
+        note == f"the learning rate follows the checkpoint's schedule ({there}); "
+        f"pass --override-lr-schedule to follow the flags ({here})"
     )
     assert config.train.train_iters == 200
     assert [lr_at(n, config) for n in range(100)] == [lr_at(n, saved) for n in range(100)]
