@@ -43,12 +43,12 @@ class _Parser(argparse.ArgumentParser):
 EXAMPLES = """\
 examples:
   python {script} --data-path data/corpus_text_document --vocab-file tokenizer.model --run-dir runs/a
-      one process, no pipeline; the same command again continues
+      one process, no pipeline; running the same command again resumes
   python tools/launch.py --standalone --nproc-per-node 4 {script} --pipe-parallel-size 2 \\
       --model-parallel-size 2 --config configs/models/gpt2_345M.json --data-path ... --vocab-file ...
       four ranks: two stages of two model-parallel ranks
   python {script} --config my.json --max-position-embeddings none ...
-      none turns off what may be left out, whatever a file says
+      none removes an optional setting that a file has set
 """
 
 
@@ -70,7 +70,7 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
         "--config",
         action="append",
         metavar="FILE",
-        help="JSON with settings by section, or the name of one of configs/models; may be given several times",
+        help="JSON file with settings by section, or the name of a file in configs/models; may be given several times",
     )
     groups = {name: parser.add_argument_group(name) for name in SECTIONS}
     for name, section, f in settings():
