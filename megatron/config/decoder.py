@@ -91,7 +91,7 @@ class DecoderConfig(Section):
         read = _READ_BY.get(self.rope_scaling or "", ())
         if strange := unread(vars(self), self.rope_scaling):
             names = ", ".join("--" + name.replace("_", "-") for name in strange)
-            yield f"{names}: not read by --rope-scaling {self.rope_scaling or '(none)'}; leave it out"
+            yield f"{names}: not used by --rope-scaling {self.rope_scaling or '(none)'}; leave it out"
         if "rope_original_length" in read and self.rope_original_length is None:
             yield f"--rope-scaling {self.rope_scaling} needs --rope-original-length"
         if self.rope_scaling == "llama3" and self.rope_high_freq_factor <= self.rope_low_freq_factor:

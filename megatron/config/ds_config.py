@@ -154,10 +154,7 @@ def _require_overflow_checks(given: dict[str, Any], path: str) -> None:
     """Raise ConfigError for settings that would make DeepSpeed apply non-finite gradients."""
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if given.get(section, {}).get(key) is False:
-            raise ConfigError(
-                f"{path} says {section}.{key} = false, by which gradients that are not finite would be applied; "
-                "remove it"
-            )
+            raise ConfigError(f"{path} sets {section}.{key} = false, which would apply NaN or Inf gradients; remove it")
 
 
 def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> tuple[dict[str, int], list[str]]:
@@ -180,11 +177,11 @@ def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: i
             continue
         if p.stages == 1:
             notes.append(
-                f"{path} says {key} = {given[key]}, which is read under a pipeline only; the flags make it {value}"
+                f"{path} sets {key} = {given[key]}, which has no effect without a pipeline; the flags make it {value}"
             )
             continue
         raise ConfigError(
-            f"{path} says {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
+            f"{path} sets {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
             f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
             f'/ --model-parallel-size {p.model_parallel_size}{context}); change one of them or write "auto"'
         )
@@ -198,7 +195,7 @@ def _log_interval(config: Config, given: dict[str, Any], path: str) -> tuple[int
         return int(in_file if in_file is not None else 10), []
     if in_file in (None, flag):
         return flag, []
-    return flag, [f"{path} says steps_per_print = {in_file}; lines are printed by --log-interval {flag}"]
+    return flag, [f"{path} sets steps_per_print = {in_file}, but --log-interval {flag} overrides it"]
 
 
 def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool) -> str:
@@ -209,7 +206,7 @@ def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool
     if wanted == "auto":
         return enabled[0] if enabled else "bf16" if fast_bf16 else "fp32"
     if enabled and enabled[0] != wanted:
-        raise ConfigError(f"{path} enables {enabled[0]}, but --precision says {wanted}; change one of them")
+        raise ConfigError(f"{path} enables {enabled[0]}, but --precision is {wanted}; change one of them")
     return wanted
 
 
@@ -218,7 +215,7 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
     if in_file == "auto":
         in_file = None
     if in_file is not None and flag is not None and in_file != flag:
-        raise ConfigError(f"{path} says ZeRO stage {in_file}, --zero-stage says {flag}; change one of them")
+        raise ConfigError(f"{path} sets ZeRO stage {in_file}, but --zero-stage is {flag}; change one of them")
     mixed = precision in ("fp16", "bf16")
     stage = next((s for s in (flag, in_file) if s is not None), 1 if mixed else 0)
     if config.parallel.pipe_parallel_size > 0 and stage > 1:
@@ -239,16 +236,16 @@ def _refuse_compiled(config: Config, zero: int) -> None:
     """Raise ConfigError if --compile is combined with ZeRO 3 or zb-h1, which split layers."""
     if config.train.compile and zero == 3:
         raise ConfigError(
-            "--compile cannot go with ZeRO stage 3, which takes the weights of a layer away; use --zero-stage 2"
+            "--compile cannot be used with ZeRO stage 3, which frees the weights of a layer; use --zero-stage 2"
         )
     if config.train.compile and config.parallel.pipeline_schedule == "zb-h1":
         raise ConfigError(
-            "--compile cannot go with --pipeline-schedule zb-h1, which cuts the backward pass of a layer; use 1f1b"
+            "--compile cannot be used with --pipeline-schedule zb-h1, which splits the backward pass; use 1f1b"
         )
 
 
 def _agree(key: str, given: dict[str, Any], flag: str, flag_value: Any, default: Any, path: str) -> Any:
     in_file = given.get(key)
     if in_file is not None and flag_value is not None and in_file != flag_value:
-        raise ConfigError(f"{path} says {key} = {in_file}, {flag} says {flag_value}; change one of them")
+        raise ConfigError(f"{path} sets {key} = {in_file}, but {flag} is {flag_value}; change one of them")
     return next(value for value in (flag_value, in_file, default) if value is not None)

@@ -127,8 +127,8 @@ class ModelConfig(DecoderConfig):
             )
         if self.num_attention_heads % self.key_value_heads:
             yield (
-                f"--num-attention-heads {self.num_attention_heads} cannot be put into groups of --num-key-value-heads "
-                f"{self.key_value_heads}: it must be a multiple"
+                f"--num-attention-heads {self.num_attention_heads} must be a multiple of --num-key-value-heads "
+                f"{self.key_value_heads}"
             )
         if self.family and self.position_embedding not in POSITIONS[self.family]:
             yield (
@@ -137,8 +137,8 @@ class ModelConfig(DecoderConfig):
             )
         if self.position_embedding == "rope" and (self.rotary_size % 2 or not self.rotary_size):
             yield (
-                f"rotary positions turn pairs of numbers: --rotary-percent {self.rotary_percent:g} of a head of "
-                f"{self.head_size} (--kv-hidden-size) must be an even number of them, not {self.rotary_size}"
+                f"rotary positions rotate pairs of dimensions: --rotary-percent {self.rotary_percent:g} of "
+                f"--kv-hidden-size {self.head_size} must be an even number of dimensions, not {self.rotary_size}"
             )
         yield from super()._problems()
         if self.relative_attention_per_layer and self.position_embedding != "relative":
@@ -146,10 +146,9 @@ class ModelConfig(DecoderConfig):
         exact = self.relative_attention_num_buckets // 2
         if self.position_embedding == "relative" and self.relative_attention_max_distance <= exact:
             yield (
-                f"--relative-attention-max-distance {self.relative_attention_max_distance}: of "
-                "--relative-attention-num-buckets "
-                f"{self.relative_attention_num_buckets} the first {exact} are single distances, so it must be more "
-                "than that"
+                f"--relative-attention-max-distance {self.relative_attention_max_distance} must be more "
+                f"than {exact}: that many of --relative-attention-num-buckets {self.relative_attention_num_buckets} "
+                "stand for one distance each"
             )
 
     @property

@@ -34,7 +34,7 @@ class CheckpointConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if self.keep_every and self.keep_last is None:
-            yield "--keep-every needs --keep-last: without it all checkpoints stay"
+            yield "--keep-every needs --keep-last: without it all checkpoints are kept"
         if self.finetune and not self.load:
             yield "--finetune needs --load, which names the checkpoint to take the weights from"
 

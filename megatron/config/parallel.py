@@ -84,7 +84,7 @@ class ParallelConfig(Section):
             )
         if self.pipeline_schedule == "zb-h1" and self.checkpoint_activations:
             yield (
-                "--pipeline-schedule zb-h1 would compute activations again for either half of the backward pass; "
+                "--pipeline-schedule zb-h1 would recompute activations for each half of the backward pass; "
                 "use 1f1b with --checkpoint-activations"
             )
 

@@ -107,9 +107,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
-            f"--context-parallel-size {contexts}: batches of {type(task).__name__} hold whole samples, which only "
-            "GPT-2's and Llama's "
-            f"shard over context ranks; leave it out"
+            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over ranks, as "
+            "the tasks of GPT-2 and Llama do; leave the flag out"
         )
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
@@ -121,9 +120,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
             )
         if counts != (task.count_targets is not None):
             raise ValueError(
-                f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or "
-                "of neither: "
-                f"with it a loss is the sum over targets, None or without it the mean"
+                f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or in "
+                "neither: with count_targets a loss is the sum over targets, without it, or with None, the mean"
             )
     return pipeline
 
@@ -146,6 +144,6 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     if not pipeline and wanted > 1:
         raise ValueError(
             f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
-            f"build one of a list of layers, or give --pipe-parallel-size 0"
+            f"build one from a list of layers, or give --pipe-parallel-size 0"
         )
     return pipeline

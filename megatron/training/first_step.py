@@ -49,7 +49,6 @@ class FirstStep(Hook):
             )
         elif not step.skipped and float(step.grad_norm) == 0.0:
             print_rank_0(
-                "warning: the gradient of every parameter is 0, so nothing learns: look whether initial weights or "
-                "inputs "
-                "are all zeros, or a layer cuts the gradient off"
+                "warning: the gradient of every parameter is 0, so nothing learns: check whether initial weights or "
+                "inputs are all zeros, or a layer cuts the gradient off"
             )

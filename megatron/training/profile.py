@@ -172,7 +172,7 @@ def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
     """
     marks = [e for e in seen if str(e.get("name", "")).startswith(CLOCK) and e.get("ph") == "X"]
     if not marks:
-        raise ValueError(f"the profile of rank {rank.about['rank']} has no mark of its clock")
+        raise ValueError(f"the profile of rank {rank.about['rank']} has no clock event")
     # Our clock is read before the profiler's, so every difference is too small, and the largest is the most accurate.
     own: float = max(int(e["name"].removeprefix(CLOCK)) / 1e3 - e["ts"] for e in marks)
     return own - (rank.about["clock"][0][1] / 1e3 if rank.about["clock"] else 0.0)

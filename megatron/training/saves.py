@@ -54,7 +54,9 @@ class Saves(Hook):
             log.report()
         good = log.health.state_to_save(run.state)
         if good.iteration != run.state.iteration:
-            print_rank_0(f"no step was applied since iteration {good.iteration}, which the checkpoint is of")
+            print_rank_0(
+                f"all steps since iteration {good.iteration} were skipped; the checkpoint is of that iteration"
+            )
         if good.iteration != self._saved or run.saver.failures:
             with trace.span("checkpoint"):
                 run.saver.save(good, must=must)

@@ -142,8 +142,8 @@ def _say_what_runs(config: Config, resolved: Resolved, device: torch.device, loc
     automatic = (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
     if config.log.log_details and mpu.get_options().onednn and automatic:
         print_rank_0(
-            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that "
-            "off"
+            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS on this CPU; --cpu-matmul torch "
+            "turns that off"
         )
     for note in resolved.notes:
         print_rank_0(f"note: {note}")

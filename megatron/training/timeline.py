@@ -81,7 +81,7 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
         raise
     recorder.finish()
     if not recorder.done:
-        print_rank_0(f"warning: --profile saw nothing: iterations {first} to {last} were no part of this start")
+        print_rank_0(f"warning: --profile recorded nothing: this start did not run iterations {first} to {last}")
 
 
 @contextmanager

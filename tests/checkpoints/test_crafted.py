@@ -53,7 +53,7 @@ def put(*where: Any) -> Callable[[dict[str, Any]], None]:
 
 T = ("tensors", KEY)
 CRAFTED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (put("state", "iteration", float("nan")), "NaN is no number"),
+    (put("state", "iteration", float("nan")), "NaN is not a valid number"),
     (put("state", "iteration", "3"), 'state.iteration must be a whole number, 0 or more, not "3"'),
     (put("state", "iteration", -1), "state.iteration must be"),
     (put("state", "iteration", True), "state.iteration must be"),
@@ -100,7 +100,7 @@ def test_an_index_that_cannot_be(tmp_path: Path, change: Callable[[dict[str, Any
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "it is no object"),
+        ("[]", "it is not a JSON object"),
         ("[" * 100000, "nested too deeply"),
         ('{"format": 3, "format": 3}', "the key 'format' occurs twice"),
         ('{"format": 3}', "the key 'state' is missing"),
@@ -135,7 +135,7 @@ def test_files_that_are_not_what_the_index_says(tmp_path: Path) -> None:
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     content = good()
     content["config"]["model"]["num_layers"] = "many"
-    with pytest.raises(CheckpointError, match=r"checkpoint.json has settings that cannot be: --num-layers must be int"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.json has invalid settings: --num-layers must be int"):
         plain_config(CheckpointReader(write(tmp_path / "iter_0000003", json.dumps(content))))
 
 

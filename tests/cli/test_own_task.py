@@ -112,13 +112,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "one thing": ({"batch": lambda s, data, config, tokenizer: data}, r"^Mine.batch returns dict: return \(inputs of the first layer, targets\)"),
     "one thing, pp 1": ({"batch": lambda s, data, config, tokenizer: None}, "^Mine.batch returns NoneType: return"),
     "no model": ({"model": lambda s, config, tokenizer: None}, "^the model is NoneType: Mine.model must return an nn.Module"),
-    "two": ({"datasets": lambda s, config, tokenizer: ((Numbers(), None), [])}, "^there are 2 things where three data sets are wanted"),
-    "no notes": ({"datasets": lambda s, config, tokenizer: (Numbers(), None, None)}, "^Mine.datasets returns 3 things: return the three data sets as a tuple, and a list of notes"),
-    "a note": ({"datasets": lambda s, config, tokenizer: ((Numbers(), None, None), "note")}, "^Mine.datasets returns 2 things: return"),
-    "no training": ({"datasets": lambda s, config, tokenizer: ((None, None, None), [])}, "^there is no data set of training, but --train-iters asks for training"),
+    "two": ({"datasets": lambda s, config, tokenizer: ((Numbers(), None), [])}, "^Mine.datasets returns 2 objects as data sets: return three"),
+    "no notes": ({"datasets": lambda s, config, tokenizer: (Numbers(), None, None)}, "^Mine.datasets returns 3 objects: return the three data sets as a tuple, and a list of notes"),
+    "a note": ({"datasets": lambda s, config, tokenizer: ((Numbers(), None, None), "note")}, "^Mine.datasets returns 2 objects: return"),
+    "no training": ({"datasets": lambda s, config, tokenizer: ((None, None, None), [])}, "^there is no training data set, but --train-iters is "),
     "short": ({"datasets": lambda s, config, tokenizer: ((_Short(), None, None), [])}, "^the dataset _Short has no sample 3 .*for any n >= 0"),
     "extended": ({"extended": lambda s, config, tokenizer: None}, "^Mine.extended returns NoneType: return a tokenizer"),
-    "mean, pp 1": ({"count_targets": None}, "^count_targets is a matter of both Mine and the loss_fn of its PipelineModule, or of neither"),
+    "mean, pp 1": ({"count_targets": None}, "^set count_targets in both Mine and the loss_fn of its PipelineModule, or in neither"),
 }  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_tools_take_a_llama(tmp_path: Path, flags: list[str]) -> None:
     assert out.returncode == 0 and "note: --hidden-dropout 0.1 is not exported" in out.stdout, out.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
     again = command("python", "pretrain_llama.py", *flags, "--run-dir", run, "--sliding-window", "9", "--qk-norm")
-    assert again.returncode and "--sliding-window is 8 there and 9 here" in again.stderr
+    assert again.returncode and "--sliding-window is 8 in the checkpoint and 9 in this run" in again.stderr
 
 
 @FULL

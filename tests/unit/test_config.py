@@ -45,15 +45,15 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         (["--model-parallel-size", "5"], "--num-attention-heads 12 cannot be split over --model-parallel-size 5"),
         (
             ["--context-parallel-size", "3"],
-            "--seq-length 1024 is no multiple of 6: each of --context-parallel-size 3 ranks",
+            "--seq-length 1024 is not a multiple of 6: each of --context-parallel-size 3 ranks",
         ),
         (
             ["--context-parallel-size", "4", "--model-parallel-size", "4", "--sequence-parallel", "--seq-length", "24"],
-            "--seq-length 24 is no multiple of 16, over which --context-parallel-size 4 and --sequence-parallel with --model-parallel-size 4",
+            "--seq-length 24 is not a multiple of 16, over which --context-parallel-size 4 and --sequence-parallel with --model-parallel-size 4",
         ),
         (
             ["--context-parallel-size", "2", "--family", "t5"],
-            "--context-parallel-size: read by gpt2 and llama only, and this is a t5; leave it out",
+            "--context-parallel-size: used by gpt2 and llama only, but this model is a t5; leave it out",
         ),
         (["--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
         (["--max-position-embeddings", "8"], "--seq-length 1024 exceeds --max-position-embeddings 8"),
@@ -64,7 +64,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         ),
         (
             ["--family", "t5", "--position-embedding", "relative", "--relative-attention-max-distance", "16"],
-            "--relative-attention-max-distance 16: of --relative-attention-num-buckets 32 the first 16 are single distances",
+            "--relative-attention-max-distance 16 must be more than 16: that many of --relative-attention-num-buckets 32",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: P
     for kind, numbers in dropped.items():
         notes: list[str] = []
         model = parse(["--config", path, "--rope-scaling", kind], tell=notes.append).model
-        assert notes == [f"{path}: {each} has no effect: --rope-scaling {kind} does not read it" for each in numbers]
+        assert notes == [f"{path}: {each} has no effect: --rope-scaling {kind} does not use it" for each in numbers]
         assert model.rope_scaling_factor == (1.0 if kind == "none" else 8.0)
         assert model.rope_original_length == (8192 if kind in ("yarn", "llama3") else None)
     later = write(tmp_path / "b.json", {"rope_scaling": "linear", "rope_scaling_factor": 2})
@@ -166,7 +166,7 @@ def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: P
     assert (found.rope_scaling, found.rope_scaling_factor, found.rope_original_length) == ("linear", 2.0, None)
     back = parse(["--config", path, "--config", later, "--rope-scaling", "none"], tell=notes.append).model
     assert back.rope_scaling is None and notes[-1].startswith(f"{later}: --rope-scaling-factor 2 has no effect")
-    with pytest.raises(ConfigError, match="^--rope-original-length: not read by --rope-scaling linear; leave it out$"):
+    with pytest.raises(ConfigError, match="^--rope-original-length: not used by --rope-scaling linear; leave it out$"):
         parse(["--config", path, "--rope-scaling", "linear", "--rope-original-length", "4096"])
     for wrong in (["yarn"], {"type": "yarn"}):
         with pytest.raises(ConfigError, match="--rope-scaling must be str"):
@@ -214,7 +214,7 @@ def test_config_json_reads_back(tmp_path: Path) -> None:
 
 def test_a_key_that_stands_twice_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"train": {"lr": 1e-3, "gas": 8, "gas": 4}}')
-    with pytest.raises(ConfigError, match="a.json says 'gas' more than once: 8 and 4"):
+    with pytest.raises(ConfigError, match="a.json sets 'gas' more than once: 8 and 4"):
         parse(["--config", str(tmp_path / "a.json")])
 
 
@@ -225,11 +225,12 @@ def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
     with pytest.raises(ConfigError) as refused:
         parse(["--enc-seq-length", "32", "--noise-density", "0.2", "--hidden-size", "36"], {"family": "gpt2"})
     assert (
-        str(refused.value) == "--enc-seq-length, --noise-density: read by t5 only, and this is a gpt2; leave them out"
+        str(refused.value)
+        == "--enc-seq-length, --noise-density: used by t5 only, but this model is a gpt2; leave them out"
     )
     with pytest.raises(ConfigError, match="--position-embedding relative: a gpt2 has learned positions"):
         parse(["--position-embedding", "relative"], {"family": "gpt2"})
-    with pytest.raises(ConfigError, match="this script trains a gpt2: it does not support --family t5"):
+    with pytest.raises(ConfigError, match="this script trains only the family gpt2, not --family t5"):
         parse(["--family", "t5"], {"family": "gpt2"})
 
 

@@ -149,5 +149,5 @@ def test_a_run_reads_rearranged_text(tmp_path: Path) -> None:
     fim = ["--fim-rate", "0.9", "--fim-tokens", *marks]
     plain = losses(train_gpt2(1, tmp_path / "plain", *flags, "--train-iters", "1"))
     assert losses(train_gpt2(1, tmp_path / "fim", *flags, *fim, "--train-iters", "1")) != plain
-    with pytest.raises(AssertionError, match="--fim-rate is 0.9 there and 0.0 here"):
+    with pytest.raises(AssertionError, match="--fim-rate is 0.9 in the checkpoint and 0.0 in this run"):
         train_gpt2(1, tmp_path / "fim", *flags, "--train-iters", "2")

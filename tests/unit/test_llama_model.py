@@ -217,12 +217,12 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--num-key-value-heads 3", "--num-attention-heads 8 cannot be put into groups of --num-key-value-heads 3"),
-        ("--kv-hidden-size 5", "must be an even number of them, not 5"),
-        ("--rotary-percent 0", "must be an even number of them, not 0"),
+        ("--num-key-value-heads 3", "--num-attention-heads 8 must be a multiple of --num-key-value-heads 3"),
+        ("--kv-hidden-size 5", "must be an even number of dimensions, not 5"),
+        ("--rotary-percent 0", "must be an even number of dimensions, not 0"),
         ("--rope-scaling yarn --rope-scaling-factor 2", "--rope-scaling yarn needs --rope-original-length"),
-        ("--rope-scaling-factor 2", "--rope-scaling-factor: not read by --rope-scaling (none)"),
-        ("--rope-scaling linear --rope-beta-fast 2", "--rope-beta-fast: not read by --rope-scaling linear"),
+        ("--rope-scaling-factor 2", "--rope-scaling-factor: not used by --rope-scaling (none)"),
+        ("--rope-scaling linear --rope-beta-fast 2", "--rope-beta-fast: not used by --rope-scaling linear"),
         (
             "--rope-scaling llama3 --rope-original-length 8 --rope-low-freq-factor 4",
             "--rope-high-freq-factor 4 must be more than --rope-low-freq-factor 4",
@@ -238,7 +238,7 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
         ("--position-embedding learned", "--position-embedding learned: a llama has rope positions"),
         ("--model-parallel-size 4 --num-key-value-heads 8 --num-attention-heads 8 --kv-hidden-size 4", ""),
         ("--model-parallel-size 2 --num-attention-heads 6 --num-key-value-heads 3", "one must be a multiple of the other"),
-        ("--enc-seq-length 8", "--enc-seq-length: read by t5 only, and this is a llama"),
+        ("--enc-seq-length 8", "--enc-seq-length: used by t5 only, but this model is a llama"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(flags: str, sentence: str) -> None:
@@ -252,7 +252,9 @@ def test_settings_that_cannot_be(flags: str, sentence: str) -> None:
 
 
 def test_gpt2_reads_none_of_them() -> None:
-    with pytest.raises(ConfigError, match="--num-key-value-heads, --qk-norm: read by llama only, and this is a gpt2"):
+    with pytest.raises(
+        ConfigError, match="--num-key-value-heads, --qk-norm: used by llama only, but this model is a gpt2"
+    ):
         parse(["--family", "gpt2", "--num-key-value-heads", "2", "--qk-norm"])
     with pytest.raises(ConfigError, match="--position-embedding rope: a gpt2 has learned positions"):
         parse(["--family", "gpt2", "--position-embedding", "rope"])

@@ -259,7 +259,7 @@ def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "PATIENCE", 0.2)
     (tmp_path / run_lock.NAME).symlink_to(tmp_path / "nowhere")
-    with pytest.raises(RunLockedError, match="run.lock is a link to nothing; delete it if no run uses"):
+    with pytest.raises(RunLockedError, match="run.lock is a broken symbolic link; delete it if no run uses"):
         RunLock(tmp_path)
 
 
@@ -343,7 +343,7 @@ def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
     refuse_other_checkpoints(
         parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4
     )  # it resumes from there
-    with pytest.raises(ValueError, match="the newest is iter_0000004.*: --save .*there continues from there"):
+    with pytest.raises(ValueError, match="the newest is iter_0000004.*: --save .*there resumes from them"):
         refuse_other_checkpoints(parse([]), run, 0)
 
 
@@ -353,7 +353,7 @@ def test_a_run_that_begins_again_keeps_the_lines_of_the_one_before(tmp_path: Pat
     for n in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"{n}")
         assert accept(config, tmp_path, 0) == [
-            f"this run begins at iteration 0: the lines of the one before are in {tmp_path}/metrics-{n}.jsonl"
+            f"this run begins at iteration 0: the metrics of the previous run were moved to {tmp_path}/metrics-{n}.jsonl"
         ]
         assert (tmp_path / f"metrics-{n}.jsonl").read_text() == f"{n}"
     (tmp_path / "metrics.jsonl").write_text("3")
