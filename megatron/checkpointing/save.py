@@ -221,7 +221,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _guarded(temporary: Path) -> Iterator[None]:
-    """If the block fails on any rank, delete the temporary folder and raise on all.
+    """Delete the temporary folder and raise on all ranks if the block fails on any rank.
 
     Raises SaveError if only disks are to blame, else RunError.
     """

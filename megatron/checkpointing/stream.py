@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Entry(Slot):
-    """A tensor to be written; `make` reads it when its turn comes."""
+    """A tensor to be written, which `make` returns when it is written."""
 
     make: Callable[[], Tensor]
 

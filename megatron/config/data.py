@@ -86,7 +86,7 @@ class DataConfig(Section):
     noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family=("t5",))
     mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family=("t5",))
     num_sentinels: int = opt(
-        100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family=("t5",)
+        100, "T5: sentinel tokens that replace masked spans, added to the vocabulary", at_least(1), family=("t5",)
     )
     fim_rate: float = opt(
         0.0,

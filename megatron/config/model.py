@@ -148,7 +148,7 @@ class ModelConfig(DecoderConfig):
             yield (
                 f"--relative-attention-max-distance {self.relative_attention_max_distance} must be more "
                 f"than {exact}: that many of --relative-attention-num-buckets {self.relative_attention_num_buckets} "
-                "stand for one distance each"
+                "hold one distance each"
             )
 
     @property

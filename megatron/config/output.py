@@ -98,7 +98,7 @@ class LogConfig(Section):
         if self.profile_iterations and not self.profile:
             yield "--profile-iterations needs --profile"
         if self.profile and self.trace:
-            yield "--profile records what --trace records, for its iterations; leave one of them out"
+            yield "--profile already records the timeline of --trace; leave one of them out"
 
     @property
     def traced(self) -> tuple[int, int] | None:

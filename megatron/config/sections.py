@@ -62,7 +62,7 @@ class Config:
         if m.offload_activations and p.checkpoint_activations:
             yield "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out"
         if m.offload_activations and t.compile:
-            yield "--offload-activations cannot see activations in layers of --compile; leave one of them out"
+            yield "--offload-activations cannot see activations inside compiled layers; leave it or --compile out"
         for name, given in (
             ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
             ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),

@@ -73,7 +73,7 @@ def build_engine(
     compile_layers(model, config)
     with all_ranks():
         pipeline = _checked(model, task, config)
-    if not pipeline and config.parallel.pipe_parallel_size:  # with a size of 1 the model may be a plain one
+    if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size 1 permits a plain model
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)

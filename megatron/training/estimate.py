@@ -53,8 +53,8 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
         )
     if total > room:
         lines.append(
-            f"warning: {here} may need {total / 1e9:,.1f} GB of {room / 1e9:,.1f} GB; {KNOBS}, or "
-            "--checkpoint-activations"
+            f"warning: {here} may need {total / 1e9:,.1f} GB, more than the {room / 1e9:,.1f} GB available; {KNOBS}, "
+            "or use --checkpoint-activations"
         )
     return lines
 
