@@ -67,8 +67,8 @@ class Wanted:
 def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, wanted: Wanted = Wanted()) -> TrainState:
     """Load weights, moments, loss scale, random streams and position from the checkpoint `path`.
 
-    All ranks must call this; the parallel layout may differ from the one that saved. Raises
-    RunError alike on every rank.
+    All ranks must call this; the parallel layout may differ from that of the run that saved it. Raises RunError
+    alike on every rank.
     """
     with all_ranks():
         reader = CheckpointReader(path)
@@ -225,7 +225,7 @@ Key = tuple[str, str, nn.Parameter]  # kind (weight or a moment), global name, p
 
 
 def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[Key]:
-    """Yield all keys that this rank holds, in an order that its data-parallel replicas share."""
+    """Yield all keys that this rank holds, in the same order on all ranks of its data-parallel group."""
     for name, parameter in global_parameters(engine.module):
         yield WEIGHT, name, parameter
         for moment in moments if zero_state.has_moments(engine, parameter) else []:

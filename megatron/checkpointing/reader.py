@@ -55,7 +55,7 @@ class CheckpointReader:
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key!r}")
         entry = self.tensors[key]
-        if dim != entry["dim"]:  # stored along another dimension, so all of it is needed
+        if dim != entry["dim"]:  # split along another dimension, so read all pieces
             return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
         if begin == end:  # this rank holds only padding
             empty = entry["shape"][:dim] + [0] + entry["shape"][dim + 1 :]

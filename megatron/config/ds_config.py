@@ -1,4 +1,4 @@
-"""Reconciliation of DeepSpeed's JSON with our flags: each value has one source, contradictions are errors.
+"""Reconciliation of DeepSpeed's JSON with the flags: each value has one source, contradictions are errors.
 
 If a key is absent or "auto", the flag decides. A key without effect is refused, so every key in the file is
 used.
@@ -16,7 +16,7 @@ from .sections import Config
 
 # Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
 REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
-# Keys passed through to DeepSpeed. Those in RESOLVED are reconciled with our flags first.
+# Keys passed through to DeepSpeed. Those in RESOLVED are reconciled with the command-line flags first.
 PASSED_ON = REDUCES | {
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler",
     "comms_logger", "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
@@ -54,7 +54,7 @@ class Resolved:
     clip_grad: float
     log_interval: int
     wall_clock_breakdown: bool
-    overlap_grad_reduce: bool  # without ZeRO: our reducer all-reduces gradients instead of DeepSpeed
+    overlap_grad_reduce: bool  # without ZeRO: GradReducer all-reduces gradients instead of DeepSpeed
     distributed_optimizer: bool  # ZeRO 1 by tds' own optimizer instead of DeepSpeed's
     notes: tuple[str, ...] = ()  # values in the file that a flag overrides without changing results
 
@@ -233,7 +233,7 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
 
 
 def _refuse_compiled(config: Config, zero: int) -> None:
-    """Raise ConfigError if --compile is combined with ZeRO 3 or zb-h1, which split layers."""
+    """Raise ConfigError if --compile is combined with ZeRO 3 or --pipeline-schedule zb-h1."""
     if config.train.compile and zero == 3:
         raise ConfigError(
             "--compile cannot be used with ZeRO stage 3, which frees the weights of a layer; use --zero-stage 2"

@@ -8,7 +8,7 @@ from .fields import Section, at_least, between, one_of, opt
 def share_of(share: float, total: int) -> int:
     """Return `share` of `total` as whole iterations, rounded down.
 
-    A result just below a whole number through rounding counts as that number: 0.29 of 100 is 29.
+    A product that floating-point errors put just below a whole number counts as that number: 0.29 of 100 is 29.
     """
     product = share * total
     nearest = round(product)

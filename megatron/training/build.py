@@ -127,7 +127,7 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
 
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:
-    """Return whether `model` is a PipelineModule, ours or DeepSpeed's. Raises ValueError if the settings disagree."""
+    """Return whether `model` is a PipelineModule of tds or DeepSpeed. Raises ValueError if the settings disagree."""
     pipeline = tds.pipe.is_pipeline(model)
     wanted = config.parallel.pipe_parallel_size
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):

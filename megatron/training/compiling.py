@@ -46,7 +46,7 @@ def _keep_outside() -> None:
 
 
 def compiler_found() -> bool:
-    """Return whether torch.compile can build code here: a CPU needs a C++ compiler, accelerators bring their own."""
+    """Return whether torch.compile can build code: a CPU needs a C++ compiler, accelerators bring their own."""
     from ..ranks.device import available
 
     if available():

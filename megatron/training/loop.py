@@ -71,7 +71,7 @@ def train(run: Run) -> None:
 
 
 class ReplicaChecks(Hook):
-    """Comparisons of weights between ranks, every --check-replicas iterations."""
+    """Hook that compares weights between ranks every --check-replicas iterations."""
 
     def __init__(self, run: Run) -> None:
         self._engine, self._interval = run.engine.deepspeed, run.config.train.check_replicas

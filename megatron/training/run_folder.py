@@ -45,7 +45,7 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
                 raise
         else:
             if own and found[0].notes:
-                found[1].notes.clear()  # the notes describe the same crash
+                found[1].notes.clear()  # both locks have notes on the same crash
     except ValueError:
         release(found)
         raise

@@ -44,7 +44,7 @@ class Recorder(Protocol):
 
 
 class Recording(Hook):
-    """Iterations that --trace and --profile record."""
+    """Hook that announces each iteration to the recorder of --trace or --profile."""
 
     def __init__(self, recorder: Recorder | None, log: TrainingLog) -> None:
         self._recorder, self._log = recorder, log
