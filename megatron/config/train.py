@@ -42,7 +42,7 @@ class TrainConfig(Section):
     )
     check_replicas: int = opt(
         0,
-        "iterations between two checks that all replicas hold the same weights; 0 checks only at every save",
+        "iterations between two checks that all replicas hold the same weights; 0 checks only at saves",
         at_least(0),
     )
     manual_gc_interval: int = opt(
@@ -63,7 +63,7 @@ class TrainConfig(Section):
         True,
         "on a CPU: keep memory that a step frees for the next one, so that the system need not clear every page again",
     )
-    deepspeed_config: str | None = opt(None, "DeepSpeed's configuration, a JSON file: configs/ds_config_gpt2.json")
+    deepspeed_config: str | None = opt(None, "DeepSpeed's configuration file (JSON), e.g. configs/ds_config_gpt2.json")
 
     def _problems(self) -> Iterator[str]:
         for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):
