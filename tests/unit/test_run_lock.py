@@ -80,7 +80,7 @@ def test_what_a_crash_left_is_taken_over_with_a_note(
 
 def test_of_another_machine_nobody_knows(tmp_path: Path) -> None:
     held_by(tmp_path, host="elsewhere", pid=1)
-    with pytest.raises(RunLockedError, match="process 1 on elsewhere .*if it has ended, --override-lock"):
+    with pytest.raises(RunLockedError, match="process 1 on elsewhere .*if it has ended, pass --override-lock"):
         RunLock(tmp_path)
     assert "may still run (--override-lock)" in RunLock(tmp_path, override=True).notes[0]
 
