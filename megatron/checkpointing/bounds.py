@@ -7,19 +7,20 @@ from typing import Any
 from .files import CheckpointError
 
 LAYERS = ("num_layers", "num_decoder_layers", "n_layer", "num_hidden_layers")
-# Names of our settings, and of config.json of the Hugging Face model families.
+# Names of sizes in the settings of checkpoint.json, and in config.json of Hugging Face models.
 SIZES = (
     "hidden_size", "ff_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_hidden_size", "vocab_size",
     "relative_attention_num_buckets", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff", "num_heads",
     "intermediate_size",
     "head_dim",
 )  # fmt: skip
-# Up to these limits the model is built without weights, so that the error can name a tensor.
+# Values above these limits are refused at once. Otherwise the model is built without weights first, so that an error
+# can name the tensor that does not fit.
 FEW_LAYERS, SMALL_SIZE, MOST = 512, 1 << 20, 1 << 40
 
 
 def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int]], where: Path) -> None:
-    """Raise CheckpointError for more layers than tensors, a size above all dimensions, or a number above 2**40."""
+    """Raise CheckpointError for more layers than tensors, a size above every tensor dimension, or one above 2**40."""
     dims = [list(shape) for shape in shapes]
     largest = max((size for shape in dims for size in shape), default=0)
     for key, value in values.items():

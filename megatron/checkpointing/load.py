@@ -67,8 +67,8 @@ class Wanted:
 def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, wanted: Wanted = Wanted()) -> TrainState:
     """Load weights, moments, loss scale, random streams and position from the checkpoint `path`.
 
-    All ranks must call this; the parallel layout may differ from the one that saved. Raises
-    RunError alike on every rank.
+    All ranks must call this; the parallel layout may differ from that of the run that saved it. Raises RunError
+    alike on every rank.
     """
     with all_ranks():
         reader = CheckpointReader(path)
@@ -95,8 +95,8 @@ def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
     lacking = sorted({name for _, names in every for name in names})
     held = {key.removeprefix(f"{BUFFER}.") for key in reader.tensors if key.startswith(f"{BUFFER}.")}
     for names, words in (
-        (lacking, "are not in it, and begin with the values of the model as it was built"),
-        (sorted(held - everywhere), "are in it, but the model has none of these names"),
+        (lacking, "are not in this checkpoint and keep their initial values"),
+        (sorted(held - everywhere), "are in this checkpoint, but not in the model"),
     ):
         if names:
             print_rank_0(f"warning: {reader.path}: the buffers {first_of(names)} {words}")
@@ -129,25 +129,25 @@ def refuse_contradictions(
         there["family"] = here["family"]  # a custom model, whose family is unknown
     differing = _differences(there, here)
     if differing and not (config.checkpoint.finetune and _only_reach(there, here)):
-        more = "; --finetune continues with these" if _only_reach(there, here) else ""
+        more = "; pass --finetune to continue with this run's values" if _only_reach(there, here) else ""
         settings = Path(reader.path).parent / "settings.json"
         if settings.is_file():
-            more += f"; --config {settings} has its settings"
+            more += f"; --config {settings} sets the checkpoint's values"
         raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
     if wanted.same_tokenizer:
-        reader.check_tokenizer(fingerprint, "; --override-tokenizer continues with this one")
+        reader.check_tokenizer(fingerprint, "; pass --override-tokenizer to continue with this run's")
     before = reader.config["optim"]["optimizer"]
     if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
         raise CheckpointError(
-            f"{reader.path} has the state of --optimizer {before}, this run uses {config.optim.optimizer}; "
-            f"--no-load-optim starts it again"
+            f"{reader.path} has the state of --optimizer {before}, but this run uses "
+            f"{config.optim.optimizer}; pass --no-load-optim to continue with new optimizer state"
         )
     _refuse_impossible_counts(reader, saved)
     if wanted.same_data and reader.state["consumed_samples"]:
         differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
             raise CheckpointError(
-                f"{reader.path} was trained on other samples: {differing}; --override-data continues with these"
+                f"{reader.path} was trained on other samples: {differing}; pass --override-data to continue"
             )
 
 
@@ -192,7 +192,9 @@ def _only_reach(there: dict[str, Any], here: dict[str, Any]) -> bool:
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
     differing = [name for name in there if there[name] != here[name]]
-    return "; ".join(f"{flag(name)} is {there[name]} there and {here[name]} here" for name in differing)
+    return "; ".join(
+        f"{flag(name)} is {there[name]} in the checkpoint and {here[name]} in this run" for name in differing
+    )
 
 
 def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None:
@@ -223,7 +225,7 @@ Key = tuple[str, str, nn.Parameter]  # kind (weight or a moment), global name, p
 
 
 def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[Key]:
-    """Yield all keys that this rank holds, in an order that its data-parallel replicas share."""
+    """Yield all keys that this rank holds, in the same order on all ranks of its data-parallel group."""
     for name, parameter in global_parameters(engine.module):
         yield WEIGHT, name, parameter
         for moment in moments if zero_state.has_moments(engine, parameter) else []:

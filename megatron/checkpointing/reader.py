@@ -55,7 +55,7 @@ class CheckpointReader:
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key!r}")
         entry = self.tensors[key]
-        if dim != entry["dim"]:  # stored along another dimension, so all of it is needed
+        if dim != entry["dim"]:  # split along another dimension, so read all pieces
             return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
         if begin == end:  # this rank holds only padding
             empty = entry["shape"][:dim] + [0] + entry["shape"][dim + 1 :]
@@ -68,7 +68,7 @@ class CheckpointReader:
                 at = (slice(None),) * dim + (slice(low - piece["begin"], high - piece["begin"]),)
                 found.append(part[at])
         if sum(part.shape[dim] for part in found) != end - begin:
-            raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are not all there")
+            raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are incomplete")
         return torch.cat(found, dim) if len(found) > 1 else found[0]
 
     def _piece(self, key: str, piece: dict[str, Any]) -> Any:
@@ -132,7 +132,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         known = {name: value for name, value in with_family(saved).items() if name in HOME}
         config = with_values(Config(), {**known, **plain})
     except ConfigError as error:
-        raise CheckpointError(f"{where} has settings that cannot be: {error}") from None
+        raise CheckpointError(f"{where} has invalid settings: {error}") from None
     return with_kept_tokenizer(config, reader.path)
 
 

@@ -28,7 +28,7 @@ from ..tokenizer.beside import (
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
 FOLDER = "tokenizer"
-ENDS = 1 << 16  # bytes
+ENDS = 1 << 16  # bytes at each end of a file that are hashed
 WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 
@@ -115,9 +115,9 @@ def relocated(config: Config, run_dir: Path) -> Config:
 
 
 def corpus_fingerprint(prefix: str) -> str:
-    """Return a hash of the sizes and both ends of a .bin/.idx pair: cheap, and different for different corpora.
+    """Return a hash that identifies the corpus `prefix`: of the size, start and end of its .bin and .idx files.
 
-    A second pair with the loss mask, if there is one, is included.
+    The files of its loss mask, if there are any, are included.
     """
     digest = hashlib.sha256()
     for path in (Path(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):

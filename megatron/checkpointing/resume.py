@@ -81,7 +81,7 @@ def start_or_resume(
 
     if state.consumed_samples > MANY and is_rank_0():
         print(
-            f"comparing the {state.consumed_samples} samples before this point with those that the data give",
+            f"comparing the {state.consumed_samples} samples consumed so far with those that the data produces",
             flush=True,
         )
 

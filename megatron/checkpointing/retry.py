@@ -29,8 +29,9 @@ class RetryingSaver:
         return self.saver.busy
 
     def save(self, state: TrainState, wait: bool = False, must: bool = False) -> None:
-        """Save a checkpoint of the current state; see `Saver.save`.
+        """Save a checkpoint of `state`.
 
+        wait: return only when the checkpoint is valid, even with background saves.
         must: wait, and raise if the save fails, as there will be no later one.
         """
         if self.pending:

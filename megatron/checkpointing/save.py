@@ -31,7 +31,7 @@ from .state import TrainState
 from .stream import Entry, write_entries
 from .whole import check_complete
 
-SLOW_SECONDS = 300.0  # long enough for a large share on a slow disk; a needless note does no harm
+SLOW_SECONDS = 300.0  # writing time after which a note is printed; enough for a large share on a slow disk
 Place = dict[str, Any]  # location of a piece in its tensor: dim, begin, end, shape
 
 
@@ -89,7 +89,7 @@ class Saver:
     def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
         self.folder, self.engine, self.config = Path(folder), engine, config
         self.fingerprint, self.background = fingerprint, background
-        self._pending: tuple[Path, dict[str, Any]] | None = None  # final folder, index content at `begin`
+        self._pending: tuple[Path, dict[str, Any]] | None = None  # final folder, and part of checkpoint.json
         self._thread: threading.Thread | None = None
         self._reports: list[dict[str, Any]] = []
         self._buffers: Buffers | None = None
@@ -220,7 +220,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _guarded(temporary: Path) -> Iterator[None]:
-    """If the block fails on any rank, delete the temporary folder and raise on all.
+    """Delete the temporary folder and raise on all ranks if the block fails on any rank.
 
     Raises SaveError if only disks are to blame, else RunError.
     """

@@ -30,7 +30,7 @@ def read(text: str) -> dict[str, Any]:
         return found
 
     def number(word: str) -> Any:
-        raise SchemaError(f"{word} is no number")
+        raise SchemaError(f"{word} is not a valid number")
 
     try:
         content = json.loads(text, object_pairs_hook=once, parse_constant=number)
@@ -43,7 +43,7 @@ def read(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise SchemaError(describe_json(text, error)) from None
     if not isinstance(content, dict):
-        raise SchemaError("it is no object")
+        raise SchemaError("it is not a JSON object")
     return content
 
 

@@ -79,7 +79,10 @@ def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
 
 
 def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's share, one tensor at a time. Under ZeRO each is a collective, so consume all of them."""
+    """Yield this rank's share, one tensor at a time.
+
+    Under ZeRO reading a tensor is a collective, so all ranks must consume all of them.
+    """
     for name, parameter, kinds, mine, _ in parts:
         for kind in kinds:
             weight = kind == WEIGHT

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # weights, moments
+# safetensors' names of dtypes: FLOATS for weights and moments, CODES also for buffers.
+FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 CODES = FLOATS | {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -43,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Entry(Slot):
-    """A tensor to be written; `make` reads it when its turn comes."""
+    """A tensor to be written, which `make` returns when it is written."""
 
     make: Callable[[], Tensor]
 
@@ -52,7 +53,7 @@ class StreamWriter:
     """Writer of a safetensors file whose tensors are declared in advance and then added one by one.
 
     The format: length of the header, the header in JSON, the tensors back to back. Use it as a context manager;
-    afterwards `sha256` is the file's checksum. Raises OSError as files do.
+    afterwards `sha256` is the file's checksum. Raises OSError if writing fails.
     """
 
     def __init__(self, path: Path, slots: Iterable[Slot]) -> None:

@@ -39,7 +39,7 @@ def print_note(note: str) -> None:
 
 @contextmanager
 def _one_sentence(script: str) -> Iterator[None]:
-    """If the block raises ConfigError, print it in one sentence and exit with code 2."""
+    """Print a ConfigError of the block in one sentence and exit with code 2."""
     try:
         yield
     except ConfigError as error:

@@ -43,12 +43,12 @@ class _Parser(argparse.ArgumentParser):
 EXAMPLES = """\
 examples:
   python {script} --data-path data/corpus_text_document --vocab-file tokenizer.model --run-dir runs/a
-      one process, no pipeline; the same command again continues
+      one process, no pipeline; running the same command again resumes
   python tools/launch.py --standalone --nproc-per-node 4 {script} --pipe-parallel-size 2 \\
       --model-parallel-size 2 --config configs/models/gpt2_345M.json --data-path ... --vocab-file ...
       four ranks: two stages of two model-parallel ranks
   python {script} --config my.json --max-position-embeddings none ...
-      none turns off what may be left out, whatever a file says
+      none removes an optional setting that a file has set
 """
 
 
@@ -70,7 +70,7 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
         "--config",
         action="append",
         metavar="FILE",
-        help="JSON with settings by section, or the name of one of configs/models; may be given several times",
+        help="JSON file with settings by section, or the name of a file in configs/models; may be given several times",
     )
     groups = {name: parser.add_argument_group(name) for name in SECTIONS}
     for name, section, f in settings():
@@ -134,7 +134,7 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
         values = " and ".join(json.dumps(value) for key, value in pairs if key == twice)
-        raise ConfigError(f"{path} says {twice!r} more than once: {values}")
+        raise ConfigError(f"{path} sets {twice!r} more than once: {values}")
     return found
 
 
@@ -230,13 +230,13 @@ def parse(
         config = line.settle(with_values(Config(), values), ranks, with_values)
         family, own = config.model.family, (defaults or {}).get("family")
         if own and family != own:
-            line.problems.append(f"this script trains a {own}: it does not support --family {family}")
+            line.problems.append(f"this script trains only the family {own}, not --family {family}")
         _check_min_lr(config)
     except ConfigError as error:
         line.problems.append(str(error))
     problems += line.problems
     if problems:
-        raise ConfigError(listed(problems, "problems with the settings"))
+        raise ConfigError(listed(problems, "errors in the settings"))
     for note in notes + line.notes:
         tell(note)
     return config
@@ -281,7 +281,7 @@ def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tup
         if scaling != values.get("rope_scaling"):
             for name in [each for each in unread(values, scaling) if each not in new]:
                 unused = written(flag(name), values.pop(name))
-                why = f"{written('--rope-scaling', scaling)} does not read it"
+                why = f"{written('--rope-scaling', scaling)} does not use it"
                 notes.append(f"{source_of[name]}: {unused} has no effect: {why}")
         values |= new
         source_of |= dict.fromkeys(new, where)

@@ -49,12 +49,12 @@ class DataConfig(Section):
 
     data_path: tuple[str, ...] | None = opt(
         None,
-        "prefix of the .bin/.idx pair that tools/preprocess_data.py wrote (or one of its files), or several: 0.7 a "
-        "0.3 b",
+        "corpus: the prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or one of its files; "
+        "several corpora with weights: 0.7 a 0.3 b",
     )
-    train_data_path: tuple[str, ...] | None = opt(None, "pairs for training only, instead of --data-path")
-    valid_data_path: tuple[str, ...] | None = opt(None, "pairs for validation only")
-    test_data_path: tuple[str, ...] | None = opt(None, "pairs for test only")
+    train_data_path: tuple[str, ...] | None = opt(None, "corpora for training, instead of --data-path and --split")
+    valid_data_path: tuple[str, ...] | None = opt(None, "corpora for validation, with --train-data-path")
+    test_data_path: tuple[str, ...] | None = opt(None, "corpora for test, with --train-data-path")
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
     tokenizer_type: str = opt(
@@ -62,45 +62,47 @@ class DataConfig(Section):
     )
     seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
     enc_seq_length: int | None = opt(
-        None, "T5: tokens that the encoder reads; --seq-length if not given", at_least(8), family=("t5",)
+        None, "T5: length of the encoder's sequence in tokens; --seq-length if not given", at_least(8), family=("t5",)
     )
     dec_seq_length: int | None = opt(
         None,
-        "T5: most tokens that the decoder writes; as many as the masked spans need if not given",
+        "T5: maximum length of the decoder's sequence in tokens; if not given, as long as the masked spans need",
         at_least(4),
         family=("t5",),
     )
     objective: str | None = opt(
         None,
-        "training objective: lm (each next token), sft (the answers of conversations) or prefix-lm (what follows a "
-        "prefix that is read both "
-        "ways; docs/objectives.md); T5: span-corruption or prefix-lm; "
-        "the first of its family if not given",
+        "training objective: lm (each next token; the default), sft (the answers of conversations) or prefix-lm "
+        "(the text after a prefix with bidirectional attention; docs/objectives.md). T5: span-corruption (the "
+        "default) or prefix-lm",
         one_of(*dict.fromkeys((*OF_DECODERS, *OF_T5))),
     )
     span_convention: str = opt(
         "t5",
-        "T5: how masked spans are written, as in t5 or as in cpm (docs/t5.md)",
+        "T5: format of masked spans: that of t5 or of cpm (docs/t5.md)",
         one_of("t5", "cpm"),
         family=("t5",),
     )
     noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family=("t5",))
     mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family=("t5",))
     num_sentinels: int = opt(
-        100, "T5: tokens that stand for masked spans, added to the vocabulary", at_least(1), family=("t5",)
+        100, "T5: sentinel tokens that replace masked spans, added to the vocabulary", at_least(1), family=("t5",)
     )
     fim_rate: float = opt(
         0.0,
-        "lm: share of documents for fill-in-the-middle, whose middle is moved to the end (docs/objectives.md)",
+        "with --objective lm: share of documents for fill-in-the-middle, whose middle is moved to the end "
+        "(docs/objectives.md)",
         between(0, 1),
     )
-    fim_spm_rate: float = opt(0.5, "share of these documents in the order suffix, prefix, middle", between(0, 1))
+    fim_spm_rate: float = opt(
+        0.5, "share of the fill-in-the-middle documents in the order suffix, prefix, middle", between(0, 1)
+    )
     fim_tokens: tuple[str, ...] | None = opt(
         None, "special tokens of the tokenizer that mark prefix, middle and suffix, in this order"
     )
     reset_position_ids: bool = opt(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = opt(False, "attend within documents only")
-    eod_mask_loss: bool = opt(False, "do not train on predicting what follows an end of document")
+    eod_mask_loss: bool = opt(False, "exclude the token after an end of document from the loss")
     num_workers: int = opt(0, "worker processes that read samples ahead; 0 reads in the training process", at_least(0))
 
     def __post_init__(self) -> None:

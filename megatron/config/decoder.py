@@ -27,17 +27,17 @@ class DecoderConfig(Section):
 
     num_key_value_heads: int | None = opt(
         None,
-        "key/value heads, each shared by a group of attention heads; as many as those if not given",
+        "key/value heads of grouped-query attention; --num-attention-heads if not given",
         at_least(1),
         family=LLAMA,
     )
     qkv_bias: bool | None = opt(
-        None, "biases of queries, keys and values; as with --hidden-bias if not given", family=LLAMA
+        None, "biases in the projections to queries, keys and values; as --hidden-bias if not given", family=LLAMA
     )
-    qk_norm: bool = opt(False, "an RMS norm over each head of queries and keys, before they are rotated", family=LLAMA)
+    qk_norm: bool = opt(False, "apply an RMS norm to each head of queries and keys before their rotation", family=LLAMA)
     sliding_window: int | None = opt(
         None,
-        "latest tokens that a token attends to, itself included; all if not given, or none",
+        "number of latest tokens that a token attends to, itself included; all if not given or none",
         at_least(1),
         family=LLAMA,
     )
@@ -46,22 +46,44 @@ class DecoderConfig(Section):
         1.0, "rotary positions: share of each head that is rotated", between(0, 1), family=LLAMA
     )
     rope_scaling: str | None = opt(
-        None, f"rotary positions for longer texts: {', '.join(SCALINGS)}, or none", one_of(*SCALINGS), family=LLAMA
+        None,
+        f"method that scales rotary positions for longer contexts: {', '.join(SCALINGS)}, or none",
+        one_of(*SCALINGS),
+        family=LLAMA,
     )
-    rope_scaling_factor: float = opt(1.0, "factor by which texts get longer", at_least(1), family=LLAMA)
+    rope_scaling_factor: float = opt(
+        1.0, "factor by which --rope-scaling extends the context length", at_least(1), family=LLAMA
+    )
     rope_original_length: int | None = opt(
         None, "llama3, yarn: context length before scaling", at_least(1), family=LLAMA
     )
     rope_low_freq_factor: float = opt(
-        1.0, "llama3: waves that fit fewer times into the original length are scaled", more_than(0), family=LLAMA
+        1.0,
+        "llama3: dimensions with fewer rotations than this within --rope-original-length are scaled fully",
+        more_than(0),
+        family=LLAMA,
     )
     rope_high_freq_factor: float = opt(
-        4.0, "llama3: waves that fit more often into it are not", at_least(0), family=LLAMA
+        4.0,
+        "llama3: dimensions with more rotations than this within --rope-original-length are not scaled",
+        at_least(0),
+        family=LLAMA,
     )
-    rope_beta_fast: float = opt(32.0, "yarn: turns within the original length that are not scaled", family=LLAMA)
-    rope_beta_slow: float = opt(1.0, "yarn: turns within the original length that are", family=LLAMA)
+    rope_beta_fast: float = opt(
+        32.0,
+        "yarn: dimensions with more rotations than this within --rope-original-length are not scaled",
+        family=LLAMA,
+    )
+    rope_beta_slow: float = opt(
+        1.0,
+        "yarn: dimensions with fewer rotations than this within --rope-original-length are scaled fully",
+        family=LLAMA,
+    )
     rope_attention_factor: float | None = opt(
-        None, "yarn: of queries and keys; 0.1 ln(--rope-scaling-factor) + 1 if not given", at_least(0), family=LLAMA
+        None,
+        "yarn: factor of queries and keys; 0.1 ln(--rope-scaling-factor) + 1 if not given",
+        at_least(0),
+        family=LLAMA,
     )
 
     def _problems(self) -> Iterator[str]:
@@ -69,7 +91,7 @@ class DecoderConfig(Section):
         read = _READ_BY.get(self.rope_scaling or "", ())
         if strange := unread(vars(self), self.rope_scaling):
             names = ", ".join("--" + name.replace("_", "-") for name in strange)
-            yield f"{names}: not read by --rope-scaling {self.rope_scaling or '(none)'}; leave it out"
+            yield f"{names}: not used by --rope-scaling {self.rope_scaling or '(none)'}; leave it out"
         if "rope_original_length" in read and self.rope_original_length is None:
             yield f"--rope-scaling {self.rope_scaling} needs --rope-original-length"
         if self.rope_scaling == "llama3" and self.rope_high_freq_factor <= self.rope_low_freq_factor:

@@ -1,4 +1,4 @@
-"""Reconciliation of DeepSpeed's JSON with our flags: each value has one source, contradictions are errors.
+"""Reconciliation of DeepSpeed's JSON with the flags: each value has one source, contradictions are errors.
 
 If a key is absent or "auto", the flag decides. A key without effect is refused, so every key in the file is
 used.
@@ -16,7 +16,7 @@ from .sections import Config
 
 # Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
 REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
-# Keys passed through to DeepSpeed. Those in RESOLVED are reconciled with our flags first.
+# Keys passed through to DeepSpeed. Those in RESOLVED are reconciled with the command-line flags first.
 PASSED_ON = REDUCES | {
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler",
     "comms_logger", "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
@@ -54,7 +54,7 @@ class Resolved:
     clip_grad: float
     log_interval: int
     wall_clock_breakdown: bool
-    overlap_grad_reduce: bool  # without ZeRO: our reducer all-reduces gradients instead of DeepSpeed
+    overlap_grad_reduce: bool  # without ZeRO: GradReducer all-reduces gradients instead of DeepSpeed
     distributed_optimizer: bool  # ZeRO 1 by tds' own optimizer instead of DeepSpeed's
     notes: tuple[str, ...] = ()  # values in the file that a flag overrides without changing results
 
@@ -96,7 +96,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
     # training/log.py prints the progress lines. DeepSpeed's would need DeepSpeed's logger, which is kept quiet.
     ds["steps_per_print"] = 10**9
-    # Without an optimizer wrapper DeepSpeed clips by a norm that it does not report. engine.py clips instead.
+    # Without an optimizer wrapper DeepSpeed clips by a norm that it does not report. training/engine.py clips instead.
     plain = zero == 0 and p.pipe_parallel_size == 0
     ds["gradient_clipping"] = 0.0 if plain else clip
     if precision in ("fp16", "bf16"):
@@ -154,10 +154,7 @@ def _require_overflow_checks(given: dict[str, Any], path: str) -> None:
     """Raise ConfigError for settings that would make DeepSpeed apply non-finite gradients."""
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if given.get(section, {}).get(key) is False:
-            raise ConfigError(
-                f"{path} says {section}.{key} = false, by which gradients that are not finite would be applied; "
-                "remove it"
-            )
+            raise ConfigError(f"{path} sets {section}.{key} = false, which would apply NaN or Inf gradients; remove it")
 
 
 def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> tuple[dict[str, int], list[str]]:
@@ -180,11 +177,11 @@ def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: i
             continue
         if p.stages == 1:
             notes.append(
-                f"{path} says {key} = {given[key]}, which is read under a pipeline only; the flags make it {value}"
+                f"{path} sets {key} = {given[key]}, which has no effect without a pipeline; the flags make it {value}"
             )
             continue
         raise ConfigError(
-            f"{path} says {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
+            f"{path} sets {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
             f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
             f'/ --model-parallel-size {p.model_parallel_size}{context}); change one of them or write "auto"'
         )
@@ -198,7 +195,7 @@ def _log_interval(config: Config, given: dict[str, Any], path: str) -> tuple[int
         return int(in_file if in_file is not None else 10), []
     if in_file in (None, flag):
         return flag, []
-    return flag, [f"{path} says steps_per_print = {in_file}; lines are printed by --log-interval {flag}"]
+    return flag, [f"{path} sets steps_per_print = {in_file}, but --log-interval {flag} overrides it"]
 
 
 def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool) -> str:
@@ -209,7 +206,7 @@ def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool
     if wanted == "auto":
         return enabled[0] if enabled else "bf16" if fast_bf16 else "fp32"
     if enabled and enabled[0] != wanted:
-        raise ConfigError(f"{path} enables {enabled[0]}, but --precision says {wanted}; change one of them")
+        raise ConfigError(f"{path} enables {enabled[0]}, but --precision is {wanted}; change one of them")
     return wanted
 
 
@@ -218,7 +215,7 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
     if in_file == "auto":
         in_file = None
     if in_file is not None and flag is not None and in_file != flag:
-        raise ConfigError(f"{path} says ZeRO stage {in_file}, --zero-stage says {flag}; change one of them")
+        raise ConfigError(f"{path} sets ZeRO stage {in_file}, but --zero-stage is {flag}; change one of them")
     mixed = precision in ("fp16", "bf16")
     stage = next((s for s in (flag, in_file) if s is not None), 1 if mixed else 0)
     if config.parallel.pipe_parallel_size > 0 and stage > 1:
@@ -236,19 +233,19 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
 
 
 def _refuse_compiled(config: Config, zero: int) -> None:
-    """Raise ConfigError if --compile is combined with ZeRO 3 or zb-h1, which split layers."""
+    """Raise ConfigError if --compile is combined with ZeRO 3 or --pipeline-schedule zb-h1."""
     if config.train.compile and zero == 3:
         raise ConfigError(
-            "--compile cannot go with ZeRO stage 3, which takes the weights of a layer away; use --zero-stage 2"
+            "--compile cannot be used with ZeRO stage 3, which frees the weights of a layer; use --zero-stage 2"
         )
     if config.train.compile and config.parallel.pipeline_schedule == "zb-h1":
         raise ConfigError(
-            "--compile cannot go with --pipeline-schedule zb-h1, which cuts the backward pass of a layer; use 1f1b"
+            "--compile cannot be used with --pipeline-schedule zb-h1, which splits the backward pass; use 1f1b"
         )
 
 
 def _agree(key: str, given: dict[str, Any], flag: str, flag_value: Any, default: Any, path: str) -> Any:
     in_file = given.get(key)
     if in_file is not None and flag_value is not None and in_file != flag_value:
-        raise ConfigError(f"{path} says {key} = {in_file}, {flag} says {flag_value}; change one of them")
+        raise ConfigError(f"{path} sets {key} = {in_file}, but {flag} is {flag_value}; change one of them")
     return next(value for value in (flag_value, in_file, default) if value is not None)

@@ -40,26 +40,30 @@ class ModelConfig(DecoderConfig):
     kv_hidden_size: int | None = opt(None, "width of one attention head; hidden size / heads if not given", at_least(1))
     num_decoder_layers: int | None = opt(
         None,
-        "layers of T5's decoder; --num-layers, which are those of its encoder, if not given",
+        "layers of T5's decoder; --num-layers, the number of its encoder's layers, if not given",
         at_least(1),
         family=("t5",),
     )
     normalization: str = opt("layernorm", "layernorm or rmsnorm", one_of("layernorm", "rmsnorm"))
-    activation: str = opt("gelu-tanh", f"inside the MLP: {', '.join(ACTIVATIONS)}", one_of(*ACTIVATIONS))
+    activation: str = opt(
+        "gelu-tanh", f"activation function of the MLP: {', '.join(ACTIVATIONS)}", one_of(*ACTIVATIONS)
+    )
     position_embedding: str = opt(
-        "learned", "learned, (T5) relative, or (Llama) rope: rotary ones", one_of("learned", "relative", "rope")
+        "learned",
+        "position embeddings: learned, relative (T5) or rope (rotary positions, Llama)",
+        one_of("learned", "relative", "rope"),
     )
     relative_attention_num_buckets: int = opt(32, "distance buckets of relative positions", at_least(4), family=("t5",))
     relative_attention_max_distance: int = opt(
-        128, "distance from which on all are one bucket", at_least(2), family=("t5",)
+        128, "distance in tokens from which on all distances share the last bucket", at_least(2), family=("t5",)
     )
     relative_attention_per_layer: bool = opt(
         False,
-        "a table of relative positions for each layer, as UMT5 has, instead of one for each stack",
+        "give each layer its own table of relative positions, as in UMT5, instead of one for each stack",
         family=("t5",),
     )
-    scale_attention: bool = opt(True, "divide the scores by the root of the head's width; T5 does not")
-    tie_embeddings: bool = opt(True, "the output layer uses the matrix of the embedding")
+    scale_attention: bool = opt(True, "divide attention scores by the square root of the head size; T5 does not")
+    tie_embeddings: bool = opt(True, "use the embedding matrix in the output layer, too")
     scale_tied_logits: bool = opt(
         False, "multiply logits by hidden size ** -0.5, as T5 of 2019 does with its tied matrix", family=("t5",)
     )
@@ -70,7 +74,9 @@ class ModelConfig(DecoderConfig):
     make_vocab_size_divisible_by: int = opt(
         128, "pad the embedding table to a multiple of this times --model-parallel-size", at_least(1), free=True
     )
-    hidden_dropout: float = opt(0.1, "dropout on embeddings and on what layers add", between(0, 1), free=True)
+    hidden_dropout: float = opt(
+        0.1, "dropout on embeddings and on sub-layer outputs before the residual addition", between(0, 1), free=True
+    )
     attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1), free=True)
     checkpoint_attention: bool = opt(
         False,
@@ -79,8 +85,8 @@ class ModelConfig(DecoderConfig):
     )
     recompute_modules: tuple[str, ...] = opt(
         (),
-        "recompute the outputs of these in the backward pass: norm, qkv (queries, keys and "
-        "values), activation; for kernels that keep no scores",
+        "modules whose outputs are recomputed in the backward pass: norm, qkv (queries, keys and values), activation; "
+        "for attention kernels that keep no scores",
         each_of("norm", "qkv", "activation"),
         free=True,
     )
@@ -91,18 +97,16 @@ class ModelConfig(DecoderConfig):
     )
     logits_chunk_size: int = opt(
         0,
-        "tokens whose logits exist at a time: the output layer is computed with the loss, chunk by chunk, of "
-        "micro-batches with more "
-        "tokens; 0: of all at once, as chunks save memory only where a micro-batch has more tokens than "
-        "--hidden-size + this (an fp32 "
-        "gradient of the weight is there from the loss on), and a wide model gets slower by them. --reference-ops "
-        "cross-entropy computes all",
+        "compute logits and loss of a micro-batch in chunks of this many tokens; 0 computes all at once. Chunks "
+        "save memory only if a micro-batch has more tokens than --hidden-size + this, because the output matrix's "
+        "gradient is then kept in fp32 from the loss on; wide models become slower. No effect with --reference-ops "
+        "cross-entropy",
         at_least(0),
         free=True,
     )
     reference_ops: tuple[str, ...] = opt(
         (),
-        f"compute these by textbook formulas with torch's own gradients: slower, for checks ({', '.join(FUSED)})",
+        f"operations to compute by textbook formulas and torch's autograd, slower, for checks: {', '.join(FUSED)}",
         each_of(*FUSED),
         free=True,
     )
@@ -123,8 +127,8 @@ class ModelConfig(DecoderConfig):
             )
         if self.num_attention_heads % self.key_value_heads:
             yield (
-                f"--num-attention-heads {self.num_attention_heads} cannot be put into groups of --num-key-value-heads "
-                f"{self.key_value_heads}: it must be a multiple"
+                f"--num-attention-heads {self.num_attention_heads} must be a multiple of --num-key-value-heads "
+                f"{self.key_value_heads}"
             )
         if self.family and self.position_embedding not in POSITIONS[self.family]:
             yield (
@@ -133,8 +137,8 @@ class ModelConfig(DecoderConfig):
             )
         if self.position_embedding == "rope" and (self.rotary_size % 2 or not self.rotary_size):
             yield (
-                f"rotary positions turn pairs of numbers: --rotary-percent {self.rotary_percent:g} of a head of "
-                f"{self.head_size} (--kv-hidden-size) must be an even number of them, not {self.rotary_size}"
+                f"rotary positions rotate pairs of dimensions: --rotary-percent {self.rotary_percent:g} of "
+                f"--kv-hidden-size {self.head_size} must be an even number of dimensions, not {self.rotary_size}"
             )
         yield from super()._problems()
         if self.relative_attention_per_layer and self.position_embedding != "relative":
@@ -142,10 +146,9 @@ class ModelConfig(DecoderConfig):
         exact = self.relative_attention_num_buckets // 2
         if self.position_embedding == "relative" and self.relative_attention_max_distance <= exact:
             yield (
-                f"--relative-attention-max-distance {self.relative_attention_max_distance}: of "
-                "--relative-attention-num-buckets "
-                f"{self.relative_attention_num_buckets} the first {exact} are single distances, so it must be more "
-                "than that"
+                f"--relative-attention-max-distance {self.relative_attention_max_distance} must be more "
+                f"than {exact}: that many of --relative-attention-num-buckets {self.relative_attention_num_buckets} "
+                "hold one distance each"
             )
 
     @property

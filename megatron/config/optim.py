@@ -8,7 +8,7 @@ from .fields import Section, at_least, between, one_of, opt
 def share_of(share: float, total: int) -> int:
     """Return `share` of `total` as whole iterations, rounded down.
 
-    A result just below a whole number through rounding counts as that number: 0.29 of 100 is 29.
+    A product that floating-point errors put just below a whole number counts as that number: 0.29 of 100 is 29.
     """
     product = share * total
     nearest = round(product)
@@ -34,7 +34,7 @@ class OptimConfig(Section):
     )
     lr_wsd_decay_style: str = opt(
         "minus-sqrt",
-        "wsd: minus-sqrt, linear, cosine or exponential",
+        "wsd: shape of the decay: minus-sqrt, linear, cosine or exponential",
         one_of("minus-sqrt", "linear", "cosine", "exponential"),
     )
     warmup: float = opt(0.01, "warm-up, as a share of the decay iterations", between(0, 1))
@@ -46,7 +46,8 @@ class OptimConfig(Section):
     embedding_weight_decay: bool = opt(True, "apply weight decay to the embeddings of tokens and positions, too")
     clip_grad: float | None = opt(
         None,
-        "gradient clipping: largest norm of all gradients, 0 for no limit; ds_config's, or 1.0, if not given",
+        "gradient clipping: maximum norm of all gradients together, 0 for no limit; if not given, that of "
+        "--deepspeed-config, or 1.0",
         at_least(0),
     )
     adam_beta1: float = opt(0.9, "Adam's beta1", between(0, 1))

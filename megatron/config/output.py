@@ -11,10 +11,10 @@ class CheckpointConfig(Section):
     """Settings of saving and loading checkpoints."""
 
     save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
-    load: str | None = opt(None, "run or folder of checkpoints to start from, where --save holds none yet")
+    load: str | None = opt(None, "run directory or checkpoint folder to start from while --save holds no checkpoint")
     finetune: bool = opt(False, "take only the weights of --load: optimizer, data and iterations start from scratch")
     load_optim: bool = opt(True, "load the optimizer's moments and the loss scale")
-    load_rng: bool = opt(True, "draw dropout from the checkpoint's random streams, not by this --seed")
+    load_rng: bool = opt(True, "continue the checkpoint's random streams for dropout, instead of new ones from --seed")
     override_data: bool = opt(False, "continue although data, --split, --seed or lengths of the samples have changed")
     override_tokenizer: bool = opt(False, "continue with another tokenizer of the same vocabulary size")
     async_save: bool = opt(
@@ -27,16 +27,16 @@ class CheckpointConfig(Section):
     )
     keep_last: int | None = opt(None, "number of newest checkpoints to keep; all if not given", at_least(1))
     keep_every: int | None = opt(
-        None, "with --keep-last: also keep the checkpoints of every so many iterations", at_least(1)
+        None, "with --keep-last: also keep checkpoints whose iteration is a multiple of this", at_least(1)
     )
     exit_duration_in_mins: float | None = opt(None, "save and end after this many minutes", at_least(0))
-    exit_interval: int | None = opt(None, "save and end at multiples of this iteration", at_least(1))
+    exit_interval: int | None = opt(None, "save and end at the next multiple of this iteration", at_least(1))
 
     def _problems(self) -> Iterator[str]:
         if self.keep_every and self.keep_last is None:
-            yield "--keep-every needs --keep-last: without it all checkpoints stay"
+            yield "--keep-every needs --keep-last: without it all checkpoints are kept"
         if self.finetune and not self.load:
-            yield "--finetune needs --load, which names the checkpoint to take the weights of"
+            yield "--finetune needs --load, which names the checkpoint to take the weights from"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +46,32 @@ class LogConfig(Section):
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
     override_lock: bool = opt(
         False,
-        "continue although run.lock names a run on another machine or in another container: you know that it has ended",
+        "take over run.lock of a run on another machine or in another container; only if that run has ended",
     )
-    log_interval: int | None = opt(None, "iterations between two lines; ds_config's, or 10, if not given", at_least(1))
+    log_interval: int | None = opt(
+        None,
+        "iterations between two log lines; if not given, steps_per_print of --deepspeed-config, or 10",
+        at_least(1),
+    )
     log_details: bool = opt(
-        False, "print tokens, time, TFLOP/s and memory of each line, and the parts of the memory estimate, too"
+        False, "add tokens, time, TFLOP/s and memory to each log line, and its parts to the memory estimate"
     )
-    tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, where tensorboard is installed")
+    tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, on if tensorboard is installed")
     tensorboard_dir: str | None = opt(
         None, "folder of the TensorBoard events; tensorboard/ in the run directory if not given"
     )
-    wandb: bool = opt(False, "write to Weights & Biases (WANDB_MODE, WANDB_PROJECT and the like are read by wandb)")
-    mlflow: bool = opt(False, "write to MLflow: in mlflow/ of the run directory, or where MLFLOW_TRACKING_URI says")
+    wandb: bool = opt(
+        False, "write to Weights & Biases (wandb reads WANDB_MODE, WANDB_PROJECT and its other variables)"
+    )
+    mlflow: bool = opt(
+        False, "write to MLflow: to mlflow/ in the run directory, or to MLFLOW_TRACKING_URI if that is set"
+    )
     csv: bool = opt(False, "write metrics.csv in the run directory, too")
     trace: bool = opt(
         False,
-        "record a timeline of passes, messages and collectives on every rank, in the folder trace of the run "
-        "directory (Chrome trace, for "
-        "Perfetto; tools/draw_schedule.py --run draws it); of the newest 50 iterations, or of --trace-iterations",
+        "record a timeline of passes, messages and collectives on every rank, for the newest 50 iterations or "
+        "--trace-iterations: a Chrome trace (for Perfetto) in the folder trace of the run directory; "
+        "tools/draw_schedule.py --run draws it",
     )
     trace_iterations: str | None = opt(
         None,
@@ -72,15 +80,13 @@ class LogConfig(Section):
     )
     profile: bool = opt(
         False,
-        "profile a few iterations with torch's profiler: every operator and kernel of all ranks in "
-        "profile/merged.json.gz of the run "
-        "directory (Chrome trace, for Perfetto), below the timeline of --trace; --trace costs next to nothing and "
-        "can stay on, this "
-        "slows the profiled iterations",
+        "profile a few iterations with torch's profiler: every operator and kernel of all ranks, and the timeline "
+        "of --trace, in profile/merged.json.gz of the run directory (Chrome trace, for Perfetto). It slows these "
+        "iterations, while --trace costs next to nothing and can stay on",
     )
     profile_iterations: str | None = opt(
         None,
-        "with --profile: the iterations to profile, e.g. 41-43; if not given, three after the first five of this start",
+        "with --profile: the iterations to profile, e.g. 41-43; if not given, the sixth to eighth after the start",
         range_problem,
     )
 
@@ -92,7 +98,7 @@ class LogConfig(Section):
         if self.profile_iterations and not self.profile:
             yield "--profile-iterations needs --profile"
         if self.profile and self.trace:
-            yield "--profile records what --trace records, for its iterations; leave one of them out"
+            yield "--profile already records the timeline of --trace; leave one of them out"
 
     @property
     def traced(self) -> tuple[int, int] | None:

@@ -13,25 +13,23 @@ class ParallelConfig(Section):
     model_parallel_size: int = opt(1, "ranks that split every layer (tensor parallelism)", at_least(1))
     sequence_parallel: bool | None = opt(
         None,
-        "split hidden states along the sequence over these ranks, too: less memory, as many bytes sent; if not "
-        "given, on "
-        "accelerators, with a GPT-2, Llama or T5 whose sequences can be split evenly",
+        "also shard hidden states along the sequence over the model-parallel ranks: saves memory and sends as many "
+        "bytes; if not given, on for GPT-2, Llama and T5 on accelerators if the sequences split evenly",
     )
     async_tensor_model_parallel_allreduce: bool = opt(
-        True, "all-reduce the gradient of a layer's input while that of its weight is computed, not before"
+        True, "all-reduce the gradient of a layer's input while the gradient of its weight is computed"
     )
     context_parallel_size: int = opt(
         1,
-        "ranks that shard the tokens of each sample, for long ones: attention gathers keys and values of all of them",
+        "ranks that shard the tokens of each sample, for long samples; attention gathers their keys and values",
         at_least(1),
         family=("gpt2", "llama"),
     )
     pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
     partition_method: str = opt(
         "balanced",
-        "how layers are cut into stages: balanced (by counted work, embedding and logits included), measured (by "
-        "time, at the "
-        "start), type:REGEX, uniform, parameters, or the cuts, e.g. 0,4,8",
+        "how layers are divided into stages: balanced (by FLOPs, embedding and logits included), measured (by times "
+        "measured at startup), type:REGEX, uniform, parameters, or the first layer of each stage, e.g. 0,4,8",
     )
     pipeline_schedule: str = opt(
         "1f1b",
@@ -42,7 +40,10 @@ class ParallelConfig(Section):
         1, "groups of layers on each pipeline stage, for --pipeline-schedule interleaved", at_least(1)
     )
     pipeline_extra_warmup: int = opt(
-        0, "how much farther ahead 1f1b runs, to hide messages; costs memory (tools/draw_schedule.py)", at_least(0)
+        0,
+        "additional warm-up of 1f1b, to hide message latency: 1 doubles the warm-up forward passes, 2 triples them; "
+        "costs memory (tools/draw_schedule.py)",
+        at_least(0),
     )
     pipeline_timeout: float = opt(
         600.0,
@@ -50,23 +51,26 @@ class ParallelConfig(Section):
         at_least(0.1),
     )
     zero_stage: int | None = opt(
-        None, "ZeRO stage; ds_config's, or 0 in fp32 and 1 in mixed precision, if not given", between(0, 3)
+        None,
+        "ZeRO stage; if not given, that of --deepspeed-config, or 0 in fp32 and 1 in mixed precision",
+        between(0, 3),
     )
     overlap_grad_reduce: bool = opt(
         True,
-        "reduce gradients over replicas during the last backward pass of a step, not after it: without ZeRO, and "
-        "with its "
-        "stage 1 in fp32 and bf16, which otherwise is DeepSpeed's",
+        "reduce gradients over replicas during the last backward pass of a step instead of after it, without ZeRO "
+        "and with ZeRO 1 in fp32 and bf16; --no-overlap-grad-reduce uses DeepSpeed's ZeRO 1",
     )
     checkpoint_activations: bool = opt(False, "keep only layer inputs and recompute activations in the backward pass")
-    checkpoint_num_layers: int = opt(1, "layers between two kept inputs", at_least(1))
+    checkpoint_num_layers: int = opt(
+        1, "with --checkpoint-activations: number of layers that are recomputed from one kept input", at_least(1)
+    )
     startup_timeout_minutes: float = opt(
-        30.0, "until the first step: how long ranks wait for each other, e.g. for a model to be loaded", at_least(0.01)
+        30.0, "minutes that ranks wait for each other before the first step, e.g. while a model loads", at_least(0.01)
     )
     distributed_timeout_minutes: float = opt(
         10.0,
-        "from the first step on: a collective, and without a pipeline a micro-batch, that takes longer ends the run "
-        "with a report",
+        "minutes that a collective (without a pipeline: a micro-batch) may take from the first step on, before the "
+        "run ends with a report",
         at_least(0.01),
     )
 
@@ -80,7 +84,7 @@ class ParallelConfig(Section):
             )
         if self.pipeline_schedule == "zb-h1" and self.checkpoint_activations:
             yield (
-                "--pipeline-schedule zb-h1 would compute activations again for either half of the backward pass; "
+                "--pipeline-schedule zb-h1 would recompute activations for each half of the backward pass; "
                 "use 1f1b with --checkpoint-activations"
             )
 

@@ -62,13 +62,13 @@ class Config:
         if m.offload_activations and p.checkpoint_activations:
             yield "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out"
         if m.offload_activations and t.compile:
-            yield "--offload-activations cannot look into layers that --compile compiles; leave one of them out"
+            yield "--offload-activations cannot see activations inside compiled layers; leave it or --compile out"
         for name, given in (
             ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
             ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
             ("--offload-activations, which keeps them elsewhere", m.offload_activations),
             ("--compile, which chooses what to recompute itself", t.compile),
-            ("--pipeline-schedule zb-h1, which would recompute for either half", zero_bubble),
+            ("--pipeline-schedule zb-h1, which would recompute for each half of the backward pass", zero_bubble),
         ):
             if m.recompute_modules and given:
                 yield f"--recompute-modules cannot be used with {name}; leave one of them out"
@@ -90,7 +90,7 @@ class Config:
         if ignored:
             names = ", ".join(name for name, _ in ignored)
             families, them = " and ".join(ignored[0][1]), "them" if len(ignored) > 1 else "it"
-            yield f"{names}: read by {families} only, and this is a {family}; leave {them} out"
+            yield f"{names}: used by {families} only, but this model is a {family}; leave {them} out"
 
     def _decay_of_wsd(self) -> Iterator[str]:
         o, total = self.optim, self.lr_decay_iters
@@ -104,7 +104,7 @@ class Config:
     def _objectives(self) -> Iterator[str]:
         m, d, known = self.model, self.data, objectives_of(self.model.family)
         if d.objective is not None and d.objective not in known:
-            yield f"--objective {d.objective}: a {m.family or 'custom model'} learns {' or '.join(known)}"
+            yield f"--objective {d.objective}: a {m.family or 'custom model'} supports {' or '.join(known)}"
         prefixes = self.objective == "prefix-lm"
         looks_ahead = "--objective prefix-lm lets a prefix look ahead, which"
         if prefixes and not self.is_t5 and m.sliding_window is not None:
@@ -162,12 +162,12 @@ class Config:
         c, t, s = self.parallel.context_parallel_size, self.parallel.model_parallel_size, self.data.seq_length
         if c > 1 and s % (2 * c):
             yield (
-                f"--seq-length {s} is no multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two "
+                f"--seq-length {s} is not a multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two "
                 f"slices of a sequence, all of one length"
             )
         if c > 1 and self.parallel.sequence_parallel and s % (c * t):
             yield (
-                f"--seq-length {s} is no multiple of {c * t}, over which --context-parallel-size {c} and "
+                f"--seq-length {s} is not a multiple of {c * t}, over which --context-parallel-size {c} and "
                 f"--sequence-parallel with --model-parallel-size {t} shard it"
             )
 

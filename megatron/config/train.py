@@ -17,33 +17,32 @@ class TrainConfig(Section):
     eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
     z_loss: float = opt(
         0.0,
-        "weight c of c (log Z)^2, added to the loss of each target so that logits do not drift; 1e-4 is usual. "
-        "Losses are "
-        "reported without it, and it is reported separately",
+        "weight of the z-loss, (log Z)^2 of each target, which keeps logits from drifting; 1e-4 is usual. It is "
+        "reported separately from the loss",
         at_least(0),
     )
     seed: int = opt(1234, "seed of weights, sample order and dropout", at_least(0))
     precision: str = opt(
         "auto",
-        "fp32, bf16, fp16 or fp64; auto takes ds_config's, else bf16 where the device is fast at it, else fp32",
+        "number format: fp32, bf16, fp16 or fp64; auto takes that of --deepspeed-config, else bf16 if the device is "
+        "fast at it, else fp32",
         one_of("auto", "fp32", "bf16", "fp16", "fp64"),
     )
     max_skipped_steps: int = opt(
         10,
-        "end the run after so many skipped steps in a row, whose gradient is not finite; those in which "
-        "fp16 searches its initial loss scale do not count",
+        "end the run when this many steps in a row are skipped because of NaN or Inf gradients; skipped steps of "
+        "fp16's initial search for a loss scale do not count",
         at_least(1),
     )
     skip_iterations: tuple[str, ...] | None = opt(
         None, "iterations to skip, e.g. 41 or 41-50: their samples count as consumed, but are not trained on"
     )
     skip_samples: tuple[str, ...] | None = opt(
-        None, "samples, e.g. 328-335, whose iterations are skipped; warnings of a run name them"
+        None, "samples, e.g. 328-335: iterations that contain one are skipped; loss warnings name samples"
     )
     check_replicas: int = opt(
         0,
-        "iterations between two comparisons of weights between replicas, which every save begins with; 0 for "
-        "only those at saves",
+        "iterations between two checks that all replicas hold the same weights; 0 checks only at saves",
         at_least(0),
     )
     manual_gc_interval: int = opt(
@@ -56,15 +55,15 @@ class TrainConfig(Section):
     )
     cpu_matmul: str = opt(
         "auto",
-        "fp32 matmuls on a CPU: torch (its BLAS, MKL), onednn; auto takes the faster one, which some "
-        "milliseconds at the first start on a machine measure (cached in ~/.cache/megatron-cpu-matmul.json)",
+        "library for fp32 matmuls on a CPU: torch (torch's BLAS, MKL) or onednn; auto measures both at the first "
+        "start on a machine, in milliseconds, and takes the faster one (cached in ~/.cache/megatron-cpu-matmul.json)",
         one_of("auto", "torch", "onednn"),
     )
     keep_freed_memory: bool = opt(
         True,
         "on a CPU: keep memory that a step frees for the next one, so that the system need not clear every page again",
     )
-    deepspeed_config: str | None = opt(None, "DeepSpeed's JSON, e.g. configs/ds_config_gpt2.json")
+    deepspeed_config: str | None = opt(None, "DeepSpeed's configuration file (JSON), e.g. configs/ds_config_gpt2.json")
 
     def _problems(self) -> Iterator[str]:
         for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):

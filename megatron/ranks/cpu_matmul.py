@@ -77,7 +77,7 @@ def cache_file() -> Path:
 
 
 def this_cpu() -> str:
-    """Return what the measurement depends on (CPU, torch, threads), as several machines may share a home directory."""
+    """Return a cache key: CPU, torch version and threads, as several machines may share a home directory."""
     name = "an unknown CPU"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

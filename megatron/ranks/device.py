@@ -58,8 +58,8 @@ def precision_note(device: torch.device, precision: str) -> str | None:
     if precision != "fp32" or device.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
         return None
     return (
-        "fp32 with TF32 off: products keep 23 bits and are several times slower than they could be; "
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns TF32 on (10 bits), --precision bf16 is faster still"
+        "fp32 matmuls run without TF32, which would be several times as fast; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns "
+        "TF32 on (10 instead of 23 mantissa bits), --precision bf16 is faster still"
     )
 
 

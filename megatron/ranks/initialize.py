@@ -72,7 +72,7 @@ def initialize_megatron(config: Config) -> torch.device:
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(describe_rendezvous_error(error)) from None
     if dist.get_world_size() != world_size():
-        raise ConfigError(f"{dist.get_world_size()} ranks are running, the launcher announced {world_size()}")
+        raise ConfigError(f"{dist.get_world_size()} ranks are running, but the launcher announced {world_size()}")
     same_everywhere(settings_and_versions(config))
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")

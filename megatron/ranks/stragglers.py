@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from .. import mpu
 
-FACTOR = 1.5  # a straggler exceeds the median of its peers by more than this factor
-SHARE = 0.1  # and by more than this fraction of the iteration's time
+# A straggler's time exceeds FACTOR times the median of its peers, and the median by SHARE of the iteration's time.
+FACTOR = 1.5
+SHARE = 0.1
 
 
 class Straggler(NamedTuple):

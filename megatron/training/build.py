@@ -73,7 +73,7 @@ def build_engine(
     compile_layers(model, config)
     with all_ranks():
         pipeline = _checked(model, task, config)
-    if not pipeline and config.parallel.pipe_parallel_size:  # with a size of 1 the model may be a plain one
+    if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size 1 permits a plain model
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
@@ -107,9 +107,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
-            f"--context-parallel-size {contexts}: batches of {type(task).__name__} hold whole samples, which only "
-            "GPT-2's and Llama's "
-            f"shard over context ranks; leave it out"
+            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over ranks, as "
+            "the tasks of GPT-2 and Llama do; leave the flag out"
         )
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
@@ -121,15 +120,14 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
             )
         if counts != (task.count_targets is not None):
             raise ValueError(
-                f"count_targets is a matter of both {type(task).__name__} and the loss_fn of its PipelineModule, or "
-                "of neither: "
-                f"with it a loss is the sum over targets, None or without it the mean"
+                f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or in "
+                "neither: with count_targets a loss is the sum over targets, without it, or with None, the mean"
             )
     return pipeline
 
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:
-    """Return whether `model` is a PipelineModule, ours or DeepSpeed's. Raises ValueError if the settings disagree."""
+    """Return whether `model` is a PipelineModule of tds or DeepSpeed. Raises ValueError if the settings disagree."""
     pipeline = tds.pipe.is_pipeline(model)
     wanted = config.parallel.pipe_parallel_size
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
@@ -146,6 +144,6 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     if not pipeline and wanted > 1:
         raise ValueError(
             f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
-            f"build one of a list of layers, or give --pipe-parallel-size 0"
+            f"build one from a list of layers, or give --pipe-parallel-size 0"
         )
     return pipeline

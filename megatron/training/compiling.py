@@ -24,7 +24,7 @@ def compile_layers(model: Any, config: Config) -> None:
     if not config.train.compile:
         return
     if not compiler_found():
-        print_rank_0("--compile does nothing: no C++ compiler was found (CXX names one)")
+        print_rank_0("--compile has no effect: no C++ compiler was found; set CXX to the name of one")
         return
     _keep_outside()
     for module in model.modules():
@@ -46,7 +46,7 @@ def _keep_outside() -> None:
 
 
 def compiler_found() -> bool:
-    """Return whether torch.compile can build code here: a CPU needs a C++ compiler, accelerators bring their own."""
+    """Return whether torch.compile can build code: a CPU needs a C++ compiler, accelerators bring their own."""
     from ..ranks.device import available
 
     if available():

@@ -15,7 +15,7 @@ from ..ranks.initialize import ranks_here
 from .task import Task
 
 KNOBS = (
-    "take more ranks with --pipe-parallel-size, --model-parallel-size or --zero-stage, or a smaller model; "
+    "use more ranks with --pipe-parallel-size, --model-parallel-size or --zero-stage, or a smaller model; "
     "tools/plan.py finds a layout"
 )
 
@@ -48,13 +48,13 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     here = f"{ranks} ranks on this machine" if ranks > 1 else "this rank"
     if device.type == "cpu" and weights > room:
         raise ValueError(
-            f"{whole / 1e9:,.1f} G parameters: the weights alone of {here} take {weights / 1e9:,.0f} GB, and there "
-            f"are {room / 1e9:,.0f} GB; {KNOBS}"
+            f"{whole / 1e9:,.1f} G parameters: the weights alone of {here} take {weights / 1e9:,.0f} GB, but this "
+            f"machine has {room / 1e9:,.0f} GB; {KNOBS}"
         )
     if total > room:
         lines.append(
-            f"warning: {here} may need {total / 1e9:,.1f} GB of {room / 1e9:,.1f} GB; {KNOBS}, or "
-            "--checkpoint-activations"
+            f"warning: {here} may need {total / 1e9:,.1f} GB, more than the {room / 1e9:,.1f} GB available; {KNOBS}, "
+            "or use --checkpoint-activations"
         )
     return lines
 
@@ -79,8 +79,6 @@ def memory_advice(parameters: int, config: Config, precision: str) -> str:
     )  # weight, gradient and moments; below fp32 also a low-precision copy of the weight
     return (
         f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by "
-        "--zero-stage, "
-        "--model-parallel-size and --pipe-parallel-size; activations take the rest: --batch-size "
-        f"{config.train.batch_size} down and "
-        f"--gas up, --checkpoint-activations, --offload-activations"
+        "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest: lower --batch-size "
+        f"{config.train.batch_size} and raise --gas, or use --checkpoint-activations or --offload-activations"
     )

@@ -51,7 +51,7 @@ def evaluate_once(run: Run, part: str) -> None:
 
 
 class Evaluations(Hook):
-    """Evaluations every --eval-interval iterations, except after the last one."""
+    """Hook that evaluates every --eval-interval iterations, except after the last iteration."""
 
     def __init__(self, run: Run, log: TrainingLog) -> None:
         self._run, self._log = run, log

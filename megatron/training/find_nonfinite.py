@@ -15,7 +15,7 @@ from .data_ranks import read
 from .health import Fault
 from .run_state import Run
 
-GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, as a checkpoint keeps its own)"
+GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, else a resumed run keeps its schedule)"
 
 
 class Finding(NamedTuple):
@@ -38,18 +38,17 @@ def explain(run: Run, fault: Fault) -> str:
         run.engine.train_batch(read(run.datasets[0], run.config, samples.first_sample), 0.0)
 
     if not fault.streak:
-        return f"the loss became {fault.loss} at {samples}, its gradient did not; {GENTLER} may help"
+        return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {GENTLER} may help"
     found = find(run.engine.deepspeed.module, again)
     why = words(found, samples.first_sample, t.batch_size * t.gas)
     begin = samples.iteration - fault.streak + 1
     skip = f"--skip-iterations {begin}-{samples.iteration} continues past them, {GENTLER} may avoid them"
     if fault.scale is not None:
         return (
-            f"the loss scale of fp16 is at its minimum {fault.scale:g}, and still the gradient overflows at "
-            f"{samples}: {why}; "
-            f"take --precision bf16 or fp32, or {GENTLER}"
+            f"the loss scale of fp16 is at its minimum {fault.scale:g}, but the gradient still overflows at "
+            f"{samples}: {why}; use --precision bf16 or fp32, or {GENTLER}"
         )
-    return f"{fault.streak} steps in a row were not applied, the last one at {samples}: {why}; {skip}"
+    return f"{fault.streak} steps in a row were skipped, the last one at {samples}: {why}; {skip}"
 
 
 def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:

@@ -33,7 +33,7 @@ class FirstStep(Hook):
         if step is None or self._done:
             return
         self._done = True
-        if self._run.config.train.keep_freed_memory:  # only now: the moments are allocated, and later steps are alike
+        if self._run.config.train.keep_freed_memory:  # by now moments are allocated, and later steps allocate alike
             device_module.keep_freed_memory(self._run.device)
         for hook in self._hooks:
             hook.remove()
@@ -49,7 +49,6 @@ class FirstStep(Hook):
             )
         elif not step.skipped and float(step.grad_norm) == 0.0:
             print_rank_0(
-                "warning: the gradient of every parameter is 0, so nothing learns: look whether initial weights or "
-                "inputs "
-                "are all zeros, or a layer cuts the gradient off"
+                "warning: the gradient of every parameter is 0, so nothing learns: check whether initial weights or "
+                "inputs are all zeros, or a layer cuts the gradient off"
             )

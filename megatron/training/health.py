@@ -38,7 +38,7 @@ class Spike(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Summary of the steps read: finite losses, norms of applied steps, number of skipped steps, and loss spikes."""
+    """Summary of the steps since the last `read`: finite losses, norms of applied steps, skipped steps, spikes."""
 
     losses: list[float]
     norms: list[float]

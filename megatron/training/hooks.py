@@ -5,7 +5,7 @@ from .health import SampleRange
 
 
 class Hook:
-    """One concern of a run, called around every iteration; by default it does nothing."""
+    """Base class of hooks: methods that are called around every iteration and do nothing by default."""
 
     def before_step(self, iteration: int) -> None:
         """Act before iteration `iteration`, counted from 1."""

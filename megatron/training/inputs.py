@@ -37,7 +37,7 @@ def refuse_missing(task: Task, config: Config) -> None:
     ):  # if only this file is missing, `resolve` in config/ds_config.py reports it
         problems.append(f"there is no {json}, which --deepspeed-config names")
     if problems:
-        raise MissingInputs(listed(problems, "things are missing"))
+        raise MissingInputs(listed(problems, "input files or folders are missing"))
 
 
 def _has_begun(config: Config) -> bool:

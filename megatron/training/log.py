@@ -24,7 +24,7 @@ from .run_state import Run
 
 
 class TrainingLog(Hook):
-    """The iterations since the last log line: mean loss, speed, and whether the run may continue."""
+    """Hook that logs mean loss and speed since the last log line, and checks that the run may continue."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

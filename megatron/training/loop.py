@@ -25,8 +25,8 @@ from .timeline import Recording, recorded
 
 __all__ = ["Run", "evaluate", "train"]
 DONE = (
-    "trained {} of --train-iters {} iterations already; to continue raise it, with --override-lr-schedule unless the "
-    "learning rate is to stay where its schedule has ended"
+    "the run has already trained {} of --train-iters {} iterations; to train further, raise --train-iters and pass "
+    "--override-lr-schedule, or the learning rate stays at the end of its schedule"
 )
 
 
@@ -64,14 +64,14 @@ def train(run: Run) -> None:
                 hook.after_step(step, samples)
     saves.end()
     if state.iteration < last:
-        print_rank_0(f"asked to stop after iteration {state.iteration}; the same command continues")
+        print_rank_0(f"stopped after iteration {state.iteration} as requested; run the same command to resume")
         return
     for part in ("valid", "test"):
         evaluate_once(run, part)
 
 
 class ReplicaChecks(Hook):
-    """Comparisons of weights between ranks, every --check-replicas iterations."""
+    """Hook that compares weights between ranks every --check-replicas iterations."""
 
     def __init__(self, run: Run) -> None:
         self._engine, self._interval = run.engine.deepspeed, run.config.train.check_replicas

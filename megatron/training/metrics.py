@@ -205,7 +205,7 @@ class MetricsWriter:
             except Exception as error:  # services with their own threads and servers may raise anything
                 self._others.remove(other)
                 tqdm.write(
-                    f"note: nothing is written to {other.name} any more from iteration {row['iteration']} on: {error}"
+                    f"note: {other.name} failed at iteration {row['iteration']} and gets no more metrics: {error}"
                 )
 
     def _append(self, path: Path) -> None:

@@ -30,7 +30,9 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
         found.append(RunLock(run_dir, override))
         folder = save_dir_of(config, run_dir)
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{folder} is to hold checkpoints, but is no folder: move it away, or give another --save")
+            raise ValueError(
+                f"{folder} is not a folder, so it cannot hold checkpoints: move it away, or give another --save"
+            )
         if folder.resolve() == run_dir.resolve():
             return found
         own = run_dir.resolve() in folder.resolve().parents
@@ -43,7 +45,7 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
                 raise
         else:
             if own and found[0].notes:
-                found[1].notes.clear()  # the notes describe the same crash
+                found[1].notes.clear()  # both locks have notes on the same crash
     except ValueError:
         release(found)
         raise
@@ -76,9 +78,8 @@ def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> N
         return
     if iteration < int(newest[5:]):
         raise ValueError(
-            f"{run_dir} has its checkpoints in {before} (the newest is {newest}), this run would look for them in "
-            f"{now}: "
-            f"--save {before} continues from there, another --run-dir starts a new run"
+            f"{run_dir} has its checkpoints in {before} (the newest is {newest}), but this start would look for "
+            f"them in {now}: --save {before} resumes from them, another --run-dir starts a new run"
         )
 
 
@@ -106,7 +107,7 @@ def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
         if iteration == 0 and (run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size:
             aside = next(path for n in range(1, 10**9) if not (path := run_dir / f"metrics-{n}.jsonl").exists())
             os.rename(run_dir / METRICS, aside)
-            notes.append(f"this run begins at iteration 0: the lines of the one before are in {aside}")
+            notes.append(f"this run begins at iteration 0: the metrics of the previous run were moved to {aside}")
     except OSError as error:
         raise ValueError(f"cannot write to the run directory {run_dir}: {error.strerror}") from None
     return notes

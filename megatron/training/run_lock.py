@@ -127,7 +127,9 @@ class RunLock:
             if holder is None and text is not None and time.monotonic() > deadline - PATIENCE + 1:
                 raise RunLockedError(f"{self.path} is damaged; delete it if no run uses {self.path.parent}")
             if text is None and time.monotonic() > deadline and self.path.is_symlink():
-                raise RunLockedError(f"{self.path} is a link to nothing; delete it if no run uses {self.path.parent}")
+                raise RunLockedError(
+                    f"{self.path} is a broken symbolic link; delete it if no run uses {self.path.parent}"
+                )
             if holder is None or holder.same_process(self._me):
                 if holder is not None:
                     return
@@ -234,5 +236,5 @@ def _refusal(path: Path, holder: Holder, me: Holder, alive: bool, other: str) ->
     elsewhere = holder.host == me.host and not holder.is_visible(me)
     where = ", in another container or before a restart of the machine" if elsewhere and not alive else ""
     where = ", in another container" if elsewhere and alive else where
-    way_out = f"end it, or give {other}" if alive else f"if it has ended, --override-lock continues (or delete {path})"
+    way_out = f"end it, or give {other}" if alive else f"if it has ended, pass --override-lock (or delete {path})"
     return f"{path.parent} is in use by {holder}{where}: {way_out}"

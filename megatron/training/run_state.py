@@ -20,7 +20,7 @@ from .task import Datasets
 
 @dataclass
 class Run:
-    """Everything that belongs to one run."""
+    """Settings, engine, data, state and output of one run."""
 
     config: Config
     resolved: Resolved

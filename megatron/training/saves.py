@@ -12,7 +12,7 @@ from .run_state import Run
 
 
 class Saves(Hook):
-    """Saves every --save-interval iterations and on signals.
+    """Hook that saves every --save-interval iterations and on signals.
 
     stop: whether a signal, --exit-interval or the time limit ends the run after this iteration.
     """
@@ -27,14 +27,15 @@ class Saves(Hook):
         saver, c = self._run.saver, self._run.config.checkpoint
         asked, written = self._signals.agree(saver.pending and not saver.busy)
         self.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
-        if saver.pending and written and samples.iteration > self._began + 1:  # `written` may be of the previous save
+        # `agree` reports one call late, so just after a save has begun `written` may be about the previous save.
+        if saver.pending and written and samples.iteration > self._began + 1:
             saver.finish()
         if self.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):
             self._began = samples.iteration
             self._save(must=self.stop)
 
     def end(self) -> None:
-        """Complete a background save, and save the end of a complete run if that is not done."""
+        """Complete a background save, and save the final state of a complete run if it is not saved yet."""
         run, c = self._run, self._run.config
         if run.saver.pending:
             run.saver.finish()

@@ -141,8 +141,8 @@ def _print_layout(config: Config, resolved: Resolved, device: torch.device, lock
     automatic = (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
     if config.log.log_details and mpu.get_options().onednn and automatic:
         print_rank_0(
-            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS here; --cpu-matmul torch turns that "
-            "off"
+            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS on this CPU; --cpu-matmul torch "
+            "turns that off"
         )
     print_notes(resolved.notes)
     slow = device_module.precision_note(device, resolved.precision)

@@ -96,7 +96,7 @@ def what(found: Any) -> str:
     """Describe in a few words an object of the wrong kind, for an error message."""
     if isinstance(found, Tensor):
         return f"a tensor of shape {list(found.shape)}"
-    return f"{len(found)} things" if isinstance(found, (tuple, list)) else type(found).__name__
+    return f"{len(found)} objects" if isinstance(found, (tuple, list)) else type(found).__name__
 
 
 def check_task(task: Any, *methods: str) -> None:
@@ -119,12 +119,11 @@ def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[
         )
     if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
         raise ValueError(
-            f"there are {what(made[0])} where three data sets are wanted, of training, validation and test: None for "
-            "one that "
-            f"is empty"
+            f"{_name(task)}.datasets returns {what(made[0])} as data sets: return three, for training, validation and "
+            "test, with None for an empty one"
         )
     if made[0][0] is None and config.train.train_iters:
-        raise ValueError("there is no data set of training, but --train-iters asks for training")
+        raise ValueError(f"there is no training data set, but --train-iters is {config.train.train_iters}")
     return cast(Datasets, tuple(made[0])), list(made[1])
 
 

@@ -44,7 +44,7 @@ class Recorder(Protocol):
 
 
 class Recording(Hook):
-    """Iterations that --trace and --profile record."""
+    """Hook that announces each iteration to the recorder of --trace or --profile."""
 
     def __init__(self, recorder: Recorder | None, log: TrainingLog) -> None:
         self._recorder, self._log = recorder, log
@@ -81,7 +81,7 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
         raise
     recorder.finish()
     if not recorder.done:
-        print_rank_0(f"warning: --profile saw nothing: iterations {first} to {last} were no part of this start")
+        print_rank_0(f"warning: --profile recorded nothing: this start did not run iterations {first} to {last}")
 
 
 @contextmanager

@@ -29,8 +29,8 @@ def _goes_on(folder: str, data: str, vocab_file: str) -> tuple[str, str]:
 
 def test_longer_texts_begin_from_weights(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     ((plain, other),) = on_ranks(1, _goes_on, str(tmp_path), tiny_data, vocab_file)
-    assert "--rope-theta is 10000.0 there and 500000.0 here" in plain
-    assert plain.endswith("--finetune continues with these")
-    assert "--rotary-percent is 1.0 there and 0.5 here" in other and "--finetune continues" not in other
+    assert "--rope-theta is 10000.0 in the checkpoint and 500000.0 in this run" in plain
+    assert plain.endswith("pass --finetune to continue with this run's values")
+    assert "--rotary-percent is 1.0 in the checkpoint and 0.5 in this run" in other and "--finetune" not in other
     first, farther = losses_of(tmp_path / "first"), losses_of(tmp_path / "farther")
     assert len(first) == len(farther) == 1 and first != farther

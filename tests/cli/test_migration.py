@@ -44,7 +44,7 @@ def test_what_is_refused_comes_in_one_message(tmp_path: Path, flags: list[str]) 
     done = launch(2, "pretrain_gpt2.py", *flags, *wrong, "--run-dir", str(tmp_path / "run"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "pretrain_gpt2.py: 3 problems with the settings:",
+        "pretrain_gpt2.py: 3 errors in the settings:",
         "  unknown argument --hiden-size; did you mean --hidden-size?",
         "  --num-unique-layers 1 is not accepted: layers do not share weights",
         '  --loss-scale 128.0 is not accepted: write "fp16": {"loss_scale": ...} in --deepspeed-config',

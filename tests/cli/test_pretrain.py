@@ -227,7 +227,7 @@ def test_without_a_compiler_a_run_goes_on(tmp_path: Path, flags: list[str]) -> N
             "--num-attention-heads 1 cannot be split over",
         ),
         (2, ["--pipe-parallel-size", "2", "--num-layers", "1"], "--pipe-parallel-size 2 is more than --num-layers 1"),
-        (1, ["--compile", "--zero-stage", "3"], "--compile cannot go with ZeRO stage 3"),
+        (1, ["--compile", "--zero-stage", "3"], "--compile cannot be used with ZeRO stage 3"),
         (3, ["--pipe-parallel-size", "2"], "3 ranks cannot be divided into replicas"),
         (1, ["--deepspeed-config", "/no/ds.json"], "cannot read /no/ds.json"),
     ],
@@ -291,7 +291,9 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path, flags: list[str]
     assert "cannot write to the run directory" in sentence
     (tmp_path / "checkpoints").write_text("in the way")
     sentence = said(launch(2, *flags, "--run-dir", str(tmp_path)), 1)
-    assert "checkpoints is to hold checkpoints, but is no folder: move it away, or give another --save" in sentence
+    assert (
+        "checkpoints is not a folder, so it cannot hold checkpoints: move it away, or give another --save" in sentence
+    )
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "json", "latest"])
@@ -320,12 +322,15 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, flags: list[str], damage:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--hidden-size", "32"], "--hidden-size is 16 there and 32 here"),
-        (["--num-layers", "3"], "--num-layers is 2 there and 3 here"),
-        (["--activation", "relu"], "--activation is gelu-tanh there and relu here"),
-        (["--seq-length", "8"], "--max-position-embeddings is 16 there and 8 here"),
-        (["--seq-length", "8", "--max-position-embeddings", "16"], "--seq-length is 16 there and 8 here"),
-        (["--optimizer", "sgd"], "has the state of --optimizer adam, this run uses sgd"),
+        (["--hidden-size", "32"], "--hidden-size is 16 in the checkpoint and 32 in this run"),
+        (["--num-layers", "3"], "--num-layers is 2 in the checkpoint and 3 in this run"),
+        (["--activation", "relu"], "--activation is gelu-tanh in the checkpoint and relu in this run"),
+        (["--seq-length", "8"], "--max-position-embeddings is 16 in the checkpoint and 8 in this run"),
+        (
+            ["--seq-length", "8", "--max-position-embeddings", "16"],
+            "--seq-length is 16 in the checkpoint and 8 in this run",
+        ),
+        (["--optimizer", "sgd"], "has the state of --optimizer adam, but this run uses sgd"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
@@ -445,11 +450,11 @@ run(GPT2(), sys.argv[2:])
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "asked to stop after iteration 6; the same command continues" in go("signals", "cut")
+    assert "stopped after iteration 6 as requested; run the same command to resume" in go("signals", "cut")
     saved = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
     assert saved == ["iter_0000003", "iter_0000006", "latest"]
     assert "resumed at iteration 6" in go("none", "cut")
     go("none", "whole")
     cut, whole = ((tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("cut", "whole"))
     assert losses(list(map(json.loads, cut))) == losses(list(map(json.loads, whole)))
-    assert "asked to stop after iteration 2;" in go("none", "short", "--exit-duration-in-mins", "0")
+    assert "stopped after iteration 2 as requested;" in go("none", "short", "--exit-duration-in-mins", "0")

@@ -46,7 +46,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         (["--model-parallel-size", "5"], "--num-attention-heads 12 cannot be split over --model-parallel-size 5"),
         (
             ["--context-parallel-size", "3"],
-            "--seq-length 1024 is no multiple of 6: each of --context-parallel-size 3 ranks",
+            "--seq-length 1024 is not a multiple of 6: each of --context-parallel-size 3 ranks",
         ),
         (
             ["--context-parallel-size", "4", "--model-parallel-size", "4", "--sequence-parallel", "--seq-length", "24"],
@@ -55,7 +55,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         ),
         (
             ["--context-parallel-size", "2", "--family", "t5"],
-            "--context-parallel-size: read by gpt2 and llama only, and this is a t5; leave it out",
+            "--context-parallel-size: used by gpt2 and llama only, but this model is a t5; leave it out",
         ),
         (["--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
         (["--max-position-embeddings", "8"], "--seq-length 1024 exceeds --max-position-embeddings 8"),
@@ -166,7 +166,7 @@ def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: P
     for kind, numbers in dropped.items():
         notes: list[str] = []
         model = parse(["--config", path, "--rope-scaling", kind], tell=notes.append).model
-        assert notes == [f"{path}: {each} has no effect: --rope-scaling {kind} does not read it" for each in numbers]
+        assert notes == [f"{path}: {each} has no effect: --rope-scaling {kind} does not use it" for each in numbers]
         assert model.rope_scaling_factor == (1.0 if kind == "none" else 8.0)
         assert model.rope_original_length == (8192 if kind in ("yarn", "llama3") else None)
     later = write(tmp_path / "b.json", {"rope_scaling": "linear", "rope_scaling_factor": 2})
@@ -233,7 +233,8 @@ def test_the_family_is_said_and_reads_only_what_it_knows() -> None:
     with pytest.raises(ConfigError) as refused:
         parse(["--enc-seq-length", "32", "--noise-density", "0.2", "--hidden-size", "36"], {"family": "gpt2"})
     assert (
-        str(refused.value) == "--enc-seq-length, --noise-density: read by t5 only, and this is a gpt2; leave them out"
+        str(refused.value)
+        == "--enc-seq-length, --noise-density: used by t5 only, but this model is a gpt2; leave them out"
     )
     with pytest.raises(ConfigError, match="--position-embedding"):
         parse(["--position-embedding", "relative"], {"family": "gpt2"})

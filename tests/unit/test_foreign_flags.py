@@ -108,7 +108,7 @@ def test_all_that_is_refused_is_said_together() -> None:
     with pytest.raises(ConfigError) as error:
         taken(f"{GPT2} {CHECKPOINTING} --num-unique-layers 1 --hiden-size 3 --xyzzy")
     assert str(error.value).splitlines() == [
-        "3 problems with the settings:",
+        "3 errors in the settings:",
         "  unknown argument --hiden-size; did you mean --hidden-size?",
         "  unknown argument --xyzzy",
         "  --num-unique-layers 1 is not accepted: layers do not share weights",

@@ -229,12 +229,12 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--num-key-value-heads 3", "--num-attention-heads 8 cannot be put into groups of --num-key-value-heads 3"),
-        ("--kv-hidden-size 5", "must be an even number of them, not 5"),
-        ("--rotary-percent 0", "must be an even number of them, not 0"),
+        ("--num-key-value-heads 3", "--num-attention-heads 8 must be a multiple of --num-key-value-heads 3"),
+        ("--kv-hidden-size 5", "must be an even number of dimensions, not 5"),
+        ("--rotary-percent 0", "must be an even number of dimensions, not 0"),
         ("--rope-scaling yarn --rope-scaling-factor 2", "--rope-scaling yarn needs --rope-original-length"),
-        ("--rope-scaling-factor 2", "--rope-scaling-factor: not read by --rope-scaling (none)"),
-        ("--rope-scaling linear --rope-beta-fast 2", "--rope-beta-fast: not read by --rope-scaling linear"),
+        ("--rope-scaling-factor 2", "--rope-scaling-factor: not used by --rope-scaling (none)"),
+        ("--rope-scaling linear --rope-beta-fast 2", "--rope-beta-fast: not used by --rope-scaling linear"),
         (
             "--rope-scaling llama3 --rope-original-length 8 --rope-low-freq-factor 4",
             "--rope-high-freq-factor 4 must be more than --rope-low-freq-factor 4",

@@ -94,6 +94,6 @@ def test_what_a_preset_sets_can_be_turned_off() -> None:
     assert parse(["--config", "llama_8b", "--rope-scaling", "none"], tell=notes.append).model.rope_scaling is None
     file = ROOT / "configs/models/llama_8b.json"
     assert notes == [
-        f"{file}: {number} has no effect: --rope-scaling none does not read it"
+        f"{file}: {number} has no effect: --rope-scaling none does not use it"
         for number in ("--rope-scaling-factor 8.0", "--rope-original-length 8192")
     ]

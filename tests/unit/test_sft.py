@@ -387,8 +387,8 @@ def test_a_corpus_has_one_date(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--family t5 --objective sft", "--objective sft: a t5 learns span-corruption or prefix-lm"),
-        ("--family gpt2 --objective span-corruption", "--objective span-corruption: a gpt2 learns lm or sft"),
+        ("--family t5 --objective sft", "--objective sft: a t5 supports span-corruption or prefix-lm"),
+        ("--family gpt2 --objective span-corruption", "--objective span-corruption: a gpt2 supports lm or sft"),
         ("--family gpt2 --objective sft --eod-mask-loss", "leave --eod-mask-loss out"),
     ],
 )

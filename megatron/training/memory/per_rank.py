@@ -84,7 +84,7 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
         buckets = 2 if section.get("overlap_comm", resolved.zero_stage == 3 and x.accelerated) else 1
         found += buckets * width * float(section.get("reduce_bucket_size", DEEPSPEED_BUCKET))
     if resolved.zero_stage == 3:
-        found += width * min(numbers, DEEPSPEED_LIVE)  # layers with gathered weights
+        found += width * min(numbers, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
         found += (2 * flying + 3) * _border(stage, config, x)
     return found
@@ -115,7 +115,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     moments.append(_first_layer(x, layers, stage, (weights, gradients, optimizer), talk))
     if layers[-1].name == "head":
         logits, beside = logits_bytes(x)
-        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # the bucket is allocated with the first gradient
+        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # ZeRO 2's bucket comes with the first gradient
         moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, 0.0))
     reduced = 0.0
     if resolved.zero_stage == 0 and replicas > 1:

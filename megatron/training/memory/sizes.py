@@ -169,8 +169,8 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     if p.partition_method.replace(",", "").isdigit():
         return [*map(int, p.partition_method.split(",")), len(layers)]
     raise ValueError(
-        f"--partition-method {p.partition_method} is known only once a model runs: plan with balanced, or with the "
-        "cuts, e.g. 0,4,8"
+        f"--partition-method {p.partition_method} measures a running model: to plan, use balanced or the first layer "
+        "of each stage, e.g. 0,4,8"
     )
 
 
