@@ -357,7 +357,8 @@ def test_a_run_that_begins_again_keeps_the_lines_of_the_one_before(tmp_path: Pat
     for n in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"{n}")
         assert accept(config, tmp_path, 0) == [
-            f"this run begins at iteration 0: the metrics of the previous run were moved to {tmp_path}/metrics-{n}.jsonl"
+            "this run begins at iteration 0: the metrics of the previous run were moved to "
+            f"{tmp_path}/metrics-{n}.jsonl"
         ]
         assert (tmp_path / f"metrics-{n}.jsonl").read_text() == f"{n}"
     (tmp_path / "metrics.jsonl").write_text("3")
