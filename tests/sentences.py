@@ -107,7 +107,7 @@ SENTENCES = {
     "process_1_on_elsewhere": "process 1 on elsewhere",
     "run_lock_is_damaged_delete_it": "run.lock is damaged; delete it if no run uses",
     "cannot_write_to_the_run_directory": "cannot write to the run directory .*file/run: Not a directory",
-    "run_lock_is_a_link_to": "run.lock is a link to nothing; delete it if no run uses",
+    "run_lock_is_a_broken_link": "run.lock is a broken symbolic link; delete it",
     "in_use_by_process_on_elsewhere": "in use by process .* on elsewhere",
     "there_is_in_use": "there is in use",
     "16_tokens_do_not_fill_one": "16 tokens do not fill one sample of 16",

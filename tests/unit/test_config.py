@@ -50,8 +50,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         ),
         (
             ["--context-parallel-size", "4", "--model-parallel-size", "4", "--sequence-parallel", "--seq-length", "24"],
-            "--seq-length 24 is no multiple of 16, over which --context-parallel-size 4 and --sequence-parallel with "
-            "--model-parallel-size 4",
+            "--seq-length 24 is not a multiple of 16.*--context-parallel-size 4.*--model-parallel-size 4",
         ),
         (
             ["--context-parallel-size", "2", "--family", "t5"],
@@ -67,8 +66,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         ),
         (
             ["--family", "t5", "--position-embedding", "relative", "--relative-attention-max-distance", "16"],
-            "--relative-attention-max-distance 16: of --relative-attention-num-buckets 32 the first 16 are single "
-            "distances",
+            "--relative-attention-max-distance 16.*--relative-attention-num-buckets 32",
         ),
     ],
 )

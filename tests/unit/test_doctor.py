@@ -290,7 +290,7 @@ def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
     assert read is not None and read.model.hidden_size == 16 and found[0].state == "ok"
     written = str(tmp_path / "config.json")
     read, found = settings.read(MODEL, written, 1)
-    assert read is not None and f"given flags, not {written}" in found[0].words
+    assert read is not None and f"from the given flags; {written}" in found[0].words
     assert "given flags" not in settings.read(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
 
 

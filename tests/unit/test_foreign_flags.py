@@ -226,7 +226,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--global-batch-size 30", 4, "it must be a multiple of 16 = --batch-size 4 x 4 replicas"),
         ("--global-batch-size 16 --model-parallel-size 2", 3, "3 ranks cannot be divided into replicas"),
         ("--train-samples 3", 1, "it is less than one global batch of 4 samples"),
-        ("--lr-warmup-iters 30 --train-iters 20", 1, "between 0 and the 20 iterations of the decay"),
+        ("--lr-warmup-iters 30 --train-iters 20", 1, "between 0 and the 20 iterations"),
         (
             "--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2",
             2,
@@ -240,7 +240,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--micro-batch-size x", 1, "argument --micro-batch-size: invalid int value: 'x'"),
         ("--micro-batch-size 0", 1, "--batch-size 0 must be at least 1"),
         ("--qk-layernorm", 1, "use --normalization rmsnorm for all norms"),
-        ("--no-position-embedding", 1, "every model has positions"),
+        ("--no-position-embedding", 1, "see --position-embedding"),
         ("--window-size 8,8", 1, "only N,0 is supported"),
         ("--window-size (-1,0)", 1, "leave the flag out for full attention"),
         ("--position-embedding-type yarn", 1, "use --position-embedding rope --rope-scaling yarn"),

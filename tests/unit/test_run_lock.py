@@ -263,7 +263,7 @@ def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "PATIENCE", 0.2)
     (tmp_path / run_lock.NAME).symlink_to(tmp_path / "nowhere")
-    with pytest.raises(RunLockedError, match=SENTENCES["run_lock_is_a_link_to"]):
+    with pytest.raises(RunLockedError, match=SENTENCES["run_lock_is_a_broken_link"]):
         RunLock(tmp_path)
 
 

@@ -322,7 +322,7 @@ def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int)
 
 def test_triples_that_cannot_be_read_are_refused(prefix: str, tmp_path: Path) -> None:
     path = write_triple(prefix, tmp_path)
-    with pytest.raises(DatasetError, match="set --dec-seq-length"):
+    with pytest.raises(DatasetError, match="--dec-seq-length"):
         cpm_triples.build_train_valid_test_datasets(path, "1", 100, None, CPM, 1, TEXT)
     for ending in ("bin", "idx"):
         Path(f"{path}_target.{ending}").write_bytes(Path(f"{prefix}.{ending}").read_bytes())
