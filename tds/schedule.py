@@ -189,7 +189,10 @@ def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks:
                 yield SendGrad(*at)
 
 
-NAMES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+_BUILT_IN: dict[str, Callable[..., Any]] = {
+    "1f1b": one_forward_one_backward, "gpipe": gpipe, "interleaved": interleaved, "zb-h1": zero_bubble,
+}  # fmt: skip
+NAMES = tuple(_BUILT_IN)
 _ADDED: dict[str, Schedule] = {}
 
 
@@ -222,6 +225,5 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
         return partial(interleaved, chunks=chunks)
     if chunks > 1:
         raise ValueError(f"a model with {chunks} chunks a stage needs the schedule interleaved, not {name}")
-    return {"gpipe": gpipe, "zb-h1": zero_bubble, **_ADDED}.get(name) or partial(
-        one_forward_one_backward, extra_warmup=extra
-    )
+    schedule: Callable[..., Any] = {**_BUILT_IN, **_ADDED}[name]
+    return partial(schedule, extra_warmup=extra) if name == "1f1b" else schedule

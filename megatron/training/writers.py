@@ -14,14 +14,11 @@ from typing import Any, Protocol
 from ..atomic import write_text
 from ..config import Config
 from ..config.output import LogConfig
+from ..rows import NUMBERS
 
 PROJECT = "pretraining"  # for Weights & Biases and MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set
 # Columns of metrics.csv, in order; each split fills some of them.
-COLUMNS = (
-    "split", "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy",
-    "lr", "grad_norm", "loss_scale", "skipped_steps", "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu",
-    "memory_mb",
-)  # fmt: skip
+COLUMNS = ("split", "iteration", *NUMBERS)
 PACKAGES = "tensorboard", "wandb", "mlflow"  # each has a flag of its name
 
 

@@ -1,8 +1,12 @@
 """Properties of pipeline schedules, checked on their lists of instructions, without tensors."""
 
+from dataclasses import fields
+
 import pytest
 
+from megatron.config import ParallelConfig
 from tds.schedule import (
+    NAMES,
     Backward,
     BackwardWeight,
     Forward,
@@ -63,6 +67,12 @@ def run_like_nccl(plan: list[list[Instruction]]) -> None:
                 moved = True
         assert moved, f"deadlock: {[instructions[:1] for instructions in todo]}"
     assert not any(wires.values()), "a message that nobody receives"
+
+
+def test_the_flag_offers_every_schedule() -> None:
+    """--pipeline-schedule accepts exactly the names of tds' built-in schedules."""
+    (setting,) = [each for each in fields(ParallelConfig) if each.name == "pipeline_schedule"]
+    assert setting.metadata["check"].choices == NAMES
 
 
 @pytest.mark.slow
