@@ -49,7 +49,7 @@ def rare(weights: Sequence[float | str]) -> list[int]:
 def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
     """Return the corpus of each sample of a block, [sum of counts], scheduled by earliest deadline first."""
     block = sum(counts)
-    # Sample k of a corpus with quota q may have positions from k * block / q on, before (k + 1) * block / q.
+    # Sample k of a corpus with quota q gets a position p with k * block / q <= p < (k + 1) * block / q, rounded.
     arrivals = [(0, i, 0) for i in range(len(counts))]
     due: list[tuple[int, int, int]] = []
     found = np.empty(block, dtype=np.int32)
@@ -129,7 +129,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         for i, dataset in enumerate(self.datasets):
             mine = np.flatnonzero(owners == i)
             if len(mine):
-                k = numbers[mine]  # consecutive sample numbers, so first and count describe them
+                k = numbers[mine]  # these sample numbers are consecutive, as places() requires
                 found[mine] = dataset.places(int(k[0]), len(k)) * len(self.datasets) + i
         return found
 

@@ -1,6 +1,6 @@
 """Span masking as in T5 (Raffel et al. 2020), with window lengths that fill encoder and decoder exactly.
 
-Shapes: l tokens of a window, n masked tokens, m spans.
+Shapes: l is the number of tokens of a window.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,11 @@ Ids = NDArray[np.int64]
 
 
 class SpanPlan(NamedTuple):
-    """Sizes of a sample: tokens of the window, masked tokens, spans, and lengths of encoder and decoder.
+    """Sizes of a sample.
 
-    room: largest number of spans in a window in which more than `spans` documents end (short_documents.py).
+    tokens: text tokens of the window. noise: masked tokens. spans: number of spans. encoder, decoder: tokens of the
+    encoder and of the decoder. room: largest number of spans in a window in which more than `spans` documents end
+    (short_documents.py).
     """
 
     tokens: int
@@ -41,8 +43,8 @@ def plan_spans(
 ) -> SpanPlan:
     """Return the longest window that needs at most `encoder` encoder tokens and `decoder` decoder tokens.
 
-    encoder_ends: sequences end with an end token (t5) or not (cpm). Raises DatasetError if there are too few
-    sentinels.
+    encoder_ends: whether encoder input and labels end with an end token (as in t5, not in cpm).
+    Raises DatasetError if there are too few sentinels.
     """
     tokens = 2
     best = _plan(tokens, density, mean_span, encoder_ends)
@@ -100,7 +102,7 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
         sizes = np.diff(stops, prepend=0)
         must = np.ones(len(sizes), dtype=np.int64)
         if len(stops) > len(boundaries):
-            must[-1] = 0  # a document that continues beyond the window
+            must[-1] = 0  # this document continues beyond the window, so it need not end with a span
         spans = _distribute(sizes // 2, min(max(plan.spans, len(boundaries)), used), must)
         noise = _distribute(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
