@@ -59,7 +59,7 @@ class Tokenizer(ABC):
 
     @property
     def marks(self) -> dict[str, int]:
-        """Tokens that a chat template may contain by name, as name -> id: special tokens and some other added tokens."""
+        """Tokens that a chat template may contain by name, as name -> id: special and some other added tokens."""
         return self.specials
 
     @abstractmethod

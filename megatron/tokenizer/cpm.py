@@ -1,7 +1,7 @@
 """CPM's two tokenizers. They split jieba's words by sentencepiece (CPM-1) or by longest match in a vocabulary.
 
-Both tokenizers write a space as U+2582 and a newline as U+2583. They are lossless if the vocabulary has a token for each
-byte, as vocabularies from tools/train_tokenizer.py do. CPM's published vocabularies have no byte tokens, so a
+Both tokenizers write a space as U+2582 and a newline as U+2583. They are lossless if the vocabulary has a token for
+each byte, as vocabularies from tools/train_tokenizer.py do. CPM's published vocabularies have no byte tokens, so a
 character that they lack becomes <unk>.
 """
 
