@@ -144,7 +144,7 @@ class JinjaTemplate:
     tokenizer: messages must not contain the names of its special tokens or of tokens that delimit turns, because
     the rendered text does not separate markup from contents.
     variables: values that the template may use besides the messages, such as eos_token. now: time that strftime_now
-    formats; if None, it is undefined. Raises TokenizerError if jinja2 is missing or the template is invalid.
+    formats; None leaves strftime_now undefined. Raises TokenizerError without jinja2 or for an invalid template.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
@@ -260,7 +260,7 @@ class JinjaTemplate:
 def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
     """Return the chat template `name`: `chatml`, `tokenizer` (the tokenizer's own) or the path of a Jinja file.
 
-    date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError if it does not exist.
+    date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError for a missing template.
     """
     if name == "chatml":
         return ChatML()

@@ -16,7 +16,7 @@ NAMED = 3  # number of skipped files that a message lists by name
 
 
 class Source(NamedTuple):
-    """Input file. weight: copies of each document (0.5: a random half). number: its index among all inputs."""
+    """Input file. weight: copies of each document (0.5: a random half). number: index of the file."""
 
     path: str
     weight: float = 1.0

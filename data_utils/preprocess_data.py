@@ -386,7 +386,7 @@ def build_parser() -> Parser:
     )
     add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="cpm-t5: mean number of tokens in a span (default: 3)")
-    add("--seed", type=int, default=1234, help="seed of masked spans and of the choice for FILE@0.5 (default: 1234)")
+    add("--seed", type=int, default=1234, help="seed of masked spans and of the half in FILE@0.5 (default: 1234)")
     add("--quiet", action="store_true", help="show no progress bar")
     return parser
 

@@ -131,7 +131,7 @@ def _coverage(lines: Sequence[str], vocab_size: int) -> float:
 def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> None:
     """Train a vocabulary file with one token a line.
 
-    The vocabulary contains <unk>, <eod>, the bytes, then the most frequent characters and words from jieba.
+    The vocabulary contains <unk>, <eod>, a token for each byte, and the most frequent characters and words (of jieba).
     """
     cut = segmenter()
     words: Counter[str] = Counter()

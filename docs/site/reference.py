@@ -162,7 +162,7 @@ def tools_page(say: dict[str, str]) -> str:
 
 
 def _parsers(parser: argparse.ArgumentParser, say: dict[str, str], name: str) -> Iterator[str]:
-    """Yield a table of a parser's flags, then one for each of its subcommands."""
+    """Yield a table of a parser's flags, then a table for each subcommand."""
     rows, inner = [], {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

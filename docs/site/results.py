@@ -35,7 +35,10 @@ def _cell(value: Any, language: str) -> str:
 
 
 def block(name: str, language: str) -> str:
-    """Return a table below its caption: the measuring command, and date and machine unless the page names them."""
+    """Return a table below its caption.
+
+    The caption names the command that measured the table; date and machine only if results.toml gives them for it.
+    """
     found = results()["table"][name]
     machine = results()["machines"].get(found.get("machine"), {}).get(language)
     command = f"`{found['command']}`" if "command" in found else None

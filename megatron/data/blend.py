@@ -1,11 +1,12 @@
-"""Blend of several corpora in given proportions; each is always within one sample of its exact share.
+"""Blend of several corpora; after any number of samples, each corpus is within one sample of its exact share.
 
 Weights become whole numbers of samples per block (0.7 and 0.3: 7 and 3 of 10). All blocks have the same order,
 scheduled by earliest deadline first, so a table gives the corpus of sample n. Steiner and Yeomans (1993) prove
 that an order with a deviation below one sample exists for any shares.
 
 If the weights have too many digits for an exact block, corpora with fewer than FEW samples in the largest block
-form a second blend. With a share w of all samples, this blend provides sample n if floor((n + 1) w) > floor(n w).
+form a second blend. If w is their share of all samples, this second blend provides sample n if
+floor((n + 1) w) > floor(n w).
 """
 
 import heapq

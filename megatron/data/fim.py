@@ -37,7 +37,7 @@ class FillInTheMiddle:
     eod: int
 
     def window(self, text: Ids, sizes: Sequence[int], seed: Sequence[int]) -> Ids:
-        """Return the tokens [s] of a window with some documents rearranged; a pure function of the arguments.
+        """Rearrange some documents of a window, text [s] -> [s]; a pure function of the arguments.
 
         sizes: tokens of each document in the window.
         """

@@ -41,7 +41,7 @@ class DatasetError(ValueError):
 
 
 def best_dtype(vocab_size: int) -> type[np.integer[Any]]:
-    """Return uint16 below 65500 tokens, as Megatron does, else int32."""
+    """Return uint16 for a vocabulary of fewer than 65500 tokens, as Megatron does, else int32."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 

@@ -147,7 +147,7 @@ AnyDataset = SftDataset | BlendedDataset | None
 def build_train_valid_test_datasets(
     data_path: Paths, split: str, seq_length: int, eod: int, seed: int, vocab_size: int | None = None
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
-    """Return the datasets of one or several corpora of records (see corpora.py), and notes.
+    """Return the (training, validation, test) datasets of one or several corpora of records, and notes.
 
     The notes report truncated and skipped records and empty parts.
     Raises DatasetError if a corpus is damaged, or if the training part has nothing to train on.

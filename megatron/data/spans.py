@@ -73,7 +73,7 @@ def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int6
 
 
 def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
-    """Draw spans; return (masked [l], first token of a span [l]). The window begins with an unmasked token."""
+    """Draw spans; return masks (token of a span [l], first token of a span [l]). The first token stays unmasked."""
     lengths = np.empty(2 * plan.spans, dtype=np.int64)
     lengths[0::2] = compose(rng, plan.tokens - plan.noise, plan.spans)
     lengths[1::2] = compose(rng, plan.noise, plan.spans)
@@ -89,8 +89,9 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
 def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
     """Draw spans for CPM, where the last token of each document (True in ends [l]) ends a span.
 
-    Returns masked [l], first token of a span [l], and the number of tokens used. The end of the window is unused
-    if more documents end in it than it has spans, or if documents are too short to mask enough tokens.
+    Returns two masks, of tokens in spans [l] and of first tokens of spans [l], and the number of tokens used. The end
+    of the window is unused if more documents end in the window than it has spans, or if documents are too short to
+    mask enough tokens.
     """
     boundaries = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)

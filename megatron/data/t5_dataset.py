@@ -86,7 +86,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
         return self.order.places(first, count)
 
     def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
-        """Return a padded sample. documents, owner: document of each encoder token and of each decoder token."""
+        """Return a padded sample. documents: document of each encoder token. owner: document of each decoder token."""
         k, q = self.plan.encoder, self.plan.decoder
 
         def fill(values: Ids, length: int, filler: int) -> Tensor:
@@ -110,7 +110,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 class T5Dataset(T5Samples):
     """Dataset that masks spans when a sample is read.
 
-    A sample has padding only if more documents end in it than it has spans.
+    With convention `cpm`, samples of short documents may be padded; all other samples are full.
     """
 
     def __init__(

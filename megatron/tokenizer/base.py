@@ -97,7 +97,7 @@ class Tokenizer(ABC):
         """Return the text of `ids`, without `eod`. Ids that form an incomplete character become U+FFFD."""
 
     def padded_vocab_size(self, multiple: int) -> int:
-        """Return the vocabulary size rounded up to a multiple of `multiple`: rows of the embedding."""
+        """Return the number of rows of the embedding: the vocabulary size rounded up to a multiple of `multiple`."""
         return -(-self.vocab_size // multiple) * multiple
 
 

@@ -155,7 +155,7 @@ class _Words:
         self.names = split_name_pattern(name for name, i in specials.items() if i in _ids(tokenizer, name))
 
     def ids(self, text: str, inside: bool) -> list[int]:
-        """Return the ids of `text`, cut after the first character of each name that would match a special token."""
+        """Return the ids of `text`; it is cut within names of special tokens, so that no name is recognised."""
         cuts = [0, *(name.start() for name in self.names.finditer(text)), len(text)]
         ids = _ids(self._inside if inside else self._first, text[: cuts[1]])
         for begin, end in itertools.pairwise(cuts[1:]):
