@@ -28,7 +28,7 @@ UNCLEAR = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 def open_model(model_file: str, more: bytes = b"") -> Any:
-    """Load a `.model` file with `more` appended to its bytes. Raises TokenizerError if it is another file."""
+    """Load a `.model` file with `more` appended to its bytes. Raises TokenizerError for any other file."""
     from sentencepiece import SentencePieceProcessor
 
     content = Path(model_file).read_bytes()
