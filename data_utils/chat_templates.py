@@ -1,10 +1,11 @@
 """Chat templates: convert a conversation to tokens and a loss mask that is 1 only for the assistant's tokens.
 
 A template writes roles and markup around message contents. Token names in this markup, such as <|im_start|>,
-become special tokens. Token names in messages are encoded as text, so that no message can forge a turn. The
-assistant's messages may contain added tokens that are neither special nor delimit turns, such as <think>. The
-output of a Jinja template does not separate markup from contents, so with Jinja messages of every role may
-contain such added tokens.
+become special tokens. Token names in messages are encoded as text, so that no message can forge a turn.
+
+There is one exception: added tokens that are neither special nor delimit turns, such as <think>. In the assistant's
+messages their names become tokens. With a Jinja template they become tokens in messages of every role, because the
+output of the template does not separate markup from contents.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ class Message(NamedTuple):
 class Piece(NamedTuple):
     """Part of a rendered conversation.
 
-    counts: the tokens of `text` count in the loss. markup: token names in `text` become special tokens.
+    counts: whether the tokens of `text` count in the loss. markup: whether token names in `text` become tokens.
     """
 
     text: str
@@ -138,12 +139,12 @@ class ChatML:
 class JinjaTemplate:
     """A Jinja template, as in Hugging Face tokenizers.
 
-    The text of an assistant's turn is the difference between the conversation rendered up to this turn and
-    including it. White space after the token that ends a turn is not trained on.
+    To find the text of an assistant's turn, the conversation is rendered twice, without and with this turn: the text
+    is what the second rendering adds. White space after the token that ends a turn is not trained on.
     tokenizer: messages must not contain the names of its special tokens or of tokens that delimit turns, because
     the rendered text does not separate markup from contents.
     variables: values that the template may use besides the messages, such as eos_token. now: time that strftime_now
-    formats; None leaves this function undefined. Raises TokenizerError without jinja2 or for an invalid template.
+    formats; None leaves strftime_now undefined. Raises TokenizerError without jinja2 or for an invalid template.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
@@ -168,7 +169,7 @@ class JinjaTemplate:
 
         def tojson(
             value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-        ) -> str:  # Jinja's built-in tojson writes < as \u003c
+        ) -> str:  # replaces Jinja's built-in tojson, which writes < as \u003c
             return json.dumps(
                 value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
             )
@@ -231,8 +232,8 @@ class JinjaTemplate:
         """Pattern of the token names that messages must not contain.
 
         These are the special tokens, the tokens around user and system turns, and the tokens that open and
-        close an assistant's turn. If several tokens open a turn, only the first one is forbidden: the others may
-        occur in answers, such as <think>.
+        close an assistant's turn. If several tokens open a turn, only the first one is forbidden: the others, such
+        as <think>, may occur in answers.
         """
         system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
@@ -259,7 +260,7 @@ class JinjaTemplate:
 def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | None = None) -> Template:
     """Return the chat template `name`: `chatml`, `tokenizer` (the tokenizer's own) or the path of a Jinja file.
 
-    date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError without such a template.
+    date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError for a missing template.
     """
     if name == "chatml":
         return ChatML()
@@ -287,8 +288,8 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
 def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
     """Return the chat template recorded in `about`, the sidecar (PREFIX.json) of a corpus.
 
-    If the sidecar has no `chat_date`, the template renders no date or the corpus predates support for
-    strftime_now, so this function stays undefined. Raises TokenizerError for an invalid template.
+    If the sidecar has no `chat_date`, the template cannot call `strftime_now`: it renders no date, or the corpus is
+    older than the support for this function. Raises TokenizerError for an invalid template.
     """
     date = about.get("chat_date")
     return _template(str(about["chat_template"]), tokenizer, vocab_file, datetime.fromisoformat(date) if date else None)
@@ -321,7 +322,7 @@ def own_template(vocab_file: str) -> str | None:
 class ChatEncoder:
     """Encoder of rendered conversations as token ids and a loss mask.
 
-    append_eod: append `eod`, which counts in the loss, to a conversation whose last turn is the assistant's.
+    append_eod: whether a conversation whose last turn is the assistant's ends with `eod`, which counts in the loss.
     """
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
@@ -330,7 +331,7 @@ class ChatEncoder:
         self._own = any_of(name for name in tokenizer.marks if name not in (*tokenizer.specials, BEGIN, END))
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
-        """Return (token ids, loss mask); adjacent pieces that both count in the loss, or both not, are joined first."""
+        """Return (token ids, loss mask). The text of adjacent pieces with equal `counts` is joined before encoding."""
         pieces = list(pieces)
         spare = pieces[-1].text.isspace() and not pieces[-1].counts
         ends = self._append_eod and pieces[-2 if spare and len(pieces) > 1 else -1].counts
@@ -378,7 +379,7 @@ def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
 
 
 def ignores_generation_prompt(template: Template) -> bool:
-    """Return whether the template ignores add_generation_prompt, so that the model must write the assistant header."""
+    """Return whether the template ignores add_generation_prompt, so that the model must write an answer's header."""
     question = [Message("user", "a")]
     try:
         prompt, conversation = (

@@ -25,7 +25,7 @@ def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:
 
 
 def sidecar_entries(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the sidecar entries of a corpus of conversations, or {} for other corpora."""
+    """Return the entries that a corpus of conversations adds to its sidecar PREFIX.json; {} for other corpora."""
     if args.objective != "sft":
         return {}
     template = template_of(args, tokenizer)
@@ -58,7 +58,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Print notes about a chat template: the date that it renders, missing prompts, missing special tokens.
+    """Print notes on the chat template: a rendered date, an ignored add_generation_prompt, missing special tokens.
 
     Raises ValueError for a --chat-date that the template does not use.
     """

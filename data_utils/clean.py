@@ -29,7 +29,7 @@ class Drop(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Thresholds of the cleaning rules; all shares except min_script are fractions of a document's characters."""
+    """Thresholds of the cleaning rules; `max_repeated` to `max_urls` are fractions of a document's characters."""
 
     min_chars: int = 16
     max_chars: int = 10_000_000
@@ -44,8 +44,8 @@ class Limits:
 
 Rule = Callable[[str, Limits], str]
 
-# Control characters except tabs and line breaks; soft hyphens, zero-width spaces, word joiners, directional
-# marks and byte order marks.
+# Characters to remove: control characters (except tabs and line breaks), soft hyphens, zero-width spaces, word
+# joiners, directional marks and byte order marks.
 _INVISIBLE = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff\u202a-\u202e\u2066-\u2069]")
 _FEEDS = re.compile("[\x0b\x0c]+")
 _BREAKS = re.compile("\r\n?|\u2028|\u2029|\x85")
@@ -57,12 +57,12 @@ def nfkc(text: str, _: Limits) -> str:
 
 
 def control(text: str, _: Limits) -> str:
-    """Remove control and invisible characters, turn form feeds into spaces and line breaks into newlines."""
+    """Remove control and invisible characters; replace form feeds by spaces, and every line break by a newline."""
     return _INVISIBLE.sub("", _FEEDS.sub(" ", _BREAKS.sub("\n", text)))
 
 
 def whitespace(text: str, _: Limits) -> str:
-    """Strip the text and the ends of lines, and keep at most one empty line in a row."""
+    """Strip white space around the text and at the end of each line; reduce consecutive empty lines to one."""
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip()
 
@@ -98,8 +98,8 @@ def urls(text: str, limits: Limits) -> str:
 def repeated(text: str, limits: Limits) -> str:
     """Reduce three or more equal consecutive lines to one, and a phrase that repeats within a line to one copy.
 
-    Equal lines of code are kept. Drops a document if too much of it was repeated phrases, or if it still has too
-    many repeated lines.
+    Equal lines of code are kept. The document is dropped if repeated phrases were too large a part of it, or if
+    too many repeated lines remain.
     """
     lines = text.split("\n")
     shortened = [collapse_phrases(line) for line in lines]

@@ -56,7 +56,7 @@ def _start_worker(settings: dict[str, Any]) -> None:
 def _prints(text: str | None) -> Prints:
     """Return a document's fingerprints for deduplication.
 
-    Workers compute them, because a single process compares those of all documents.
+    The worker processes compute the fingerprints, because the main process alone compares those of all documents.
     """
     if text is None:
         return Prints()
@@ -159,7 +159,7 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
 
 @contextmanager
 def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
-    """Open a text file for writing that gets its name `path` only when it is complete; yield None without a path.
+    """Open a text file that gets its name `path` only when it is completely written; if `path` is None, yield None.
 
     After an error, an existing file of this name remains unchanged.
     """
@@ -239,7 +239,7 @@ def build_parser() -> Parser:
     add("--similarity", type=float, default=0.8, help="smallest Jaccard similarity of near duplicates (default: 0.8)")
     add("--dropped", help=".jsonl file for the dropped documents and the reasons")
     add("--no-shuffle", action="store_true", help="keep the order of the input")
-    add("--seed", type=int, default=1234, help="seed of the shuffle and of fractional weights (default: 1234)")
+    add("--seed", type=int, default=1234, help="seed of the shuffle and of the random half in FILE@0.5 (default: 1234)")
     worker_flags(parser)
     add("--quiet", action="store_true", help="show no progress bar")
     return parser

@@ -1,4 +1,7 @@
-"""Code shared by all command-line tools. Usage errors exit with 2 and failures with 1, after a sentence on stderr."""
+"""Code shared by all command-line tools.
+
+A tool exits with status 2 after a usage error and with 1 after a failure. Both print one sentence to stderr.
+"""
 
 import argparse
 import contextlib
@@ -103,8 +106,8 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,
-        help="largest document in MiB (default: 8); a worker needs 30 times this memory with sentencepiece, "
-        "60 times with cpm, 120 times with hf",
+        help="largest document in MiB (default: 8); a worker needs 30 times as much memory with a "
+        "sentencepiece tokenizer, 60 times as much with cpm, 120 times as much with hf",
     )  # fmt: skip
 
 
@@ -161,7 +164,7 @@ def _named_stdout() -> Iterator[None]:
 
 
 def _give_up_stdout() -> None:
-    """Redirect stdout to /dev/null, or Python would fail again when it flushes the buffer at exit."""
+    """Redirect stdout, which failed, to /dev/null. Otherwise Python would fail again when it flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

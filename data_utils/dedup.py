@@ -79,7 +79,7 @@ class ExactDuplicates:
 class NearDuplicates:
     """Set of texts that detects near duplicates: texts with a Jaccard similarity of about `threshold` or more.
 
-    The similarity is that of the texts' sets of substrings (see `sketch`); datasketch's locality-sensitive
+    Two texts are compared by their sets of substrings of SHINGLE characters; datasketch's locality-sensitive
     hashing finds the candidates. Takes about 2 kB per document. Raises ValueError without the package datasketch.
     """
 

@@ -1,12 +1,12 @@
 """Reading of text files as documents.
 
-    .jsonl, .ndjson, .json  a JSON object a line; a .json may also be one array of objects
-    .csv, .parquet          a record a row; the header or the schema names the keys
-    .txt                    plain text, a blank line between documents
+    .jsonl, .ndjson, .json  one JSON object per line; a .json file may also be one array of objects
+    .csv, .parquet          one record per row; the header or the schema names the keys
+    .txt                    plain text, with a blank line between documents
 
-Files are plain or compressed (.gz, .bz2, .xz, .zst). Each is cut into chunks of about a megabyte at document
-boundaries. A chunk of a plain file is only a byte range, which worker processes read themselves. Other files
-are readable only sequentially (streams.py, records.py), so their chunks carry the bytes.
+Files are plain or compressed (.gz, .bz2, .xz, .zst). Each file is cut into chunks of about a megabyte at document
+boundaries. A chunk of an uncompressed UTF-8 text file is only a byte range, which worker processes read themselves.
+Other files can only be read sequentially (streams.py, records.py), so their chunks contain the bytes.
 """
 
 import bisect
@@ -42,7 +42,7 @@ Take = Callable[[Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes `start` to `start + length` of a file; `content` holds them if they cannot be read by offset.
+    """Bytes `start` to `start + length` of a file; `content` holds these bytes if they cannot be read by offset.
 
     lines: line number, from 1, of the first line or of every line of `content`; None if lines are counted on
     demand.
@@ -156,7 +156,7 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 
 def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest: int) -> int | None:
-    """Return the offset of the first document end at or after `at_least`; None if there is none in `largest` bytes."""
+    """Return the offset of the first document end at or after `at_least`; None if `largest` bytes contain none."""
     delimiter, at, carried = _delimiter(path), at_least, b""
     while at < total:
         file.seek(at)
@@ -234,8 +234,8 @@ def documents(
 ) -> Iterator[tuple[Any, ...] | BadLine]:
     """Yield the texts under `keys` of each document of a chunk, in order; an unreadable document yields a BadLine.
 
-    keys: names of keys, or a function that extracts the result from a record and raises ValueError if it
-    cannot.
+    keys: names of keys, or a function that returns the tuple to yield for a record, and raises ValueError for an
+    unsuitable record.
     seed, draw: select documents at random if the file has a fractional weight.
     """
     content, bad = chunk.read(), dict(chunk.bad)

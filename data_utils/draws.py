@@ -17,7 +17,7 @@ def uniform(seed: int, file: int, offset: int) -> float:
 
 
 def crc32(seed: int, file: int, offset: int) -> float:
-    """Return a number in [0, 1) as earlier versions drew it; used only to finish jobs that those versions started.
+    """Return the number in [0, 1) that earlier versions drew; used only to finish jobs that those versions started.
 
     CRC-32 is linear: a change of the seed flips the same bits of every number, so these draws are not
     independent.

@@ -16,7 +16,7 @@ NAMED = 3  # number of skipped files that a message lists by name
 
 
 class Source(NamedTuple):
-    """Input file. weight: copies of each document (0.5: a random half). number: its index among all inputs."""
+    """Input file. weight: copies of each document (0.5: a random half). number: index of the file."""
 
     path: str
     weight: float = 1.0
@@ -83,8 +83,8 @@ class _Search:
 
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
-        # A link to a file counts as a separate file, like a copy, so only the parent folder is resolved. A pattern
-        # may match a path through more links than the system follows.
+        # A link to a file counts as a separate file, like a copy, so only the parent folder is resolved. Resolving it
+        # also makes a path readable that a pattern matched through more links than the system follows.
         place = os.path.join(os.path.realpath(path.parent), path.name)
         if not os.path.isdir(place):
             if self._is_new(place, path):

@@ -1,8 +1,8 @@
 """Writing of `.bin/.idx` pairs (format: indexed_dataset.py) in constant memory.
 
-Tokens, lengths and documents are appended to temporary files. At the end the index is assembled from them block
-by block. The pair is renamed last, the .idx after the .bin, so an .idx proves that the pair is complete. A
-writer can save its state, and a later writer can resume from it.
+Tokens, sequence lengths and document boundaries are appended to three temporary files. At the end the index (.idx) is
+assembled, block by block, from the lengths and boundaries. The two files are renamed last, the .idx after the .bin, so
+an .idx proves that the pair is complete. A writer can save its state, and a later writer can resume from this state.
 """
 
 import contextlib

@@ -48,7 +48,8 @@ ABOUT_TOKENS = (
 
 def sidecar(prefix: str) -> dict[str, Any]:
     """Return the content of a pair's sidecar (PREFIX.json), which the preprocessor wrote; {} if there is none."""
-    # One sidecar describes all pairs of a corpus: three of a CPM corpus for T5, two of a conversation corpus.
+    # One sidecar describes all pairs of a corpus, so it may be named without this pair's ending: a CPM corpus for T5
+    # has three pairs, a corpus of conversations two.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}

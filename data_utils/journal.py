@@ -11,7 +11,7 @@ from megatron.atomic import write_text
 
 
 def _locked(path: str) -> TextIO:
-    """Open and lock the file until it is closed. Raises ValueError if another process holds the lock."""
+    """Open the file with a lock that lasts until it is closed. Raises ValueError if another process holds the lock."""
     while True:
         lock = open(path, "w")  # noqa: SIM115
         try:
@@ -22,7 +22,7 @@ def _locked(path: str) -> TextIO:
             lock.close()
             raise ValueError(f"another run is writing the same output; it holds the lock {path}") from None
         except FileNotFoundError:
-            pass  # the previous holder deleted the file, so the next process would lock a different file
+            pass  # the previous holder deleted the locked file, so the lock protects nothing: try again
         except OSError as error:
             lock.close()
             raise ValueError(
@@ -32,7 +32,7 @@ def _locked(path: str) -> TextIO:
 
 
 class Journal:
-    """JSON file with the progress of a job. It is replaced atomically, and only one process can have it open.
+    """JSON file with the progress of a job. It is replaced atomically, and only one process at a time can open it.
 
     job: all inputs and settings that determine the output. state: progress of an interrupted run, None if there is
     none. Raises ValueError if another run has the journal open or if it belongs to a different job.

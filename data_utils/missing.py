@@ -10,7 +10,7 @@ from .files import absent
 
 
 def refuse_missing(args: argparse.Namespace) -> None:
-    """Raise MissingFiles, which lists them, if two or more files of --input, --vocab-file and --load do not exist."""
+    """Raise MissingFiles with a list if two or more of the files of --input, --vocab-file and --load do not exist."""
     given = vars(args)
     words = given.get("input")
     problems = [

@@ -1,4 +1,4 @@
-"""Version of parallel.ordered_map for a Ray cluster (Moritz et al. 2018), with equal results in equal order.
+"""Ordered parallel map on a Ray cluster (Moritz et al. 2018); gives the same results as parallel.ordered_map.
 
 Ray starts the processes, transfers items and results, and restarts processes of a failed machine. All machines
 need the project and the data under the same paths.
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class _Process:
-    """Ray actor; functions are passed by name because a tool is a script, not an importable module."""
+    """Ray actor that imports a tool's module and finds functions by name, as those of `__main__` cannot be imported."""
 
     def __init__(self, folder: str, module: str, start: str, settings: tuple[Any, ...]) -> None:
         os.chdir(folder)
@@ -44,7 +44,7 @@ def connect(address: str) -> Any:
         import ray
     except ImportError:
         raise InputError("--ray needs the package ray: pip install ray") from None
-    # Ray starts worker processes before it knows which code they will run, so they get the import path at once.
+    # Ray starts worker processes before it knows which code they will run, so the import path is set for all of them.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
     how: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}

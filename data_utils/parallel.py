@@ -19,7 +19,7 @@ AHEAD = 3  # items in flight for each worker
 
 
 def _begin(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
-    """Initialise a worker and make it end with its parent; the pool ends workers only if the parent exits normally."""
+    """Initialise a worker that exits when its parent dies; the pool ends workers only if the parent exits normally."""
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Tokenize text files into .bin/.idx pairs for training, one pair for each key.
+"""Tokenize text files into .bin/.idx pairs for training, one pair for each key of the records.
 
 The output does not depend on the number of workers. Memory does not grow with the size of the input: each
 worker has a few chunks of about a megabyte in flight, and no document may exceed --max-document-mb. A killed
@@ -127,7 +127,7 @@ def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
 
 
 def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
-    """Return contexts, targets and offsets, a CPM corpus for T5. A document's position in the input seeds its spans."""
+    """Return contexts, targets and target offsets (a CPM corpus for T5); a document's position seeds its spans."""
     args, tokenizer = _Worker.args, _Worker.tokenizer
     made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
     for number, ids in enumerate(tokenizer.encode_batch(texts)):
@@ -201,7 +201,7 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     settings.pop("chat_date")  # a resumed run may continue on another day
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
-    # Chunks contain only the columns that are read, so the set of these columns determines where chunks end.
+    # A chunk contains only the columns that are read, so the choice of columns determines where chunks end.
     columns = {source.path: other_columns(source.path) for source in sources if kind(source.path) == ".parquet"}
     return {**job, "columns": columns} if any(columns.values()) else job
 
@@ -377,7 +377,7 @@ def build_parser() -> Parser:
     )  # fmt: skip
     add(
         "--chat-template", default="chatml",
-        help="sft: chatml, tokenizer (the template that comes with it) or a Jinja file (default: chatml)",
+        help="sft: chatml, tokenizer (the tokenizer's own template) or a Jinja file (default: chatml)",
     )  # fmt: skip
     add(
         "--chat-date",
@@ -386,7 +386,7 @@ def build_parser() -> Parser:
     )
     add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="cpm-t5: mean number of tokens in a span (default: 3)")
-    add("--seed", type=int, default=1234, help="seed of masked spans and of fractional weights (default: 1234)")
+    add("--seed", type=int, default=1234, help="seed of masked spans and of the half in FILE@0.5 (default: 1234)")
     add("--quiet", action="store_true", help="show no progress bar")
     return parser
 

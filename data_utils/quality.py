@@ -64,7 +64,7 @@ def _is_han(text: str, read_as: str, was: str) -> bool:
 
 
 def _becomes_common(text: str) -> bool:
-    """Return True if common Chinese characters are rare, but frequent when encoded to Big5 and decoded as GB18030."""
+    """Return True if common Chinese characters are rare until the text is encoded to Big5 and decoded as GB18030."""
     if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
         return False
     decoded = text.encode("big5", "replace").decode("gb18030", "replace")
@@ -72,7 +72,7 @@ def _becomes_common(text: str) -> bool:
 
 
 def _is_mixed(text: str) -> bool:
-    """Return True if much of the text mixes four or more two-byte scripts, as no language does."""
+    """Return True if much of the text mixes four or more scripts of two-byte UTF-8 characters, as no language does."""
     found = _TWO_BYTES.findall(text[:20_000])
     if len(found) < 20 or len(found) < 0.2 * len(text[:20_000]):
         return False

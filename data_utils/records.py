@@ -119,7 +119,7 @@ def _pyarrow(path: str) -> Any:
 
 
 def _parquet_rows(path: str) -> Iterator[Record]:
-    """Yield the rows of a parquet file as JSON, with the columns of text and of lists and structs that contain text."""
+    """Yield the rows of a parquet file as JSON, with the columns that contain text, alone or in lists or structs."""
     pyarrow = _pyarrow(path)
     number = 0
     try:
@@ -171,7 +171,7 @@ def _unread_columns(path: str, changed: int) -> dict[str, str]:
 
 
 def other_columns(path: str) -> list[str]:
-    """Return the parquet columns that are read although their type is not string; earlier versions ignored them."""
+    """Return the columns that are read though not of type string or large_string; earlier versions ignored them."""
     pyarrow = _pyarrow(path)
     plain = (pyarrow.string(), pyarrow.large_string())
     return [f.name for f in _schema(path) if _is_readable(pyarrow.types, f.type) and f.type not in plain]

@@ -41,7 +41,7 @@ def gpt2_view(
 def _table(
     tokens: Tensor, labels: Tensor, tokenizer: Tokenizer, loss_mask: Tensor, positions: Tensor, documents: Tensor
 ) -> Columns:
-    """Return the table of a left-to-right sample from its [s] tensors."""
+    """Return the table of a sample of a left-to-right model from its tensors [s]."""
     return {
         "index": list(range(len(tokens))),
         "id": tokens.tolist(),

@@ -187,7 +187,9 @@ def _damage() -> tuple[type[Exception], ...]:
     return (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError)
 
 
-SHORTEST_ASCII = 16  # bytes; 8 Chinese characters in UTF-16 look like ASCII in one of 100,000 cases
+# Bytes. Shorter files are never judged ASCII, as Chinese in UTF-16 may look like it by chance: 8 characters do so in
+# one of 100,000 cases.
+SHORTEST_ASCII = 16
 
 
 def _contradiction(head: bytes, encoding: str) -> str:

@@ -44,8 +44,8 @@ def train_sentencepiece(
     """Train sentencepiece on raw text and write it to `model_file`.
 
     Text is not normalised, spaces and newlines are kept, and characters outside the vocabulary become bytes.
-    word_borders: a segmenter (`jieba`, `rjieba`) whose word boundaries no token may cross; it is needed for
-    training only. specials: names of special tokens besides <eod>. Raises TokenizerError if the text is too
+    word_borders: a segmenter (`jieba`, `rjieba`) whose word boundaries no token may cross; only training needs
+    the segmenter. specials: names of special tokens besides <eod>. Raises TokenizerError if the text is too
     small for `vocab_size`.
     """
     lines = list(_lines(texts))
@@ -131,7 +131,7 @@ def _coverage(lines: Sequence[str], vocab_size: int) -> float:
 def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> None:
     """Train a vocabulary file with one token a line.
 
-    The vocabulary contains <unk>, <eod>, the bytes, then the most frequent characters and words from jieba.
+    The vocabulary contains <unk>, <eod>, a token for each byte, and the most frequent characters and words (of jieba).
     """
     cut = segmenter()
     words: Counter[str] = Counter()

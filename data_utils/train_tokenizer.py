@@ -16,7 +16,7 @@ from .tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, trai
 
 EXAMPLES = """\
   python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8000 --output tokenizer.model
-      sentencepiece BPE on raw text, the default: trains fastest, fewest tokens
+      sentencepiece BPE on raw text, the default: trains fastest and gives the fewest tokens
   python tools/train_tokenizer.py --input texts/ --model-type unigram --word-borders jieba --vocab-size 32000 \\
       --output tokenizer.model
       no token crosses a word boundary of jieba; only training needs jieba
@@ -27,7 +27,7 @@ TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 
 
 def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
-    """Return a uniform sample of the documents of at most about `max_bytes` (reservoir sampling by size)."""
+    """Return a uniform sample of the documents, about `max_bytes` in total or less (reservoir sampling by size)."""
     kept: list[str] = []
     rng, size = random.Random(seed), 0
     for seen, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet), start=1):
@@ -100,8 +100,8 @@ def build_parser() -> Parser:
     parser.add_argument("--word-borders", choices=SEGMENTERS, help="segmenter whose word boundaries no token may cross")
     parser.add_argument(
         "--special-tokens", nargs="+", default=[], metavar="NAME",
-        help="names of special tokens, which plain text never becomes, such as '<|im_start|>' '<|im_end|>' for chats "
-        "or '<fim_prefix>' (only for sentencepiece and hf)",
+        help="names of special tokens, never produced by plain text, such as '<|im_start|>' '<|im_end|>' for chats or "
+        "'<fim_prefix>' (only for sentencepiece and hf)",
     )  # fmt: skip
     parser.add_argument("--json-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument(

@@ -1,4 +1,5 @@
-# Start the ranks of a run on this machine or several nodes, or with DeepSpeed's launcher or SLURM; sourced by _run.sh.
+# Start the ranks of a run: on this machine, on several nodes, with DeepSpeed's launcher or with SLURM. Sourced by
+# _run.sh.
 # shellcheck shell=bash disable=SC2154
 
 # Start all ranks of a command and wait for them.
@@ -19,7 +20,7 @@ launch() {
 }
 
 # run_slurm.sh sets SLURM_START: `node` starts our launcher on each node, `rank` starts each rank as a task of srun.
-# With --kill-on-bad-exit=0 and --wait=0, srun does not kill ranks that still save when the first ones have exited.
+# With --kill-on-bad-exit=0 and --wait=0, srun does not kill ranks that are still saving when other ranks have exited.
 launch_on_slurm() {
     local step=(srun --nodes "$NNODES" --kill-on-bad-exit=0 --wait=0)
     export MASTER_ADDR MASTER_PORT
@@ -38,7 +39,8 @@ launch_on_slurm() {
 }
 
 # Run a command and forward signals to it. Otherwise bash would die of SIGTERM and leave the command running; in a
-# container bash is often the only process that gets the signal. A run that is asked to end returns 143 (128 + SIGTERM).
+# container bash is often the only process that gets the signal. If a signal ends a run that then exits with 0, return
+# 143 (128 + SIGTERM).
 run_with_signals() {
     local pid received stopping= status each
     # bash makes background commands ignore Ctrl-C, which this undoes.

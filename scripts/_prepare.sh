@@ -1,8 +1,8 @@
 # Train the tokenizer and tokenize the corpus, once for all nodes that share a file system; sourced by _run.sh.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# Print the path $2, which is given relative to the folder $1: relative to the checkout if it is inside the checkout,
-# else absolute.
+# Print the path $2, given relative to the folder $1, in another form: relative to the checkout, or absolute if it is
+# outside the checkout.
 in_checkout() {
     local path
     path=$(cd "$1" && realpath -m -- "$2")
@@ -13,7 +13,8 @@ is_prepared() {
     [ -e "$VOCAB_FILE" ] && [ -f "$DATA_PATH.idx" ] && [ -f "$RUN_DIR/data/source" ]
 }
 
-# Print the boot id and the PID namespace: containers may share a host name, and each counts processes from 1.
+# Print the boot id and the PID namespace. A host name and a process id alone do not identify a process, as containers
+# may share a host name and each of them counts processes from 1.
 process_table() {
     echo "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)-$(readlink /proc/self/ns/pid 2>/dev/null)"
 }
@@ -24,7 +25,7 @@ wait_for_turn() {
     while [ -d "$turn" ]; do
         host="" pid="" table="" job=""
         read -r host pid table job 2>/dev/null <"$turn/by" || true
-        # If this is a restart of the same SLURM job, the earlier start has ended, wherever it ran.
+        # A SLURM job that is restarted has ended before, so a process of the same job on any node has ended, too.
         if [ "$host" = "$(uname -n)" ] && [ "$table" = "$(process_table)" ] && ! kill -0 "$pid" 2>/dev/null \
             || [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; then
             echo "run_$NAME.sh: process $pid ended while it prepared $RUN_DIR/data; preparing it again"

@@ -58,7 +58,7 @@ model=(--config "${AT}configs/models/gpt2_$preset.json")
 BATCHSIZE=${BATCHSIZE:-$([ "$GPUS" -gt 0 ] && echo 4 || echo 1)} GAS=${GAS:-$([ "$GPUS" -gt 0 ] && echo 16 || echo 1)}
 LR=${LR:-1.5e-4} WARMUP=${WARMUP:-0.01} EVERY=${EVERY:-1000}
 
-# Print the table of the run and write it to result.md.
+# Print the run's table of results and write it to result.md.
 print_table() {
     [ "$NODE_RANK" = 0 ] || return 0
     echo

@@ -8,7 +8,7 @@ try: print(m.version("torch"))
 except m.PackageNotFoundError: pass'
 }
 
-# Return whether version $1 is 2.11 or newer (pyproject.toml); a vendor's 2.11.0a0+... counts.
+# Return whether version $1 is 2.11 (the minimum in pyproject.toml) or newer; a vendor's 2.11.0a0+... counts as 2.11.
 is_usable() {
     local major minor
     IFS=. read -r major minor _ <<<"$1"
@@ -25,7 +25,8 @@ case "${TORCH_BUILD:-}" in
     *) echo "setup.sh: TORCH_BUILD=$TORCH_BUILD must be cuda or cpu" >&2; exit 2 ;;
 esac
 
-# Return whether to install a build with CUDA. TORCH_BUILD overrides what this machine has, for images built for others.
+# Return whether to install a build with CUDA. TORCH_BUILD decides, for images that will run on another machine; if it
+# is not set, the GPUs of this machine decide.
 wants_cuda() {
     case "${TORCH_BUILD:-}" in
         cuda) return 0 ;;

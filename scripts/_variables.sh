@@ -1,7 +1,7 @@
 # Help text and spelling check for the variables of run_*.sh; sourced by _run.sh.
 # shellcheck shell=bash disable=SC2154
 
-# Print the head of the script and the variables, for --help, before anything is installed.
+# Print the help text (--help): the comment at the head of run_$NAME.sh, then the variables. Needs no Python.
 show_variables() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$ROOT/scripts/run_$NAME.sh"
     printf '\nVariables:\n'
@@ -9,7 +9,7 @@ show_variables() {
     printf '\nFlags override variables; python pretrain_%s.py --help lists them.\n' "$NAME"
 }
 
-# Refuse a variable whose name is almost one of ours: the run would silently ignore it.
+# Refuse a variable whose name is almost one of variables.txt: it is probably misspelt and would have no effect.
 refuse_misspelt() {
     python - "$ROOT/scripts/variables.txt" "run_$NAME.sh" <<'EOF'
 import difflib, os, sys

@@ -3,7 +3,7 @@
 #
 #     bash scripts/draw_pictures.sh
 #
-# The traced step runs two stages of GPT-2 and needs two idle cores; the median step is drawn beside the ideal.
+# The traced step runs two stages of GPT-2 and needs two idle cores; the median step is drawn beside the ideal schedule.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -5,7 +5,7 @@
 #   RUN_DIR=/shared/runs/8b MP_SIZE=2 MODEL_SIZE=8b sbatch --nodes 4 --gpus-per-node 8 --cpus-per-task 64 \
 #       scripts/run_slurm.sh llama
 #   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/run_slurm.sh t5    one task per rank, no launcher
-# Five minutes before the time limit the run saves, is requeued and resumes (--signal=B:USR1@600: ten minutes).
+# Five minutes before the time limit (ten with --signal=B:USR1@600) the run saves, is requeued and resumes.
 #SBATCH --job-name=pretrain
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=%x-%j.log
@@ -26,8 +26,9 @@ case "$name" in
 esac
 [ -n "${SLURM_JOB_ID:-}" ] ||
     refuse "start it as sbatch --nodes 2 scripts/run_slurm.sh $name ...; without SLURM as bash scripts/run_$name.sh"
-# SLURM runs a copy of this file, so the checkout is the folder of submission or that of --chdir.
-[ -f "scripts/run_$name.sh" ] || refuse "$PWD is not the checkout; submit from there or with sbatch --chdir CHECKOUT"
+# SLURM runs a copy of this file, so the checkout must be the current folder: that of submission or of --chdir.
+[ -f "scripts/run_$name.sh" ] ||
+    refuse "$PWD is not the checkout; submit from the checkout or with sbatch --chdir CHECKOUT"
 
 # ---- the allocation
 nodes=${SLURM_JOB_NUM_NODES:-1} tasks=${SLURM_NTASKS_PER_NODE:-1}

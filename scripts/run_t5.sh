@@ -33,9 +33,9 @@ fi
 [ -n "$ENC_SEQ_LENGTH" ] && model+=(--enc-seq-length "$ENC_SEQ_LENGTH")
 
 train "$@"
-# A span ends with one token but may begin with thousands, so a lower temperature would leave most spans of a barely
-# trained model empty. --top-lift shows what it has learned: the tokens that it predicts first in a span more often than
-# their share of the text.
+# Any of thousands of tokens may begin a span, but a single token ends it. So at a lower temperature a barely trained
+# model would end most spans at once. --top-lift shows what the model has learned: the tokens that it predicts first in
+# a span more often than their share of the text.
 SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --top-lift 5}
 prompts=("春天来了，${sentinel}都开了。" "他说：\"你去哪里${sentinel}\"" "The river runs ${sentinel} the sea.")
 if [ -n "${PROMPT:-}" ]; then prompts=("$PROMPT"); fi

@@ -2,7 +2,7 @@
 # Create .venv in this checkout and install requirements.txt. Does nothing if everything is installed.
 #   PYTHON=python3.12 bash scripts/setup.sh      choose the interpreter
 #   bash scripts/setup.sh dev                    also install what the tests need
-#   TORCH_INDEX_URL=URL bash scripts/setup.sh    install torch from this package index, e.g. of builds for CPUs or ROCm
+#   TORCH_INDEX_URL=URL bash scripts/setup.sh    install torch from this package index (builds for CPUs or ROCm)
 # A torch that is already installed (in .venv, or for PYTHON as in vendor images) is kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +15,7 @@ case "${1:-}" in
     *) echo "setup.sh: unknown argument $1; use dev or none (--help)" >&2; exit 2 ;;
 esac
 
-# Each requirements file has a stamp, which is a copy of the file that was installed.
+# .venv keeps a copy of each requirements file that was installed: if all are unchanged, nothing is to be done.
 fresh=1
 for file in "${files[@]}"; do
     cmp -s "$file" ".venv/.installed-$file" || fresh=0
@@ -66,7 +66,7 @@ pip() {
 }
 
 install_torch
-# The constraint keeps pip from replacing torch; DeepSpeed compiles nothing here.
+# This constraint keeps pip from replacing torch. DeepSpeed compiles no kernels when it is installed (DS_BUILD_OPS=0).
 echo "torch==$(torch_of .venv/bin/python)" >.venv/torch.txt
 for file in "${files[@]}"; do
     cmp -s "$file" ".venv/.installed-$file" && continue

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
 # shellcheck disable=SC1091
 source .venv/bin/activate
-unset PYTHONDONTWRITEBYTECODE # else hundreds of processes would each compile our source
+unset PYTHONDONTWRITEBYTECODE # else each of hundreds of processes would compile the project's source again
 export OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
 if [ $# -eq 0 ] || [ "$*" = quick ]; then
     ruff check .

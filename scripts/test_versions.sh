@@ -7,9 +7,9 @@
 #     ENDS=newest PINS="torch==2.12.1 deepspeed==0.19.3" bash scripts/test_versions.sh
 #     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh  # all extras; only the commands
 #
-# Tests the installed commands in an empty folder (tests/cli/test_installed.py), then runs TESTS, which depend on
-# DeepSpeed's internals. FOLDER= names a folder that keeps the environments (6 GB each with
-# CUDA); without it they are deleted.
+# Tests the installed commands in an empty folder (tests/cli/test_installed.py), then runs TESTS (by default the tests
+# that depend on DeepSpeed's internals). FOLDER= names a folder that keeps the environments (6 GB each with CUDA);
+# without it they are deleted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}

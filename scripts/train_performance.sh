@@ -8,7 +8,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 KIND=performance
 source "$ROOT/scripts/_sized.sh"
 TRAIN_ITERS=${train_iters:-100}
-# A measurement starts from new weights and leaves a run in the same folder untouched.
+# A measurement must start from new weights, so it neither resumes nor overwrites a run in the same folder.
 if [ -e "$RUN_DIR/measured" ]; then
     echo "train_performance.sh: $RUN_DIR/measured contains a saved measurement; delete it or set another RUN_DIR=" >&2
     exit 2

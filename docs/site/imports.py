@@ -1,4 +1,4 @@
-"""Reference page of imports from CPM-Pretrain: names that work unchanged, and the counterpart of every other name."""
+"""Reference page of names that scripts import from CPM-Pretrain, with the counterpart of each name in this project."""
 
 from collections.abc import Iterator
 
@@ -57,7 +57,7 @@ CHINESE = {
 
 
 def _rows(chinese: bool) -> Iterator[tuple[str, str]]:
-    """Yield (original names with one counterpart, this counterpart), both as table cells."""
+    """Yield table rows: names in CPM-Pretrain that share a counterpart, and this counterpart."""
     found: dict[str, list[str]] = {}
     for gone, words in GONE_MODULES.items():
         found.setdefault(words, []).append(f"`{gone}`")

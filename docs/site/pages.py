@@ -1,7 +1,7 @@
 """Lay out the documentation for MkDocs: one tree per language, with links rewritten for the site.
 
 `python -m docs.site.pages FOLDER SITE` writes FOLDER/en and FOLDER/zh with an MkDocs configuration for each;
-scripts/docs.sh builds SITE from them. This module needs only Python. A link to a file that is not a page leads to a
+scripts/docs.sh builds SITE from them. This module needs no package. A link to a file that is not a page leads to a
 generated page that shows the file.
 """
 
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# In menu order. A page of docs/ that is not listed here is placed under "Running".
+# Title of each chapter (English, Chinese) -> its pages, in menu order. Pages of docs/ that no chapter lists are added
+# to "Running".
 CHAPTERS = {
     ("Start", "入门"): [
         "README",
@@ -71,13 +72,13 @@ def chapters() -> dict[tuple[str, str], list[str]]:
 
 
 def source_of(page: str, language: str) -> Path:
-    """Return the file of a page; if there is none in this language, the English one."""
+    """Return the file of a page in `language`, or the English file if there is no translation."""
     translated = ROOT / f"{page}_zh.md"
     return translated if language == "zh" and translated.exists() else ROOT / f"{page}.md"
 
 
 def staged(page: str) -> str:
-    """Return the path of a page within the tree of its language."""
+    """Return the path of a page within the folder of a language."""
     return NAMES.get(page, page.removeprefix("docs/")) + ".md"
 
 
@@ -103,7 +104,7 @@ class Tree:
         self.by_path = {
             ROOT / f"{page}{end}.md": (page, lang) for page in self.pages for end, lang in (("", "en"), ("_zh", "zh"))
         }
-        self.shown: set[Path] = set()  # source files for which a page that shows their text is written already
+        self.shown: set[Path] = set()  # source files whose text already has a page
 
     def write(self) -> None:
         """Write all pages, and the files that they link to."""

@@ -28,7 +28,7 @@ NAMES = ROOT / "tests" / "unit" / "public_names.txt"
 
 
 def _words(default: object) -> str:
-    """Return a flag's default value as a user would write it on a command line."""
+    """Return a flag's default value as it is written on a command line."""
     return " ".join(
         f'"{each}"' if " " in str(each) else str(each) for each in (default if isinstance(default, list) else [default])
     )
@@ -113,7 +113,7 @@ def ds_config_page(say: dict[str, str]) -> str:
 
     from tds._deepspeed import FLOPS_PROFILER
 
-    assert KEYS.keys() == RESOLVED | PASSED_ON, "docs/site/words.py says what each key of a ds_config does"
+    assert KEYS.keys() == RESOLVED | PASSED_ON, "docs/site/words.py must describe each key of a ds_config"
     language = WORDS["zh"] is say
     heads = (say["key"], say["meaning"])
     out = [f"# {say['ds_config']}\n\n{say['ds_config_about']}\n"]
@@ -143,7 +143,7 @@ def ds_config_page(say: dict[str, str]) -> str:
 
 
 def tool_module(path: Path) -> str:
-    """Return the module that a starter in `tools/` runs."""
+    """Return the name of the module that a script in `tools/` runs."""
     return re.search(r"^from ([\w.]+) import cli$", path.read_text(encoding="utf-8"), re.MULTILINE)[1]  # type: ignore[index]
 
 
@@ -162,7 +162,7 @@ def tools_page(say: dict[str, str]) -> str:
 
 
 def _parsers(parser: argparse.ArgumentParser, say: dict[str, str], name: str) -> Iterator[str]:
-    """Yield a table of a parser's flags, then one for each of its subcommands."""
+    """Yield a table of a parser's flags, then a table for each subcommand."""
     rows, inner = [], {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -20,7 +20,7 @@ BLOCK = re.compile(r"(<!--table:([\w-]+)-->\n).*?(?=<!--/table-->)", re.DOTALL)
 
 @cache
 def results() -> dict[str, Any]:
-    """Return the data file, with decimal numbers as their text, so that 0.90 stays 0.90."""
+    """Return the content of results.toml, with decimal numbers as strings, so that 0.90 stays 0.90."""
     return tomllib.loads(RESULTS.read_text(encoding="utf-8"), parse_float=str)
 
 
@@ -35,7 +35,10 @@ def _cell(value: Any, language: str) -> str:
 
 
 def block(name: str, language: str) -> str:
-    """Return a table below a caption: its command, and its date and machine if they differ from the page's default."""
+    """Return a table below its caption.
+
+    The caption names the command that measured the table; date and machine only if results.toml gives them for it.
+    """
     found = results()["table"][name]
     machine = results()["machines"].get(found.get("machine"), {}).get(language)
     command = f"`{found['command']}`" if "command" in found else None
@@ -46,7 +49,7 @@ def block(name: str, language: str) -> str:
 
 
 def filled(path: Path) -> str:
-    """Return the text of a page with its tables written anew from the data file."""
+    """Return the text of a page with its tables rewritten from results.toml."""
     language = "zh" if path.stem.endswith("_zh") else "en"
     text = path.read_text(encoding="utf-8")
     return BLOCK.sub(lambda found: f"{found[1]}\n{block(found[2], language)}\n", text)

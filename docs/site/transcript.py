@@ -17,7 +17,8 @@ PAGES = {
     "t5": ("docs/t5.md", "docs/t5_zh.md"),
     "llama": ("docs/llama.md", "docs/llama_zh.md"),
 }
-# Patterns of output lines to show; omitted lines become "...". From the summary on, all lines are shown.
+# Patterns of the output lines that a page shows; lines between them become "...". From SUMMARY to END, all lines are
+# shown.
 SHOWN = (
     r"documents, .* tokens ->",
     r"ranks? on ",
@@ -28,13 +29,13 @@ SHOWN = (
     r"\b[35]00 .*valid",
 )
 SUMMARY = re.compile(r"iterations {2,}\d+$")
-END = re.compile(r"settings {2,}")  # first line of the list of files, which is not shown
+END = re.compile(r"settings {2,}")  # the list of files begins here; a page does not show it
 
 
 def run(name: str, folder: str, *flags: str) -> list[str]:
     """Run scripts/run_NAME.sh with `folder` as run directory; return its lines with that path shown as runs/NAME."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RUN_DIR": folder}
-    flags = "--precision", "fp32", *flags  # CPUs with AMX tiles would choose bf16
+    flags = "--precision", "fp32", *flags  # the default differs between CPUs: bf16 with AMX tiles
     done = subprocess.run(
         ["bash", f"scripts/run_{name}.sh", *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )

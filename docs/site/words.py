@@ -39,8 +39,8 @@ WORDS = {
         "tools": "Every flag of the tools",
         "tools_about": "中文：[tools_zh.md](tools_zh.md)\n\nEvery tool accepts `--help`, and `--debug`, which shows the "
         "traceback of an error. "
-        "Exit code 2 means wrong usage, and 1 a failure, which stderr explains in one sentence. An installed package "
-        "has "
+        "Exit code 2 means wrong usage, 1 any other failure; stderr explains both in one sentence. An installed "
+        "package has "
         "the tools as commands: see [getting started](../start.md#installed-as-commands).\n\n"
         "This page is written by `python -m docs.site.reference`.",
         "own_help": "Accepts torchrun's flags; `--help` lists them.",
@@ -133,15 +133,15 @@ KEYS = {
         "不写时为 false：放在主机内存的优化器是 torch 的融合 AdamW",
     ),
     "prescale_gradients": (
-        "divide gradients before the all-reduce; DeepSpeed then does the all-reduce",
+        "divide gradients before the all-reduce; if set, DeepSpeed does the all-reduce",
         "先除后加梯度；这时由 DeepSpeed 归约",
     ),
     "gradient_predivide_factor": (
-        "divisor of gradients before the all-reduce; DeepSpeed then does the all-reduce",
+        "divisor of gradients before the all-reduce; if set, DeepSpeed does the all-reduce",
         "预先除以多少；这时由 DeepSpeed 归约",
     ),
     "communication_data_type": (
-        "dtype of the gradient all-reduce; DeepSpeed then does the all-reduce",
+        "dtype of the gradient all-reduce; if set, DeepSpeed does the all-reduce",
         "梯度传输的数据类型；这时由 DeepSpeed 归约",
     ),
     "dump_state": ("DeepSpeed prints its state at the start", "DeepSpeed 在启动时打印状态"),

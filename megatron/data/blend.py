@@ -1,11 +1,12 @@
-"""Blend of several corpora in given proportions; each is always within one sample of its exact share.
+"""Blend of several corpora; after any number of samples, each corpus is within one sample of its exact share.
 
 Weights become whole numbers of samples per block (0.7 and 0.3: 7 and 3 of 10). All blocks have the same order,
 scheduled by earliest deadline first, so a table gives the corpus of sample n. Steiner and Yeomans (1993) prove
 that an order with a deviation below one sample exists for any shares.
 
 If the weights have too many digits for an exact block, corpora with fewer than FEW samples in the largest block
-form a second blend. With a share w of all samples, this blend provides sample n if floor((n + 1) w) > floor(n w).
+form a second blend. If w is their share of all samples, this second blend provides sample n if
+floor((n + 1) w) > floor(n w).
 """
 
 import heapq
@@ -49,7 +50,7 @@ def rare(weights: Sequence[float | str]) -> list[int]:
 def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
     """Return the corpus of each sample of a block, [sum of counts], scheduled by earliest deadline first."""
     block = sum(counts)
-    # Sample k of a corpus with quota q may have positions from k * block / q on, before (k + 1) * block / q.
+    # Sample k of a corpus with quota q gets a position p with k * block / q <= p < (k + 1) * block / q, rounded.
     arrivals = [(0, i, 0) for i in range(len(counts))]
     due: list[tuple[int, int, int]] = []
     found = np.empty(block, dtype=np.int32)
@@ -129,7 +130,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         for i, dataset in enumerate(self.datasets):
             mine = np.flatnonzero(owners == i)
             if len(mine):
-                k = numbers[mine]  # consecutive sample numbers, so first and count describe them
+                k = numbers[mine]  # these sample numbers are consecutive, as places() requires
                 found[mine] = dataset.places(int(k[0]), len(k)) * len(self.datasets) + i
         return found
 

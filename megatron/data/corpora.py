@@ -21,7 +21,7 @@ Open = Callable[[str], tuple[int, Make]]  # prefix -> (number of documents, data
 def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
     """Parse `0.7 a 0.3 b`, `a` or `a b` into pairs (weight, prefix).
 
-    Without weights, corpora are sampled in proportion to their size. Raises DatasetError.
+    Without weights, corpora are sampled in proportion to their size. Raises DatasetError for any other form.
     """
     words = [word for each in ([words] if isinstance(words, str) else words) for word in _split(each)]
     if len(words) < 2 or not _is_number(words[0]):
@@ -37,7 +37,7 @@ def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
 
 
 def _split(word: str) -> list[str]:
-    """Split a single word that holds a list of weights and prefixes; keep a prefix that contains spaces."""
+    """Split a word such as "0.7 a 0.3 b", which holds a whole list; leave a prefix that contains spaces as it is."""
     parts = word.split()
     return parts if len(parts) > 1 and _is_number(parts[0]) else [word]
 
@@ -58,8 +58,8 @@ def prefixes_of(paths: Paths) -> list[str]:
 def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
     """Return the datasets for training, validation and test, and notes on empty parts.
 
-    paths: corpora whose documents --split divides, or a mapping from `train`, `valid` and `test` to corpora of
-    which each is used in full.
+    paths: corpora whose documents --split divides, or a mapping from `train`, `valid` and `test` to the corpora of
+    this part, which are used in full.
     open_: opens the corpus of a prefix; returns its number of documents and a dataset factory, which raises
     ValueError if the documents do not fill a sample.
     Raises DatasetError if nothing is left for training.

@@ -1,6 +1,6 @@
-"""Offline masking of documents in the format of CPM's T5 corpora, which cpm_triples.py reads.
+"""Masking of documents during preprocessing, into the format of CPM's corpora for T5 (see cpm_triples.py).
 
-Needs numpy only, so that many worker processes start fast.
+This module imports only numpy, so that many worker processes start fast.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,13 @@ PARTS = ("context", "target", "target_offset")
 def mask_document(
     ids: NDArray[np.integer], first_id: int, density: float, mean_span: float, seed: Sequence[int]
 ) -> tuple[Ids, Ids, Ids]:
-    """Mask spans of a document that ends with <eod>; return (context, target, offsets) as in cpm_triples.py.
+    """Mask spans of a document that ends with <eod>; return (context, target, offsets).
+
+    context: the document with a sentinel in place of each span. target: the spans, each after its sentinel. offsets:
+    for each span, its start in the target (at the sentinel) and its length with the sentinel.
 
     first_id: id of the first sentinel, which is the size of the text vocabulary. density: fraction of masked
-    tokens. mean_span: mean length of a span in tokens. The result does not depend on the number of worker
-    processes.
+    tokens. mean_span: mean length of a span in tokens. seed: determines which tokens are masked.
     """
     text = ids.astype(np.int64)
     noise = min(max(round(len(text) * density), 1), len(text))
@@ -30,7 +32,7 @@ def mask_document(
     rng = np.random.default_rng(list(seed))
     masked, first, _ = draw_spans_to_document_ends(
         rng, SpanPlan(len(text), noise, spans, 2 * len(text), 0), ends
-    )  # no masked text reaches the encoder limit of 2 * len(text)
+    )  # 2 * len(text) encoder tokens are always enough
     context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
     lengths = np.diff(at, append=len(target))
     return context, target, np.stack([at, lengths], axis=1).ravel()

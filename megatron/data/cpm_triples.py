@@ -1,8 +1,8 @@
-"""CPM's corpora for T5, masked offline by cpm_masking.py: three `.bin/.idx` pairs.
+"""CPM's corpora for T5, masked during preprocessing: three `.bin/.idx` pairs.
 
-    PREFIX_context        a document with id V + j in place of its span j (V: size of the text vocabulary)
-    PREFIX_target         its spans, each after its id: V + 0, tokens, V + 1, tokens, ...
-    PREFIX_target_offset  for each span, its start in the target (at its id) and its length including the id
+    PREFIX_context        a document with sentinel V + j in place of its span j (V: size of the text vocabulary)
+    PREFIX_target         its spans, each after its sentinel: V + 0, tokens, V + 1, tokens, ...
+    PREFIX_target_offset  for each span, its start in the target (at its sentinel) and its length with the sentinel
 
 Every document ends with a masked span, whose last token is the only end-of-document token.
 """
@@ -24,15 +24,15 @@ Ids = NDArray[np.int64]
 
 
 def is_triple(prefix: str) -> bool:
-    """Return True if `prefix` names a corpus that was masked offline, which consists of three pairs."""
+    """Return True if `prefix` names a corpus that was masked during preprocessing, which has three pairs."""
     return Path(f"{prefix}_context.idx").is_file()
 
 
 class CPMTripleDataset(T5Samples):
     """Dataset of T5 samples (see `T5Samples`), which are windows of `encoder` tokens of the concatenated contexts.
 
-    A sample ends before the first span that does not fit into the decoder or for which no sentinel is left. Encoder
-    and decoder are padded from there on, so no target is truncated.
+    A sample ends before the first span that does not fit into the decoder or for which no sentinel is left. The rest
+    of encoder and decoder is padding, so no target is truncated.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ def build_train_valid_test_datasets(
     data_path: Paths, split: str, enc_seq_length: int, dec_seq_length: int | None, specials: Specials, seed: int,
     text_vocab_size: int,
 ) -> tuple[Datasets, list[str]]:  # fmt: skip
-    """Return the datasets of one or several corpora that were masked offline, and notes on empty parts.
+    """Return the datasets of one or several corpora masked during preprocessing, and notes on empty parts.
 
     Raises DatasetError if a corpus is damaged or --dec-seq-length is not set.
     """

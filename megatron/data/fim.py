@@ -2,11 +2,12 @@
 
 A left-to-right model then learns to infill.
 
-    text    A B C D E F G H <eod>
+    text    A B C D E F G H I J K <eod>
     PSM     <prefix> A B <suffix> G H <middle> C D E F <eod>
     SPM     <prefix> <suffix> G H <middle> A B C D E F <eod>
 
-A document keeps its length: the three special tokens replace the last three tokens of its text in the window.
+A document keeps its length: the three special tokens replace the last three tokens of its text in the window
+(I J K).
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ SPECIAL_TOKENS = 3
 class FillInTheMiddle:
     """Fill-in-the-middle settings: rates and special tokens.
 
-    rate: fraction of the documents of a window to rearrange. spm_rate: fraction of the rearranged documents in SPM
-    order (suffix, prefix, middle) instead of PSM order (prefix, suffix, middle).
+    rate: probability that a document of a window is rearranged. spm_rate: probability that a rearranged document has
+    SPM order (suffix, prefix, middle) instead of PSM order (prefix, suffix, middle).
     prefix, middle, suffix: ids of the special tokens. eod: end-of-document id, which stays last.
     """
 
@@ -36,7 +37,7 @@ class FillInTheMiddle:
     eod: int
 
     def window(self, text: Ids, sizes: Sequence[int], seed: Sequence[int]) -> Ids:
-        """Return the tokens [s] of a window with some documents rearranged; a pure function of the arguments.
+        """Rearrange some documents of a window, text [s] -> [s]; a pure function of the arguments.
 
         sizes: tokens of each document in the window.
         """

@@ -72,10 +72,10 @@ def build_train_valid_test_datasets(
     fim: FillInTheMiddle | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
-    """Return the datasets of one or several `.bin/.idx` pairs (see corpora.py), and notes on empty parts.
+    """Return the (training, validation, test) datasets of one or several `.bin/.idx` pairs, and notes on empty parts.
 
-    Raises DatasetError if a pair is damaged, has ids outside the vocabulary, or if the training part does not
-    fill a sample.
+    Raises DatasetError if a pair is damaged, if a pair has ids outside the vocabulary, or if the training part does
+    not fill a sample.
     """
 
     def open_(prefix: str) -> tuple[int, Make]:

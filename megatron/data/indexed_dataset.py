@@ -41,7 +41,7 @@ class DatasetError(ValueError):
 
 
 def best_dtype(vocab_size: int) -> type[np.integer[Any]]:
-    """Return uint16 below 65500 tokens, as Megatron does, else int32."""
+    """Return uint16 for a vocabulary of fewer than 65500 tokens, as Megatron does, else int32."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
@@ -50,7 +50,7 @@ _checked: ContextVar[dict[str, bool] | None] = ContextVar("checked", default=Non
 
 @contextmanager
 def checked_once(found: dict[str, bool]) -> Iterator[None]:
-    """Within this context, open pairs listed in `found` without the full check, and add all other pairs to `found`.
+    """Within this context, open pairs listed in `found` without the full check; check and list all others.
 
     found: prefix -> True if every document of the pair is one sequence. One process checks a large index, and the
     other processes reuse its result.
@@ -69,8 +69,10 @@ def _entries(path: str, at: int, count: int) -> NDArray[np.int64]:
 class IndexedDataset:
     """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
 
-    Attributes: sizes int32 [S], document_index int64 [D], dtype. Raises DatasetError if the two files do not
-    match. Unpickling reopens the files. Returned arrays stay valid as long as they are referenced.
+    Attributes: sizes int32 [sequences], tokens of each sequence; document_index int64 [documents + 1], index of each
+    document's first sequence, then the number of sequences; dtype of the tokens.
+    Raises DatasetError if the two files do not match. Unpickling reopens the files. Returned arrays stay valid as
+    long as they are referenced.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -128,8 +130,8 @@ class IndexedDataset:
     def _check_order(self) -> None:
         """Raise DatasetError for an index whose sequences or documents are out of order.
 
-        Such an index would silently give wrong tokens later. Plain reads are used because pages of a memory map
-        count as memory of this process.
+        Such an index would silently give wrong tokens later. The offsets are read from the file, not through the memory
+        map, whose pages would count as memory of this process.
         """
         count, ends_at = len(self.sizes), len(self.document_index)
         path, begin, self._one_each = self.prefix + ".idx", 0, True

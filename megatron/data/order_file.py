@@ -1,8 +1,8 @@
 """Sample order of a large epoch as a file, written once per node and memory-mapped by all processes of the node.
 
-An epoch of a billion documents takes 12 GB and more. Without the file, every rank and every data worker would hold
-a copy in memory. Mapped pages exist once per node and can be evicted. The file name is a hash of everything that
-determines the content. The file gets this name when it is complete, and never changes afterwards.
+The order of an epoch of a billion documents takes 12 GB or more. Without the file, every rank and every data worker
+would hold a copy in memory; memory-mapped pages exist once per node and can be evicted. The file name is a hash of
+everything that determines the content. The file gets this name when it is complete, and never changes afterwards.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
 
 
 def release_pages(array: NDArray[Any]) -> None:
-    """Release the resident pages of the memory map behind `array`, as they count as this process's memory."""
+    """Release the resident pages of the memory map behind `array`, which count as memory of this process."""
     base: Any = array
     while isinstance(base, (np.ndarray, memoryview)):
         base = base.obj if isinstance(base, memoryview) else base.base

@@ -1,7 +1,7 @@
 """Packing of whole records, such as conversations, into windows of fixed length.
 
-Best-fit decreasing (Krell et al. 2021) looks at lengths only, so it decides once which lengths share a window.
-Each epoch permutes the records of equal length. So all epochs have equally many windows, and window n is
+Best-fit decreasing (Krell et al. 2021) looks at lengths only, so which lengths share a window is computed only once.
+Each epoch then permutes the records of equal length. So all epochs have equally many windows, and window n is
 computed without its predecessors.
 """
 
@@ -53,10 +53,11 @@ def fit(lengths: Ints, capacity: int) -> Ints:
 
 
 class PackedOrder:
-    """Assignment of records to windows: those of window n, for any n >= 0, depend on (lengths, seed, stream, n) only.
+    """Assignment of records to windows; the records of window n, for any n >= 0, depend only on n and the arguments.
 
-    lengths: number of positions that each record occupies, [records]; 0 skips the record. Raises ValueError if all
-    are 0. A process holds 24 bytes per record, and 8 more for each of the last two epochs.
+    lengths: number of positions that each record occupies, [records]; 0 skips the record. capacity: positions of a
+    window. stream: text that is part of the random seed. Raises ValueError if all lengths are 0.
+    A process holds 24 bytes per record, and 8 more bytes per record for each of the last two epochs.
     """
 
     def __init__(self, lengths: Ints, capacity: int, seed: int, stream: str) -> None:
@@ -73,7 +74,7 @@ class PackedOrder:
         self._epochs: OrderedDict[int, tuple[Ints, Ints]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for worker processes without cached epochs, which they can compute again."""
+        """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
         return {**self.__dict__, "_epochs": OrderedDict()}
 
     def _epoch(self, number: int) -> tuple[Ints, Ints]:

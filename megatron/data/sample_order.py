@@ -1,12 +1,12 @@
 """Position of the n-th training sample in the corpus: a pure function of (document lengths, seed, n).
 
-Each epoch shuffles the documents, concatenates them, cuts them into samples and shuffles these. A sample is
+Each epoch shuffles the documents, concatenates them, cuts the text into samples and shuffles the samples. A sample is
 located on demand by binary search. The order does not depend on the length of a run, its layout or its number
 of workers. (Megatron shuffles the documents of all epochs together, so its order changes with --train-iters.)
 
-An epoch covers each document once, except the final tokens that fill no sample. A small epoch is computed in
-memory on first use. A large one is a file shared by a node (order_file.py), which is recomputed if it is
-deleted.
+An epoch covers each document once, except the final tokens that fill no sample. The order of a small epoch is
+computed in memory on first use. The order of a large epoch is a file that all processes of a node share
+(order_file.py); it is recomputed if it is deleted.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ class SampleOrder:
         self._latest = _NONE
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for worker processes without cached epochs, which they can compute again."""
+        """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
         return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NONE}
 
     def sizes(self) -> NDArray[np.integer]:
@@ -136,7 +136,7 @@ class SampleOrder:
             return self._in_memory(number)
         for array in made.values():
             order_file.release_pages(array)
-        # Order files are as large as the lengths of all documents, so an old one is deleted.
+        # An order file takes 12 bytes or more per document, so the file of an earlier epoch is deleted.
         order_file.remove(self._folder, self._name(number - 2))
         return Epoch(made["order"], made["ends"], made["samples"])
 

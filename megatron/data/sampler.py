@@ -15,8 +15,9 @@ class ConsecutiveSampler(Sampler[list[int]]):
     consecutive samples of the iteration, split into micro-batches. So the samples of an iteration do not depend on
     the number of ranks or micro-batches.
 
+    batch_size: samples of a micro-batch. gas: micro-batches of a rank in an iteration.
     consumed_samples: samples used by earlier iterations, a multiple of B unless B was changed.
-    is_skipped: predicate on the first sample of an iteration; True skips the iteration without reading its
+    is_skipped: takes the number of an iteration's first sample; True skips the iteration without reading its
     samples.
     """
 

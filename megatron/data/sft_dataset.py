@@ -24,7 +24,7 @@ AT_ONCE = 1 << 20  # tokens checked at once
 class Records:
     """A corpus's `.bin/.idx` pairs of tokens and of loss masks.
 
-    Raises DatasetError if a pair is missing or the two do not match.
+    Raises DatasetError if a pair is missing or if the two pairs do not match.
     """
 
     def __init__(self, prefix: str, vocab_size: int | None) -> None:
@@ -43,7 +43,7 @@ class Records:
             raise DatasetError(f"{prefix}{LOSS}.bin is not a loss mask of {prefix}.bin; preprocess the corpus again")
 
     def targets(self, documents: range, longest: int) -> Ints:
-        """Return the number of targets in the loss among each document's first `longest` tokens, [documents].
+        """Return how many of each document's first `longest` tokens are targets that count in the loss, [documents].
 
         The first token of a document is never a target.
         """
@@ -82,8 +82,8 @@ class SftDataset(Dataset[dict[str, Tensor]]):
     loss_mask: 1 where a label counts in the loss. document_ids: index of the record in the window from 1, 0 for
     padding. A record of more than seq_length + 1 tokens is truncated. A record without a token in the loss is
     skipped.
-    Attributes cut, left_out, records: numbers of truncated, skipped and all records. Raises ValueError if no
-    record is left.
+    cut: number of truncated records. left_out: number of skipped records. records: number of all records.
+    Raises ValueError if no record is left.
     """
 
     def __init__(self, records: Records, documents: range, seq_length: int, eod: int, seed: int, part: str) -> None:
@@ -147,7 +147,7 @@ AnyDataset = SftDataset | BlendedDataset | None
 def build_train_valid_test_datasets(
     data_path: Paths, split: str, seq_length: int, eod: int, seed: int, vocab_size: int | None = None
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
-    """Return the datasets of one or several corpora of records (see corpora.py), and notes.
+    """Return the (training, validation, test) datasets of one or several corpora of records, and notes.
 
     The notes report truncated and skipped records and empty parts.
     Raises DatasetError if a corpus is damaged, or if the training part has nothing to train on.

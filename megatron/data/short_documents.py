@@ -1,8 +1,8 @@
-"""Sample lengths for CPM's objective, where every document ends with a span, on short documents.
+"""Sample lengths for short documents with CPM's objective, in which every document ends with a masked span.
 
 With T5's masking rates a window has one span for every 20 tokens. If documents are shorter, more documents end in
-a window than it has spans, and the text after the last span would be unused: most of a corpus of single lines. So
-windows become shorter and have room for as many spans as documents end in them.
+a window than it has spans, and the text after the last span would be unused. In a corpus of single lines this would
+be most of the text. So windows become shorter and have room for as many spans as documents end in them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Sizes = NDArray[np.integer]
 def _document_ends(sizes: Sizes) -> NDArray[np.int64]:
     """Return the positions of document ends in the text of the documents, concatenated in random order.
 
-    Of a large corpus, only a random sample of documents is used.
+    If the corpus is large, a random sample of its documents stands for all of them.
     """
     rng = np.random.default_rng(0)
     chosen = sizes if len(sizes) <= ENOUGH else sizes[np.sort(rng.choice(len(sizes), ENOUGH, replace=False))]
@@ -52,7 +52,7 @@ def fit_documents(
 ) -> tuple[SpanPlan, str]:
     """Return the plan, shortened if it would leave text unused, and a note on the change.
 
-    corpora: tokens of each document, [documents], per corpus. decoder: longest target, None if unbounded.
+    corpora: for each corpus, the tokens of each document, [documents]. decoder: longest target, None if unbounded.
     sentinels: number of sentinels, including the closing sentinel.
     """
     every = [_document_ends(sizes) for sizes in corpora]

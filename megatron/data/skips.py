@@ -1,6 +1,6 @@
 """Iterations that a run skips: their samples count as consumed, but are not trained on.
 
-A batch with any listed sample is skipped as a whole, so that iteration k has the same samples in every layout.
+An iteration with any listed sample is skipped as a whole, so that iteration k has equal samples in every layout.
 """
 
 from collections.abc import Iterable

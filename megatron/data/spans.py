@@ -1,6 +1,6 @@
 """Span masking as in T5 (Raffel et al. 2020), with window lengths that fill encoder and decoder exactly.
 
-Shapes: l tokens of a window, n masked tokens, m spans.
+Shapes: l is the number of tokens of a window.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,11 @@ Ids = NDArray[np.int64]
 
 
 class SpanPlan(NamedTuple):
-    """Sizes of a sample: tokens of the window, masked tokens, spans, and lengths of encoder and decoder.
+    """Sizes of a sample.
 
-    room: largest number of spans in a window in which more than `spans` documents end (short_documents.py).
+    tokens: text tokens of the window. noise: masked tokens. spans: number of spans. encoder, decoder: tokens of the
+    encoder and of the decoder. room: largest number of spans in a window in which more than `spans` documents end
+    (short_documents.py).
     """
 
     tokens: int
@@ -41,8 +43,8 @@ def plan_spans(
 ) -> SpanPlan:
     """Return the longest window that needs at most `encoder` encoder tokens and `decoder` decoder tokens.
 
-    encoder_ends: sequences end with an end token (t5) or not (cpm). Raises DatasetError if there are too few
-    sentinels.
+    encoder_ends: whether encoder input and labels end with an end token (as in t5, not in cpm).
+    Raises DatasetError if there are too few sentinels.
     """
     tokens = 2
     best = _plan(tokens, density, mean_span, encoder_ends)
@@ -71,7 +73,7 @@ def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int6
 
 
 def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
-    """Draw spans; return (masked [l], first token of a span [l]). The window begins with an unmasked token."""
+    """Draw spans; return masks (token of a span [l], first token of a span [l]). The first token stays unmasked."""
     lengths = np.empty(2 * plan.spans, dtype=np.int64)
     lengths[0::2] = compose(rng, plan.tokens - plan.noise, plan.spans)
     lengths[1::2] = compose(rng, plan.noise, plan.spans)
@@ -87,8 +89,9 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
 def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
     """Draw spans for CPM, where the last token of each document (True in ends [l]) ends a span.
 
-    Returns masked [l], first token of a span [l], and the number of tokens used. The end of the window is unused
-    if more documents end in it than it has spans, or if documents are too short to mask enough tokens.
+    Returns two masks, of tokens in spans [l] and of first tokens of spans [l], and the number of tokens used. The end
+    of the window is unused if more documents end in the window than it has spans, or if documents are too short to
+    mask enough tokens.
     """
     boundaries = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)
@@ -100,7 +103,7 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
         sizes = np.diff(stops, prepend=0)
         must = np.ones(len(sizes), dtype=np.int64)
         if len(stops) > len(boundaries):
-            must[-1] = 0  # a document that continues beyond the window
+            must[-1] = 0  # this document continues beyond the window, so it need not end with a span
         spans = _distribute(sizes // 2, min(max(plan.spans, len(boundaries)), used), must)
         noise = _distribute(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder

@@ -1,12 +1,12 @@
 """Samples for an encoder-decoder from an ordinary corpus, with spans masked when a sample is read.
 
-A sample is a window of concatenated documents, as in gpt2_dataset.py, of a length that fills encoder and
-decoder exactly. The masked tokens are a pure function of (corpus, part, seed, sample number). So every epoch
-masks different tokens and nothing is stored.
+A sample is a window of concatenated documents, whose length is chosen so that it fills encoder and decoder exactly.
+The masked tokens are a pure function of (corpus, part, seed, sample number). So every epoch masks different tokens,
+and no mask is stored.
 
     text      A B C D E F G H
-    encoder   A B <1> E F <2> H             t5: followed by an end token
-    decoder   <1> C D <2> G                 t5: after a start token, with an end token as last label
+    encoder   A B <1> E F <2> H             with convention t5, an end token follows
+    decoder   <1> C D <2> G                 with convention t5, a start token precedes; the last label is an end token
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,11 @@ class Specials:
 
 @dataclass(frozen=True)
 class Objective:
-    """Training objective. convention: `t5` (start and end tokens) or `cpm` (first and closing sentinel)."""
+    """Training objective.
+
+    name: `span-corruption` or `prefix-lm`. convention: what begins and ends sequences, `t5` (start and end tokens) or
+    `cpm` (first and closing sentinel).
+    """
 
     name: str = "span-corruption"
     convention: str = "t5"
@@ -61,10 +65,10 @@ class Objective:
 
 
 class T5Samples(Dataset[dict[str, Tensor]]):
-    """Base of T5 datasets; a sample is a dict of int64 tensors, k encoder tokens and q decoder tokens.
+    """Base of T5 datasets; a sample is a dict of int64 tensors of k encoder or q decoder positions.
 
     Sample n exists for any n >= 0. encoder, decoder, labels: padded token ids [k], [q], [q].
-    encoder_document_ids, decoder_document_ids: document of each token, from 1, 0 for padding.
+    encoder_document_ids [k], decoder_document_ids [q]: number of each token's document, from 1; 0 for padding.
     loss_mask [q]: 1 where a label counts in the loss.
     """
 
@@ -82,7 +86,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
         return self.order.places(first, count)
 
     def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
-        """Return a padded sample. documents, owner: document of each encoder token and of each decoder token."""
+        """Return a padded sample. documents: document of each encoder token. owner: document of each decoder token."""
         k, q = self.plan.encoder, self.plan.decoder
 
         def fill(values: Ids, length: int, filler: int) -> Tensor:
@@ -106,7 +110,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 class T5Dataset(T5Samples):
     """Dataset that masks spans when a sample is read.
 
-    A sample has padding only if more documents end in it than it has spans.
+    With convention `cpm`, samples of short documents may be padded; all other samples are full.
     """
 
     def __init__(
@@ -189,8 +193,8 @@ def build_train_valid_test_datasets(
     """Return the datasets of one or several `.bin/.idx` pairs, and notes on sample lengths and empty parts.
 
     text_vocab_size: number of text tokens; a corpus must not contain this id or larger ones.
-    Raises DatasetError if a pair is damaged or has ids outside the vocabulary, if the training part does not fill a
-    sample, or if there are too few sentinels.
+    Raises DatasetError if a pair is damaged or has ids outside the vocabulary, if the training part does not fill
+    one sample, or if there are too few sentinels.
     """
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
     corpora = {prefix: open_corpus(prefix, text_vocab_size) for prefix in prefixes_of(data_path)}

@@ -10,7 +10,7 @@ _QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 def start_tracker() -> None:
-    """Start the resource tracker, unless it runs already, with its warning about leaked semaphores disabled."""
+    """Start the resource tracker without its warning about leaked semaphores; no effect if the tracker runs already."""
     sys.warnoptions.append(_QUIET)  # the tracker inherits the warning options of this process
     try:
         resource_tracker.ensure_running()

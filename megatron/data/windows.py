@@ -1,4 +1,4 @@
-"""Windows of concatenated documents, in the order of sample_order.py."""
+"""Windows of concatenated documents, read in shuffled order (see sample_order.py)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ class Windows:
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=f"{indexed.prefix}.orders")
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
-        """Return the tokens of window n, and how many of them belong to each of its documents."""
+        """Return the tokens of window n, and how many of them belong to each document in the window."""
         tokens, start_of, first = self._indexed.tokens, self._start_of, self._first
         pieces = self.order.pieces(n)
         self._read += len(pieces)
@@ -51,7 +51,7 @@ class Windows:
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
 
     def _release_pages(self) -> None:
-        """Release memory-mapped pages, which count as this process's memory: at least 64 kB for each position read."""
+        """Release memory-mapped pages, which count as memory of this process: 64 kB or more for each position read."""
         self._read = 0
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):

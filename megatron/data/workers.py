@@ -1,4 +1,4 @@
-"""Life cycle of data-loading workers: they block signals and end with the training process."""
+"""Life cycle of data-loading workers: they block signals, and exit when the training process exits."""
 
 import atexit
 import multiprocessing
@@ -16,7 +16,7 @@ from megatron.data.tracker import start_tracker
 def block_signals() -> Iterator[None]:
     """Block signals while worker processes start, so that the workers inherit the blocked signals.
 
-    A signal to the whole process group then reaches only the training process, which saves and ends its
+    A signal to the whole process group then acts only on the training process, which saves a checkpoint and ends its
     workers.
     """
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
@@ -30,7 +30,7 @@ def block_signals() -> Iterator[None]:
 
 
 def end_all() -> None:
-    """Kill the workers of this process; Python would send SIGTERM, which they block, and wait."""
+    """Kill the workers of this process. Python itself would send SIGTERM, which workers block, and wait for them."""
     for worker in multiprocessing.active_children():
         worker.kill()
 

@@ -15,11 +15,11 @@ from ..json_text import describe_json
 
 
 class TokenizerError(ValueError):
-    """A vocabulary file is missing or malformed; the message names the file."""
+    """Error for a vocabulary file that is missing or malformed; the message names the file."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ValueError, naming the file, for any other content."""
+    """Return the JSON object in a file. Raises ValueError, which names the file, for any other content."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -40,8 +40,8 @@ class Tokenizer(ABC):
 
     vocab_size: number of ids. eod: the end-of-document id. fingerprint: equal for tokenizers that produce the
     same ids, different for all others. specials: special tokens as name -> id; plain text never encodes to
-    them. marks: `specials` and all other added tokens that text can contain by name, for chat templates and
-    fill-in-the-middle. start: ids that the model expects before every text (Llama's <|begin_of_text|>); empty
+    them. marks: `specials`, and other added tokens whose names chat templates and fill-in-the-middle turn into
+    tokens. start: ids that the model expects before every text (Llama's <|begin_of_text|>); empty
     if none.
     """
 
@@ -54,12 +54,12 @@ class Tokenizer(ABC):
 
     @property
     def before(self) -> tuple[int, ...]:
-        """Ids before the first token of a scored text: `start`, or the end-of-document token if there is none."""
+        """Ids to put before a text whose tokens are scored: `start`, or `eod` if `start` is empty."""
         return self.start or (self.eod,)
 
     @property
     def marks(self) -> dict[str, int]:
-        """Special tokens, and other added tokens that text can contain by name, as name -> id."""
+        """Tokens that a chat template may contain by name, as name -> id: special and some other added tokens."""
         return self.specials
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Tokenizer(ABC):
         """Return the text of `ids`, without `eod`. Ids that form an incomplete character become U+FFFD."""
 
     def padded_vocab_size(self, multiple: int) -> int:
-        """Return the vocabulary size rounded up to a multiple of `multiple`: rows of the embedding."""
+        """Return the number of rows of the embedding: the vocabulary size rounded up to a multiple of `multiple`."""
         return -(-self.vocab_size // multiple) * multiple
 
 
@@ -112,9 +112,9 @@ def fingerprint(kind: str, *contents: bytes) -> str:
 def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | None) -> str:
     """Return a message if a corpus and `tokenizer` use different end-of-document tokens, else "".
 
-    about: the sidecar of a corpus with the tokenizer's fingerprint. The fingerprint covers tokenizer.json, but
-    the end-of-document token may come from tokenizer_config.json next to it. A base model and its chat model
-    often share only tokenizer.json.
+    about: the sidecar of a corpus that has this tokenizer's fingerprint. An equal fingerprint proves an equal
+    tokenizer.json, but the end-of-document token may come from the tokenizer_config.json next to it, which often
+    differs between a base model and its chat model.
     """
     theirs = about.get("eod")
     if not isinstance(theirs, int) or theirs == tokenizer.eod or not about.get("append_eod", True):
@@ -125,14 +125,14 @@ def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | 
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any name, longest first, in a group so that `split` keeps the names."""
+    """Return a pattern that matches any of the names, longest first, as a group, so that `split` keeps the names."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or '(?!)'})")
 
 
 def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern whose matches start after the first character of each name.
 
-    If a text is cut where matches start, no part contains a whole name.
+    A text that is cut at the start of every match has no part with a whole name.
     """
     return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
 

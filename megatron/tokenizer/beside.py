@@ -9,7 +9,8 @@ from .base import TokenizerError, read_object
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-# model_type of config.json -> default tokenizer class, if it assigns special-token roles without tokenizer_config.json.
+# model_type in config.json -> default tokenizer class. Lists the classes that assign roles, such as end-of-text, to
+# tokens even if there is no tokenizer_config.json.
 CLASSES = {
     "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer",
     "mt5": "T5Tokenizer",
@@ -20,7 +21,7 @@ TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 def settings_beside(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json, {} without one. Raises ValueError unless it is an object."""
+    """Return the content of tokenizer_config.json, {} if it is missing. Raises ValueError if it is not an object."""
     nearby = path.with_name(SETTINGS)
     return read_object(nearby) if nearby.is_file() else {}
 
@@ -79,7 +80,7 @@ def named_by_placeholder(path: Path) -> Path | None:
 
 
 def generation_beside(path: Path) -> dict[str, Any]:
-    """Return the content of generation_config.json, {} without one. Raises ValueError unless it is an object."""
+    """Return the content of generation_config.json, {} if it is missing. Raises ValueError if it is not an object."""
     nearby = path.with_name(GENERATION)
     return read_object(nearby) if nearby.is_file() else {}
 
@@ -97,7 +98,7 @@ def class_beside(path: Path) -> str:
 
 
 def ids_beside(path: Path) -> dict[str, Any]:
-    """Return the token ids with a role, such as bos_token_id, in the config.json next to a tokenizer."""
+    """Return the ids of tokens with a role, such as bos_token_id, from the config.json next to a tokenizer."""
     nearby = path.with_name("config.json")
     content = read_object(nearby) if nearby.is_file() else {}
     return {key: content[key] for key in ROLES if key in content}

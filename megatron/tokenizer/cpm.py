@@ -1,8 +1,8 @@
-"""CPM's two tokenizers, which split words from jieba: by sentencepiece (CPM-1), or by longest match in a vocabulary.
+"""CPM's two tokenizers. They split jieba's words by sentencepiece (CPM-1) or by longest match in a vocabulary.
 
-Both write a space as U+2582 and a newline as U+2583. They are lossless if the vocabulary has a token for each byte,
-as vocabularies from tools/train_tokenizer.py do. CPM's published vocabularies have no byte tokens, so a character
-that they lack becomes <unk>.
+Both tokenizers write a space as U+2582 and a newline as U+2583. They are lossless if the vocabulary has a token for
+each byte, as vocabularies from tools/train_tokenizer.py do. CPM's published vocabularies have no byte tokens, so a
+character that they lack becomes <unk>.
 """
 
 import json
@@ -102,7 +102,7 @@ class CpmTokenizer(_ByPieces):
 class CpmVocabTokenizer(_ByPieces):
     """Greedy longest match in a vocabulary, within each of jieba's words, as in CPM-Pretrain.
 
-    The file has one token a line (.txt), with the line number as id, or is a JSON object token -> id.
+    A .txt file has one token per line, whose id is the line number from 0. A .json file maps tokens to ids.
     """
 
     def __init__(self, vocab_file: str, cut_with: str = "jieba") -> None:

@@ -32,7 +32,7 @@ def library() -> Any:
 def no_panic(path: str) -> Iterator[None]:
     """Turn a panic of the Rust library into a TokenizerError.
 
-    Panics do not derive from Exception and cannot be pickled for another process.
+    A panic is an exception that does not derive from Exception and cannot be pickled for another process.
     """
     try:
         yield
@@ -46,9 +46,9 @@ def no_panic(path: str) -> Iterator[None]:
 
 
 class HFTokenizer(Tokenizer):
-    """A `tokenizer.json`. Documents end with eos_token of tokenizer_config.json, or else with a token of END_NAMES.
+    """Tokenizer in a `tokenizer.json`. Names of special tokens in a text are encoded as text.
 
-    Names of special tokens in a text are encoded as text.
+    `eod` is the eos_token of tokenizer_config.json, or else the first token of END_NAMES that the vocabulary has.
     """
 
     name = "hf"
@@ -97,7 +97,7 @@ class HFTokenizer(Tokenizer):
         with no_panic(path):
             self.start = _start_of(tokenizer, self.eod)
             self._words = _Words(tokenizer, self.specials)
-        self._contents = None if more else self._words  # None: created on first use, as is _named
+        self._contents = None if more else self._words  # None: created on first use
         self._named: Any = None
 
     @property
@@ -155,7 +155,7 @@ class _Words:
         self.names = split_name_pattern(name for name, i in specials.items() if i in _ids(tokenizer, name))
 
     def ids(self, text: str, inside: bool) -> list[int]:
-        """Return the ids of `text`, cut after the first character of each name that would match a special token."""
+        """Return the ids of `text`; it is cut within names of special tokens, so that no name is recognised."""
         cuts = [0, *(name.start() for name in self.names.finditer(text)), len(text)]
         ids = _ids(self._inside if inside else self._first, text[: cuts[1]])
         for begin, end in itertools.pairwise(cuts[1:]):
@@ -180,8 +180,8 @@ def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
 def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
     """Return the ids that the post-processor prepends to a text.
 
-    An appended `eod` is ignored, as documents end with it anyway. Returns () if the post-processor appends other ids,
-    as BERT's does.
+    An `eod` that the post-processor appends is ignored, as documents end with `eod` anyway. Returns () if the
+    post-processor appends other ids, as BERT's does.
     """
     whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
     if whole[-1:] == [eod] and bare[-1:] != [eod]:
@@ -203,7 +203,7 @@ def _check_beside(path: Path, tokenizer: Any) -> None:
 
 
 def _prefixes(part: Any) -> bool | None:
-    """Return whether a byte-level pre-tokenizer prepends a space; None for any other kind."""
+    """Return whether a byte-level pre-tokenizer prepends a space; None for any other kind of pre-tokenizer."""
     for each in (part or {}).get("pretokenizers", [part]):
         if each and each["type"] == "ByteLevel":
             return bool(each["add_prefix_space"])
@@ -211,7 +211,7 @@ def _prefixes(part: Any) -> bool | None:
 
 
 def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
-    """Return a copy for text after a special token: it prepends no space where `prepend_scheme` is one of `schemes`."""
+    """Return a copy for text after a special token: wherever `prepend_scheme` is in `schemes`, it prepends no space."""
     inside = description
     for scheme in schemes:
         inside = inside.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')

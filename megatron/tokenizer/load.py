@@ -14,13 +14,13 @@ IN_FOLDER = ("tokenizer.json", "vocab.json", "gpt2-vocab.json", "vocab.txt", "to
 
 
 def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
-    """Return the tokenizer in `vocab_file` or in a folder. Raises TokenizerError.
+    """Return the tokenizer in the file or folder `vocab_file`. Raises TokenizerError if there is none.
 
     kind: one of
     - `sentencepiece`: X.model
     - `cpm`: X.model over words from jieba
     - `cpm-vocab`: X.txt or X.json over words from jieba
-    - `cpm+rjieba`, `cpm-vocab+rjieba`: faster, but different tokenizers; see segment.py
+    - `cpm+rjieba`, `cpm-vocab+rjieba`: with rjieba, a faster segmenter, whose words may differ from jieba's
     - `gpt2-bpe`: vocab.json next to merges.txt, or Megatron-LM's gpt2-vocab.json next to gpt2-merges.txt
     - `hf`: tokenizer.json
     - `auto`: detected from the file
@@ -33,7 +33,7 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
 
 
 def file_of(vocab_file: str) -> Path:
-    """Return a tokenizer's vocabulary file, given the file or its folder. Raises TokenizerError."""
+    """Return a tokenizer's vocabulary file, given the file or its folder. Raises TokenizerError if it is missing."""
     path = Path(vocab_file)
     if path.is_dir():
         path = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
@@ -52,7 +52,7 @@ def folder_has_one(folder: Path) -> bool:
 
 
 def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
-    """Raise TokenizerError unless both tokenizers have equal vocabularies, `eod`, and ids for some sample texts."""
+    """Raise TokenizerError unless vocabularies and `eod` are equal, and some sample texts have equal ids."""
     if (found.vocab_size, found.eod) != (expected.vocab_size, expected.eod):
         raise TokenizerError(
             f"{what}: it has {found.vocab_size} tokens and end-of-document id {found.eod}, "
@@ -60,8 +60,8 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
         )
     ours, theirs = ({i: name for name, i in each.specials.items()} for each in (found, expected))
     for i in range(found.vocab_size):
-        # Some tokenizers decode a special token to its name, others to nothing, and sentencepiece decodes <unk> to
-        # a double question mark.
+        # Two tokens are equal if they decode to equal text or have equal names: some tokenizers decode a special token
+        # to its name, others to nothing, and sentencepiece decodes <unk> to a double question mark.
         written, wanted = {found.decode([i]), ours.get(i)}, {expected.decode([i]), theirs.get(i)}
         if not (written & wanted) - {None}:
             raise TokenizerError(f"{what}: its token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")

@@ -1,6 +1,6 @@
-"""Facts about a sentencepiece `.model` that its library does not expose: piece types, algorithm, normalisation.
+"""Facts about a sentencepiece `.model` that the sentencepiece library does not expose, such as its piece types.
 
-The file is a protobuf message (sentencepiece_model.proto). This parser reads the few fields needed and does
+The file is a protobuf message (sentencepiece_model.proto). This parser reads only the fields that this project needs,
 without the protobuf package.
 """
 
@@ -22,7 +22,7 @@ class ModelFacts:
     """Facts about a sentencepiece model.
 
     types: the type of each piece, by id. algorithm: a value of ALGORITHMS. normalization: name of the rule, such as
-    `nmt_nfkc`. prefixes: the model prepends a space to a text. squeezes: it collapses runs of spaces.
+    `nmt_nfkc`. prefixes: whether the model prepends a space to a text. squeezes: whether it collapses runs of spaces.
     """
 
     types: list[int] = field(default_factory=list)

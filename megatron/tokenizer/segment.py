@@ -1,17 +1,17 @@
 """Chinese word segmentation with jieba (accurate mode, HMM), or with rjieba, which is several times as fast.
 
-rjieba nearly always agrees with jieba on runs of Han characters but treats the text between them differently
-(it keeps `package.json` whole). So rjieba segments only the Han runs, and jieba's two patterns split the other
-text. In two cases next to letters and digits the results could still differ. In these cases jieba itself segments
-the whole block of Han characters, letters and digits:
+rjieba nearly always agrees with jieba on runs of Han characters but treats the text between the runs differently
+(rjieba keeps `package.json` whole). So rjieba segments only the runs of Han characters, and the other text is split by
+jieba's two regular expressions. The results could still differ in two cases, both next to letters and digits. In these
+cases jieba itself segments the whole block of Han characters, letters and digits:
 
 - a dictionary word that contains a letter (T恤, C++);
 - a run of single characters on the best path. jieba segments such a run again with its HMM, unless the run is a
   dictionary word. Adjacent letters become part of the run, so that it is not a dictionary word. rjieba does not
   see the letters, and its output does not show where such a run begins.
 
-The remaining differences are ties: sums of logarithms that differ in the last bit. They cannot be ruled out, so
-a tokenizer over rjieba has a different fingerprint.
+Differences remain where two segmentations have nearly equal scores, whose last bits decide. Such differences cannot be
+ruled out, so a tokenizer with rjieba has another fingerprint than one with jieba.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ Cut = Callable[[str], str]
 
 
 def segmenter(kind: str = "jieba") -> Cut:
-    """Return the function that inserts a separator between the words of a text.
+    """Return the function that inserts SEPARATOR between the words of a text.
 
     kind: `jieba` or `rjieba`. Raises TokenizerError if the package is missing.
     """
@@ -88,7 +88,7 @@ def _cut_between(text: str) -> str:
 
 
 def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
-    """Return pairs of Han characters whose scores as one word or two differ by less than `margin` in the HMM."""
+    """Return pairs of Han characters whose HMM scores as one word and as two words differ by less than `margin`."""
     trans, start, never = hmm.trans_P, hmm.start_P, hmm.MIN_FLOAT
     single, begin, end = (hmm.emit_P[state] for state in "SBE")
     first = {c: single[c] - begin[c] for c in single.keys() & begin.keys()}
@@ -124,7 +124,7 @@ class _RjiebaSegmenter:
         return SEPARATOR.join(parts)
 
     def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
-        """Segment the blocks around `doubtful` spans, where rjieba could differ, with jieba; the rest with rjieba."""
+        """Segment blocks around the `doubtful` spans with jieba, as rjieba could differ, and other text with rjieba."""
         at = 0
         for start, end in doubtful:
             if start < at:

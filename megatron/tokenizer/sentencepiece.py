@@ -17,7 +17,7 @@ from .model_proto import USER_DEFINED, read_facts
 from .sentinels import MARK as SENTINEL
 
 EOD = "<eod>"
-MARK = "\u2581"  # how pieces write a space
+MARK = "\u2581"  # stands for a space in sentencepiece's tokens
 
 
 # Concatenated protobuf messages merge. Appending these bytes to a model therefore sets
@@ -28,7 +28,7 @@ UNCLEAR = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 def open_model(model_file: str, more: bytes = b"") -> Any:
-    """Return a processor for a `.model` file with `more` appended to its bytes. Raises TokenizerError."""
+    """Load a `.model` file with `more` appended to its bytes. Raises TokenizerError for any other file."""
     from sentencepiece import SentencePieceProcessor
 
     content = Path(model_file).read_bytes()
@@ -41,12 +41,12 @@ def open_model(model_file: str, more: bytes = b"") -> Any:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`. Its end-of-document token is `<eod>`, or `</s>` without one.
+    """Tokenizer in a sentencepiece `.model`; `eod` is `<eod>`, or `</s>` if the model has no `<eod>`.
 
     Models trained by tools/train_tokenizer.py are lossless; others may normalise the text. With a
-    tokenizer_config.json in the same folder, the ids are those of transformers: this file decides how a text begins
-    and ends. settings: content of tokenizer_config.json, {} without one. facts: piece types, algorithm and
-    normalisation of the `.model`. Raises TokenizerError for added tokens that the model lacks.
+    tokenizer_config.json in the same folder, the ids equal those of transformers: tokenizer_config.json decides how a
+    text begins and ends. settings: content of tokenizer_config.json, {} if it is missing. facts: piece types, algorithm
+    and normalisation of the `.model`. Raises TokenizerError for added tokens that the model lacks.
     """
 
     name = "sentencepiece"
@@ -78,7 +78,7 @@ class SentencePieceTokenizer(Tokenizer):
             for i in range(self.vocab_size)
             if self._sp.is_control(i) or self._sp.is_unknown(i)
         }
-        # mT5's sentinels are ordinary pieces that begin with the space mark.
+        # mT5's sentinels are ordinary pieces that begin with U+2581, which stands for a space.
         for i in itertools.takewhile(lambda i: self._piece(f"{MARK}<extra_id_{i}>") is not None, itertools.count()):
             self.specials[f"<extra_id_{i}>"] = self._sp.piece_to_id(f"{MARK}<extra_id_{i}>")
 
@@ -138,7 +138,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _defined(self) -> dict[str, int]:
-        """User-defined symbols that look like `<name>`, name -> id; sentencepiece matches them before other pieces."""
+        """User-defined symbols that look like `<name>`, as name -> id; sentencepiece matches them before others."""
         pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
         return {piece: i for piece, i in pieces.items() if re.fullmatch(r"<\S+>", piece) and piece not in self.specials}
 
@@ -155,7 +155,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self.encode_batch([text])[0].tolist()  # type: ignore[no-any-return]
 
     def encode_inside(self, text: str) -> list[int]:
-        """Return the ids of text after a special token, as in transformers 5: only `legacy` prepends a space to it."""
+        """Return the ids of text after a special token; a LlamaTokenizer prepends a space only with `legacy` set."""
         if self.is_llama and not self.settings.get("legacy"):
             return self._bare.encode(text)  # type: ignore[no-any-return]
         return self.encode(text)

@@ -11,10 +11,10 @@ MARK = re.compile(r"<(?:extra_id_|s_)(\d+)>")
 class SentinelTokenizer(Tokenizer):
     """`tokenizer` extended by a padding token and `count` sentinels.
 
-    The sentinels are those of `tokenizer` if it has any, else new ids after its last id. convention `t5`: the first
-    sentinel has the last id and ids descend, as in Hugging Face; `cpm`: ids ascend. Text may contain sentinels as
-    `<extra_id_0>` or `<s_0>`, with either convention. The fingerprint is that of `tokenizer`, because corpora contain
-    no sentinels. Raises ValueError if the tokenizer has sentinels of its own, but fewer than `count`.
+    If `tokenizer` has sentinels, they are used; otherwise the sentinels get new ids after its last id. convention: the
+    order of new ids, which descend from the first sentinel on (`t5`, as in Hugging Face) or ascend (`cpm`). Text may
+    contain sentinels as `<extra_id_0>` or `<s_0>`, with either convention. The fingerprint is that of `tokenizer`,
+    because corpora contain no sentinels. Raises ValueError if `tokenizer` has sentinels, but fewer than `count`.
     """
 
     def __init__(self, tokenizer: Tokenizer, count: int, convention: str) -> None:
@@ -51,7 +51,7 @@ class SentinelTokenizer(Tokenizer):
         return self.base.encode_inside(text[begin:end]) if begin else self.base.encode(text[:end])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text with sentinels, without padding and without ids that only pad the embedding table."""
+        """Return the text of `ids` with the names of sentinels; skip padding and ids beyond the vocabulary."""
         parts: list[str] = []
         run: list[int] = []
         for id_ in [*map(int, ids), self.pad]:
