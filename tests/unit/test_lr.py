@@ -89,7 +89,7 @@ def test_a_fall_that_does_not_fit_is_refused() -> None:
 def test_an_end_above_the_peak_is_refused() -> None:
     with pytest.raises(ConfigError, match="--min-lr.*--lr"):
         parse(["--lr", "5e-6", "--min-lr", "1e-5"])
-    parse(["--lr", "5e-6", "--min-lr", "1e-5", "--lr-decay-style", "constant"])  # a constant rate has no end
+    parse(["--lr", "5e-6", "--min-lr", "1e-5", "--lr-decay-style", "constant"])  # no error: --min-lr has no effect
 
 
 @pytest.mark.parametrize(
