@@ -29,7 +29,7 @@ LARGEST = 4000
 
 
 def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "utf-8") -> tuple[list[str], list[str]]:
-    """Return the texts of a file, and the messages about its bad documents with the path removed."""
+    """Return the texts of a file, and the messages about its bad documents without the path."""
     found = [
         d for c in chunks(Source(str(path), encoding=encoding), size, largest) for d in documents(c, largest=largest)
     ]

@@ -20,7 +20,7 @@ from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
 from tests.support import covering
 
 transformers = pytest.importorskip("transformers")
-COUNT = 200  # random tokenizers that --full tests; by default only the first few run
+COUNT = 200  # number of random tokenizers that --full tests; by default, only 24 are tested
 HAN = [chr(c) for c in random.Random(5).sample(range(0x4E00, 0x9FA0), 300)]
 FOREIGN = ("pieces", "t5", "llama")
 OWN = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")

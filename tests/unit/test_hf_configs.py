@@ -1,4 +1,4 @@
-"""GPT-2 and T5 models of transformers keep their logits to 1e-5 on import; unsupported configurations are refused.
+"""Imported GPT-2 and T5 models give transformers' logits to 1e-5; unsupported configurations are refused.
 
 The tested folders have the keys and tensor names of transformers 5 or of transformers 4.
 """

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral keep their logits to 1e-5 on import; unsupported configurations are refused."""
+"""Imported Llama, Qwen2, Qwen3 and Mistral give transformers' logits to 1e-5; other configurations are refused."""
 
 import copy
 import itertools
@@ -79,7 +79,7 @@ def as_before(key: str) -> Edit:
 
 
 def said_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write RoPE settings as transformers 5 and 4 do; given both, transformers reads only the latter, `rope_scaling`."""
+    """Write RoPE settings as transformers 5 and 4 do; transformers then reads only the latter, `rope_scaling`."""
     theta = config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["rope_scaling"] = {"type": "linear", "factor": 3.0} | ({} if theta == 10000.0 else {"rope_theta": theta})
 

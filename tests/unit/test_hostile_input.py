@@ -1,4 +1,4 @@
-"""Damaged or malicious files and environment variables give one sentence that names the cause; nothing hangs."""
+"""Damaged or malicious files and environment variables give an error of one sentence with the cause; nothing hangs."""
 
 import json
 import os

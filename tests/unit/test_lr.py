@@ -73,7 +73,7 @@ def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
     )
     assert config.train.train_iters == 200
     assert [lr_at(n, config) for n in range(100)] == [lr_at(n, saved) for n in range(100)]
-    assert settled(config, saved) == (config, None)  # resuming again with the settled settings changes nothing
+    assert settled(config, saved) == (config, None)  # resuming with the returned settings changes nothing
     config, note = settled(parse([*longer, "--override-lr-schedule"]), saved)
     assert note == f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
     assert lr_at(150, config) == lr_at(150, parse(longer))

@@ -1,4 +1,4 @@
-"""The HTML report of runs shows what they logged, and is a single self-contained file."""
+"""The HTML report shows what runs logged, and is a single self-contained file."""
 
 import json
 import math

@@ -220,7 +220,7 @@ def test_a_forked_worker_does_not_keep_the_advisory_lock(tmp_path: Path) -> None
     assert lock._handle is not None
     run_lock.advisory.drop(lock._handle)
     lock._handle = None
-    deadline = time.monotonic() + 10  # the worker closes its copy of the file once it gets CPU time
+    deadline = time.monotonic() + 10  # the worker closes its copy of the lock file when it first runs
     while run_lock.advisory.is_held(lock.path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert run_lock.advisory.is_held(lock.path) is False

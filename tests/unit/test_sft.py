@@ -416,7 +416,7 @@ def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets
 def test_a_template_that_ignores_add_generation_prompt_is_noted(
     hf_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asks: str, noted: bool
 ) -> None:
-    """A note names a template that ignores add_generation_prompt; the model then learns the assistant header, too."""
+    """A note names a template that ignores add_generation_prompt: training on it also teaches the assistant header."""
     pytest.importorskip("jinja2")
     source = CHATML[: CHATML.index("{% if add_generation_prompt %}")] + asks
     (tmp_path / "t.jinja").write_text(source)
