@@ -45,7 +45,7 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
 def _rows(
     kinds: tuple[type, ...], of: Sequence[Row] = (*MEGATRON, *foreign_core.ROWS), chinese: bool = False
 ) -> dict[str, list[str]]:
-    """Return effect -> flags with this effect, in the order of the page's table."""
+    """Return effect of a flag (a table cell) -> the foreign flags with this effect, in the order of `of`."""
     found: dict[str, list[str]] = {}
     for row in of:
         if isinstance(row.outcome, kinds):
@@ -81,7 +81,7 @@ def english() -> list[str]:
 
 
 def chinese() -> list[str]:
-    """Return the tables in Chinese. Raises KeyError for English text that flags_words.py does not translate."""
+    """Return the tables of foreign flags in Chinese. Raises KeyError if flags_words.py lacks a text's translation."""
     return [
         _table("参数", "翻译为", _rows((Means, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),

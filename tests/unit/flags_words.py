@@ -1,7 +1,7 @@
-"""Chinese text of the tables in docs/migration_zh.md, by the English text in docs/migration.md."""
+"""Chinese texts of the tables in docs/migration_zh.md, keyed by the English texts in docs/migration.md."""
 
 CHINESE = {
-    # Notes on flags that are translated to another flag.
+    # Notes on foreign flags that are translated to a flag of this project.
     "1 means no pipeline in Megatron-LM; this project writes 0": "Megatron-LM 用 1 表示没有流水线，本项目用 0",
     "Megatron-LM counts iterations from 0, this project from 1": "Megatron-LM 的迭代从 0 数起，本项目从 1 数起",
     "Megatron-LM's fused GELU uses tanh, its unfused one erf": "Megatron-LM 融合的 GELU 用 tanh，不融合的用 erf",

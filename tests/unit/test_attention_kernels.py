@@ -1,4 +1,4 @@
-"""Which kernel computes an attention call."""
+"""`choose_kernel` picks the attention kernel that fits a call's mask, bias and dropout."""
 
 from typing import Any
 

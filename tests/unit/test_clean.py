@@ -101,7 +101,7 @@ def test_what_is_kept(text: str) -> None:
 
 
 def test_misread_text_is_found_everywhere() -> None:
-    """A document of the bundled corpus is dropped as mojibake if it was decoded wrongly, and never otherwise."""
+    """Documents of the bundled corpus are dropped as mojibake if decoded with a wrong codec, and never if intact."""
     off_length = [name for name in DEFAULT_RULES if name != "length"]
     thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
     for text in texts([str(SAMPLE)]):
@@ -110,7 +110,7 @@ def test_misread_text_is_found_everywhere() -> None:
             continue
         for wrong in (text.encode().decode("gb18030", "replace"), text.encode("gb18030", "ignore").decode("latin-1")):
             assert clean(wrong, off_length).reason == "mojibake"
-        for kind in thrown_away:  # these conversions lose bytes, so not every result can be detected
+        for kind in thrown_away:  # these codecs lose bytes, so only 60% must be detected
             wrong = text.encode("gb18030", "ignore").decode(kind, "ignore")
             thrown_away[kind].append(clean(wrong, off_length).reason == "mojibake")
     assert {kind: sum(found) / len(found) > 0.6 for kind, found in thrown_away.items()} == {"big5": True, "utf-8": True}
@@ -151,13 +151,13 @@ def test_exact_duplicates() -> None:
     found = ExactDuplicates()
     given = ["你好，世界", "你好世界！", "Hello", "hello.", "你好", "...", "!!!"]
     assert [found.seen(text) for text in given] == [False, True, False, True, False, False, False]
-    # Vowels of Hindi and Thai are combining marks, without which different words would look alike.
+    # Vowels of Hindi and Thai are combining marks: if they were ignored, different words would be duplicates.
     assert not any(found.seen(text) for text in ("दिन", "दान", "दूना", "กิน", "กัน", "e\u0301", "e\u0300"))
     assert found.seen("दिन।")
 
 
 def test_near_duplicates_against_the_definition() -> None:
-    """Pairs whose Jaccard similarity is clearly above or below the threshold are classified correctly."""
+    """Texts with a Jaccard similarity clearly above the threshold are near-duplicates; clearly below, they are not."""
     pytest.importorskip("datasketch")
     rng = random.Random(3)
     base = ["".join(chr(0x4E00 + rng.randrange(3000)) for _ in range(300)) for _ in range(30)]
@@ -175,7 +175,6 @@ def test_shuffle() -> None:
     once, again, other = (list(shuffled(lines, seed, piles=7)) for seed in (1, 1, 2))
     assert once == again != other
     assert Counter(once) == Counter(lines)
-    # In a fair shuffle every line is equally likely at every position, which fixes the mean position of the
-    # first half.
+    # In a fair shuffle, the mean position of lines 0 to 999 of 2000 is 999.5, up to the sampling error of 20 shuffles.
     means = [sum(place for place, line in enumerate(shuffled(lines, s)) if int(line) < 1000) / 1000 for s in range(20)]
     assert abs(sum(means) / 20 - 999.5) < 4 * 2000 / (12 * 1000 * 20) ** 0.5

@@ -1,4 +1,4 @@
-"""The gradient norm equals a sum in fp64, for a large weight and for its shards; clipping scales every dtype."""
+"""The gradient norm of a weight, whole or in shards, equals the norm in fp64; clipping scales every dtype."""
 
 import pytest
 import torch
@@ -20,9 +20,8 @@ def norm_of(gradients: list[Tensor]) -> float:
 def test_the_norm_of_any_size_is_that_of_fp64(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     gradient = (torch.randn(size) * 1e-3 + 0.02 * (torch.rand(size) < 0.01)).to(dtype)
-    assert norm_of([gradient]) == pytest.approx(
-        gradient.double().norm().item(), rel=1e-6
-    )  # tds.clip sums rows of 4096 elements in fp32
+    # The tolerance allows for rounding: tds.clip sums rows of 4096 elements in fp32.
+    assert norm_of([gradient]) == pytest.approx(gradient.double().norm().item(), rel=1e-6)
 
 
 def test_shards_of_a_weight_have_the_norm_of_the_weight() -> None:
@@ -31,9 +30,8 @@ def test_shards_of_a_weight_have_the_norm_of_the_weight() -> None:
     whole = norm_of([gradient])
     for ranks in (2, 3, 8):
         parts = [norm_of([part]) for part in gradient.chunk(ranks)]
-        assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(
-            whole, rel=1e-6
-        )  # tds.clip sums rows of 4096 elements in fp32
+        # The tolerance allows for rounding: tds.clip sums rows of 4096 elements in fp32.
+        assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -46,7 +44,10 @@ def test_a_value_that_is_not_finite_shows(bad: float, place: int) -> None:
 
 @pytest.mark.parametrize("first", [torch.float16, torch.bfloat16, torch.float32])
 def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
-    """Clipping scales every gradient by one factor, even by 2e-13, which the first gradient's fp16 cannot represent."""
+    """Clipping multiplies gradients of all dtypes by the same factor.
+
+    The factor, 2e-13, would round to 0 in fp16, one of the dtypes of the first gradient.
+    """
     gradients = [torch.ones(4, dtype=first), torch.full((4,), 1.5e10), torch.full((4,), 1.5e10, dtype=torch.float64)]
     parameters = []
     for gradient in gradients:
@@ -57,5 +58,5 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
     factor = 1e-2 / norm.item()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         assert parameter.grad is not None
-        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # fp16 and bf16 round
+        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # fp16 and bf16 results are rounded
         torch.testing.assert_close(parameter.grad.double(), gradient.double() * factor, rtol=rel, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Code written for CPM-Pretrain: names exist or point to their counterpart, and masks are accepted or refused."""
+"""Code for CPM-Pretrain: its imports work or name a counterpart; its attention masks are accepted or refused."""
 
 import importlib
 import importlib.util
@@ -67,7 +67,7 @@ def test_every_setting_that_the_original_reads_has_a_value_or_a_reason() -> None
 
 
 def test_names_are_found_without_torch() -> None:
-    """Importing `megatron` and its table of names does not import torch, which would slow down the data tools."""
+    """Importing `megatron` and `megatron.compat.names` does not import torch, which would slow down the data tools."""
     code = "import sys, megatron, megatron.compat.names; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -118,7 +118,7 @@ EOD, PAD = 1, 0
 
 
 def by_loops(tokens: Tensor, eod: int) -> Tensor:
-    """Return the causal mask [b, 1, s, s] within documents, by loops: True where a query attends to a key."""
+    """Return the causal mask [b, 1, s, s] within documents (True: query attends to key), computed in plain loops."""
     b, s = tokens.shape
     allowed = torch.zeros(b, 1, s, s, dtype=torch.bool)
     for n in range(b):
@@ -167,7 +167,7 @@ class Words:
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_masks_of_a_t5_are_taken(data: st.DataObject) -> None:
-    """T5 masks in CPM-Pretrain's form let each token attend to exactly its document, also in padded samples."""
+    """CPM-Pretrain's T5 masks become document ids that give the same attention, also with padding."""
     b, k, q = 2, 10, 8
     contexts, targets = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)
     ends, labels = torch.zeros(b, k, dtype=torch.int64), torch.zeros(b, q, dtype=torch.int64)

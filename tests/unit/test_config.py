@@ -112,7 +112,7 @@ def test_none_turns_off_what_a_file_sets(tmp_path: Path, content: Any, flags: st
 
 
 def test_former_names_of_settings(tmp_path: Path) -> None:
-    """Flags, files, checkpoints and `get_args()` know a renamed setting by its former name, too."""
+    """Flags, files, checkpoints and `get_args()` also accept the former name of a renamed setting."""
     notes: list[str] = []
     config = parse(["--unfused", "rope", "swiglu", "--failed-saves=5"], tell=notes.append)
     assert (config.model.reference_ops, config.checkpoint.max_failed_saves) == (("rope", "swiglu"), 5)
@@ -147,7 +147,7 @@ def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> No
 
 
 def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: Path) -> None:
-    """--rope-scaling drops settings of a --config file that the new scaling does not read, with a note for each."""
+    """--rope-scaling X drops the RoPE settings of a --config file that X does not use, with a note for each."""
     llama3 = {
         "rope_scaling": "llama3",
         "rope_scaling_factor": 8.0,
@@ -251,7 +251,7 @@ def test_the_family_of_settings_that_do_not_say_it(tmp_path: Path) -> None:
 
 
 def test_settings_of_decoders_before_they_had_objectives(tmp_path: Path) -> None:
-    """Old config.json files of decoders contain T5's objective, span-corruption, which is ignored."""
+    """Old config.json files of decoder-only models contain T5's objective, span-corruption; it is ignored."""
     for family, read in (("gpt2", None), (None, None), ("t5", "span-corruption")):
         content = parse([]).to_dict()
         content["model"]["family"], content["data"]["objective"] = family, "span-corruption"
@@ -293,7 +293,7 @@ def test_every_setting_is_read_by_something() -> None:
         ("--family gpt2 --model-parallel-size 4 --seq-length 64", False, False),
         ("--family gpt2 --model-parallel-size 4 --seq-length 66", True, False),
         ("--family gpt2 --seq-length 64", True, False),
-        ("--model-parallel-size 4 --seq-length 64", True, False),  # a custom model may not split sequences
+        ("--model-parallel-size 4 --seq-length 64", True, False),  # no --family: a custom model
         ("--model-parallel-size 4 --seq-length 66 --sequence-parallel", False, True),
         ("--family gpt2 --model-parallel-size 4 --seq-length 64 --no-sequence-parallel", True, False),
         ("--family t5 --model-parallel-size 4 --enc-seq-length 62 --seq-length 64", True, False),
@@ -304,7 +304,7 @@ def test_sequences_are_split_where_that_pays(flags: str, accelerated: bool, spli
 
 
 def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:
-    """Context-parallel ranks do not enlarge the global batch; DeepSpeed's train_batch_size counts them as replicas."""
+    """Context-parallel ranks do not enlarge the global batch, although DeepSpeed's train_batch_size counts them."""
     config = parse(["--context-parallel-size", "2", "--model-parallel-size", "2", "--batch-size", "3", "--gas", "5"])
     assert config.parallel.data_parallel_size(8) == 2 and config.train_batch_size(8) == 30
     assert resolve(config, 8, False).deepspeed["train_batch_size"] == 60

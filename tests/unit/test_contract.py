@@ -1,7 +1,7 @@
-"""The list of DeepSpeed's names in tds/_contract.py agrees with the code of tds and with the installed release.
+"""The names listed in tds/_contract.py are those that tds uses of DeepSpeed, and the installed release has them all.
 
-Attributes are attributed to a class by the name of the variable that holds the object: `engine`, `optimizer`,
-`grid` and so on, and `self` in subclasses.
+The test infers an object's class from the variable that holds it, such as `engine`, `optimizer` or `grid`, or `self`
+in tds's subclasses of DeepSpeed's classes.
 """
 
 import ast
@@ -23,7 +23,7 @@ from tds._contract import CONTRACT, Names
 from tests.support import ROOT
 
 MODULES = [p for p in sorted((ROOT / "tds").glob("*.py")) if p.name != "_contract.py"]
-# Our classes that DeepSpeed's engine or module becomes, so that `self` is one.
+# Class of tds -> the kind of DeepSpeed object that `self` is in its methods.
 SUBCLASSES = {
     "PipelineEngine": "engine",
     "Engine": "engine",
@@ -70,7 +70,7 @@ ATTRIBUTES = {
     ("accelerators", "get_accelerator"): "accelerator", ("deepspeed", "checkpointing"): "checkpointing",
     ("deepspeed", "comm"): "comm", ("deepspeed", "zero"): "zero",
 }  # fmt: skip
-PLACES = {  # in CONTRACT
+PLACES = {  # kind of object -> the classes or modules under which CONTRACT lists its names
     "engine": ("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed.runtime.pipe.engine:PipelineEngine"),
     "module": ("deepspeed.runtime.pipe.module:PipelineModule",),
     "grid": ("deepspeed.runtime.pipe.topology:PipelineParallelGrid",),
@@ -103,7 +103,7 @@ TORCH = {
     "parameter": torch.Tensor,
     "optimizer": torch.optim.SGD,
 }
-# Variable name -> attributes outside the contract: those of users' models, of torch's and of our own objects.
+# Kind of object -> attributes that are not DeepSpeed's, but those of users' models, of torch or of tds.
 OTHERS = {
     "module": {"_megatron_batch_fn", "weight", "sparse", "__spec__", "training"},
     "optimizer": {"param_groups", "state", "found_inf", "clip", "norm", "gradient_share", "squared_norm"},
@@ -114,7 +114,7 @@ OTHERS = {
 
 
 def kind_of(value: ast.expr, inside: str | None) -> str | None:
-    """Return which kind of DeepSpeed's objects an expression is; inside: the class around it."""
+    """Return the kind of DeepSpeed object that an expression is, else None. inside: name of the enclosing class."""
     text = ast.unparse(value)
     if text in ("self", "super()"):
         return SUBCLASSES.get(inside or "")
@@ -128,7 +128,7 @@ def kind_of(value: ast.expr, inside: str | None) -> str | None:
 
 
 def names_of(node: ast.AST, inside: str | None = None) -> Iterator[tuple[str, str, bool]]:
-    """Yield (kind, name, whether our code defines the name) for all attributes of DeepSpeed's objects."""
+    """Yield (kind of object, attribute, whether tds defines it) for the attributes of DeepSpeed objects in `node`."""
     if isinstance(node, ast.ClassDef):
         inside = node.name
         for each in node.body if inside in SUBCLASSES else ():
@@ -152,7 +152,7 @@ def names_of(node: ast.AST, inside: str | None = None) -> Iterator[tuple[str, st
 
 
 def in_code() -> dict[str, set[str]]:
-    """Return the names that the code of tds uses, by kind of object, without those that are only ours."""
+    """Return kind of DeepSpeed object -> attributes that tds uses, without those that only tds defines."""
     used, ours = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for path in MODULES:
         for kind, name, defined in names_of(ast.parse(path.read_text())):
@@ -167,7 +167,7 @@ def in_code() -> dict[str, set[str]]:
 
 @functools.cache
 def release_names(place: str) -> frozenset[str]:
-    """Return the attributes of a class or module of the installed release, and those that its methods set."""
+    """Return the attributes of a class or module of the installed DeepSpeed, including those that its methods set."""
     module, _, path = place.partition(":")
     thing: Any = functools.reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
     found = set(dir(thing))
@@ -189,7 +189,7 @@ def listed(kind: str) -> set[str]:
 
 
 def imports() -> set[tuple[str, str]]:
-    """Return (module, name) of all imports from DeepSpeed."""
+    """Return (module, name) of everything that tds imports from DeepSpeed."""
     nodes = (node for path in MODULES for node in ast.walk(ast.parse(path.read_text())))
     froms = (node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"))
     return {(node.module or "", alias.name) for node in froms for alias in node.names}

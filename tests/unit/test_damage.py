@@ -1,4 +1,4 @@
-"""Thousands of random corruptions of files are reported or do no harm."""
+"""Randomly corrupted files are reported or read without harm, in thousands of trials."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_damaged_pairs(tmp_path: Path, ending: str, dtype: type[np.integer]) -> 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".txt", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst"])
 def test_damaged_text(tmp_path: Path, ending: str) -> None:
-    """Damaged text files give documents, bad lines with their number, or an error with the file's name."""
+    """Reading a damaged text file gives documents, bad lines with line numbers, or an error that names the file."""
     import gzip
     import lzma
 

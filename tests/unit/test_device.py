@@ -80,7 +80,7 @@ def test_timers_take_what_the_device_noted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gate_and_value_may_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gated GELU is right and leaves its input unchanged if gate and value are strided views, as on a GPU."""
+    """Gated GELU of strided gate and value, as on a GPU, equals the plain formula and leaves its input unchanged."""
     from megatron.model import mlp
 
     monkeypatch.setattr(mlp, "_apart", lambda x: x.view(*x.shape[:-1], -1, 2).unbind(-1))

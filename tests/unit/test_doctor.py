@@ -328,7 +328,7 @@ def test_what_stands_beside_a_corpus_is_damaged(content: str, tmp_path: Path) ->
 
 
 def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
-    """A corpus with another end-of-document token is reported, even if both tokenizers have one fingerprint."""
+    """A corpus whose end-of-document token is not the tokenizer's is reported, even if fingerprints are equal."""
     train_byte_bpe(["The river runs"] * 9, str(tmp_path / "tokenizer.json"), 264, "hf", ["<|im_end|>"])
     pair, jsonl = str(tmp_path / "c_text_document"), tmp_path / "c.jsonl"
     jsonl.write_text("".join(json.dumps({"text": f"river {i} runs"}) + "\n" for i in range(9)))
@@ -373,14 +373,14 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
     preprocess("e", "--no-append-eod")  # this corpus has no end tokens
     assert checked(usual, f"{tmp_path}/e_text_document") == "ok"
     about = json.loads((tmp_path / "c_text_document.json").read_text())
-    del about["eod"]  # corpora of older versions do not record the end token
+    del about["eod"]  # corpora of older versions do not record the end token, so it cannot be checked
     (tmp_path / "c_text_document.json").write_text(json.dumps(about))
     assert checked(other) == "ok"
 
 
 def test_rank_0_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # an address reserved for documentation (RFC 5737)
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # reserved for documentation (RFC 5737), so no machine has it
     assert only(network.rank_0_is_here(), "MASTER_ADDR").state == "failed"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert not list(network.rank_0_is_here())

@@ -21,7 +21,7 @@ HEADS, WIDTH, SCALE = 3, 8, 0.3
 
 
 def _rows(*rows: list[tuple[int, int]]) -> Tensor:
-    """Return document ids [b, s] from rows of (id, tokens) pairs."""
+    """Return document ids [b, s] from rows of (document id, number of its tokens) pairs."""
     return torch.stack([torch.cat([torch.full((count,), number) for number, count in row]) for row in rows])
 
 
@@ -52,7 +52,7 @@ def _written_down(
 
 
 def _drawn(documents: Documents, dtype: torch.dtype) -> list[Tensor]:
-    """Return queries, keys, values and an output gradient, each [b, n, s, d] in the memory order [s, b, n, d]."""
+    """Return random queries, keys, values and an output gradient: [b, n, s, d] each, stored in order [s, b, n, d]."""
     dice = torch.Generator().manual_seed(1)
     queries, keys, _ = documents
     shapes = [x.shape for x in (queries, *([queries if keys is None else keys] * 2), queries)]
@@ -162,7 +162,7 @@ FAMILIES = {
 
 
 def _learns(flags: str) -> list[Tensor]:
-    """Return a model's losses of two micro-batches, [2] in fp64, and the gradients of their sum."""
+    """Return a model's fp64 losses per token, [2, b, s] for two micro-batches, and the gradients of their sum."""
     config = parse(flags.split())
     torch.manual_seed(1)
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config).double()
@@ -194,7 +194,7 @@ def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> 
 @pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 7)])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_ids_of_other_tokens_are_refused(family: str, shape: tuple[int, int]) -> None:
-    """Document ids must have the shape of the tokens; the output for tokens without an id would be uninitialised."""
+    """Document ids not shaped like the tokens are refused: outputs of tokens without an id would be uninitialised."""
     config = parse(
         f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 "
         "--vocab-size 32".split()

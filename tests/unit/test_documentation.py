@@ -66,7 +66,7 @@ def test_both_languages_have_the_same_commands_and_headings(path: Path) -> None:
     levels = [[line.split()[0] for line in headings(p)] for p in (path, other)]
     assert levels[0] == levels[1]
     rows = [len(re.findall(r"^ *\|", text(p), flags=re.MULTILINE)) for p in (path, other)]
-    if path.parent != reference.FOLDER and path.stem != "migration":  # the Chinese pages have fewer rows
+    if path.parent != reference.FOLDER and path.stem != "migration":  # these Chinese pages have fewer rows
         assert rows[0] == rows[1], "tables of another number of rows"
 
 
@@ -79,7 +79,7 @@ def refused() -> list[str]:
 
 
 def drifting(content: str) -> list[str]:
-    """Return rejected terms in Chinese prose, ignoring code, addresses and English text."""
+    """Return "term: context" for each rejected term in Chinese prose, ignoring code, URLs and English text."""
     found = []
     for line, prose in pages.outside_fences(content):
         for cell in re.split(r"\|", re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)) if prose else ():
@@ -92,7 +92,7 @@ def drifting(content: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in EVERY if p.stem.endswith("_zh")], ids=name)
 def test_words_do_not_drift(path: Path) -> None:
-    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # both need the rejected terms
+    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # these contain rejected terms
         assert drifting(text(path)) == []
 
 
@@ -137,12 +137,12 @@ def test_errors_of_the_faq_are_those_of_the_code() -> None:
         rest = error.strip().partition(": ")[2]
         for sentence in sentences():
             rest = rest.replace(sentence, "")
-        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # three words are a message
+        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # three words that the code lacks
         assert not words, f"nothing in the code says this any more: {rest}"
 
 
 def test_console_commands_have_flags_that_there_are() -> None:
-    """Flags and variables in the pages' `console` blocks exist.
+    """Flags and environment variables in the pages' `console` blocks exist in the code.
 
     These blocks need GPUs, several machines or users' files, so they are not run.
     """

@@ -29,7 +29,7 @@ LARGEST = 4000
 
 
 def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "utf-8") -> tuple[list[str], list[str]]:
-    """Return the texts of a file, and the messages about its bad documents with the path removed."""
+    """Return the texts of a file, and the messages about its bad documents without the path."""
     found = [
         d for c in chunks(Source(str(path), encoding=encoding), size, largest) for d in documents(c, largest=largest)
     ]
@@ -40,7 +40,7 @@ def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "u
 @pytest.mark.parametrize("blank", ["", " ", "\t", "\u3000", "\u00a0 ", " \u3000\n\n "])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_a_blank_line_is_a_blank_line(tmp_path: Path, end: str, blank: str) -> None:
-    """Paragraphs are separated by blank lines of any kind, while indentation by U+3000 is kept."""
+    """Blank lines, also of U+3000 (full-width spaces), separate a text file's documents; U+3000 indentation is kept."""
     expected = [f"\u3000\u3000第{i}篇，\n" + "  第二行\n" * (i % 5) + "完" for i in range(848)]
     content = (f"\n{blank}\n".join([blank, *expected, blank])).replace("\n", end).encode()
     for name, raw in (("x.txt", content), ("x.txt.gz", gzip.compress(content))):
@@ -140,7 +140,7 @@ def test_a_bad_row_is_one_bad_document(tmp_path: Path) -> None:
 
 
 def test_lines_are_counted_once(tmp_path: Path) -> None:
-    """Line numbers of bad lines are right and cost no repeated reading, even if every second line is bad."""
+    """Bad lines are reported with their line numbers, and in linear time, even if every second line is bad."""
     path = tmp_path / "x.jsonl"
     path.write_text(('{"text": "good"}\n' + "x" * 40 + "\n") * 30_000)
     begin = time.process_time()
@@ -176,9 +176,9 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder of separately cleaned shards can be cleaned again as one corpus, as docs/data.md describes.
+    """A folder of separately cleaned shards can be cleaned again as one corpus.
 
-    The reports of the first cleaning, in the same folder, are not read as text.
+    The reports of the first cleaning, which are in the same folder, are not read as text.
     """
 
     def clean(source: Path, output: Path, *more: str) -> None:
@@ -201,7 +201,7 @@ def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_all_tools_leave_out_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tools refuse an unreadable or overlong document by file and line, or skip and count it on request."""
+    """Tools fail on an unreadable or overlong document and name the file; --on-error skip skips and counts it."""
     dice = random.Random(1)
     lines = [json.dumps({"text": "".join(dice.choices("abcdefghij 春眠不觉晓", k=60))}) for _ in range(300)]
     lines[100:100] = ["no JSON", json.dumps({"text": "长" * 9000})]
@@ -315,7 +315,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
 
 
 def test_ascii_is_ascii(tmp_path: Path) -> None:
-    """Errors about ASCII text suggest no other encoding, and a wrong --encoding for it is refused."""
+    """An error in ASCII text suggests no other encoding; an --encoding that is impossible for ASCII text is refused."""
     path = tmp_path / "x.txt"
     path.write_text("It is a truth universally acknowledged, that a single man. " * 200)
     _, bad = read(path)
@@ -326,7 +326,7 @@ def test_ascii_is_ascii(tmp_path: Path) -> None:
             path.write_text(text)
             with pytest.raises(InputError, match=f"ASCII.*{encoding}.*--encoding"):
                 read(path, encoding=encoding)
-    for encoding in ("gb18030", "hz", "utf-7"):  # ASCII is a subset of these
+    for encoding in ("gb18030", "hz", "utf-7"):  # ASCII text is valid in these encodings
         for text in ("plain words, and more of them", CHINESE[0]):
             path.write_bytes(text.encode(encoding, "ignore"))
             assert read(path, encoding=encoding) == ([text.encode(encoding, "ignore").decode(encoding)], [])
@@ -357,7 +357,7 @@ def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
 def test_what_follows_a_stream_is_read_or_is_damage(
     tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
 ) -> None:
-    """Files of several concatenated compressed streams, as parallel compressors write, are read; damage is detected."""
+    """Files of several concatenated compressed streams, as parallel compressors write, are read; damage is reported."""
     streams = [compress(b"".join(b'{"text": "%d"}\n' % i for i in range(k, k + 100))) for k in (0, 100, 200)]
     path = tmp_path / f"x.jsonl{ending}"
     padding = b"\0" * 4 if ending == ".xz" else b""
@@ -401,7 +401,7 @@ def test_folders_behind_links_and_patterns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [True, False], ids=["listing", "entering"])
 def test_a_folder_that_cannot_be_read_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: bool) -> None:
-    """An unreadable folder is an error. The test simulates it, since root can read every folder."""
+    """An unreadable folder is an error. The test simulates the refused access, since root can read every folder."""
     (tmp_path / "a/b").mkdir(parents=True)
     for name in ("a/a.jsonl", "a/b/b.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n')

@@ -1,4 +1,4 @@
-"""A fractional weight takes a random part of a file, independent over seeds, files and neighbouring documents."""
+"""A file with a weight below 1 gives a random subset; draws are independent across seeds, files and documents."""
 
 import importlib
 import json
@@ -82,7 +82,7 @@ def test_a_journal_of_an_earlier_version_continues_with_its_draws(
             tool.main(tool.build_parser().parse_args(argv))
     journal = tmp_path / "b.part.json"
     content = json.loads(journal.read_text())
-    del content["state"]["draw"]  # earlier versions did not record the hash that draws documents
+    del content["state"]["draw"]  # earlier versions did not record the hash function used for draws
     journal.write_text(json.dumps(content))
     tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
     offsets = np.cumsum([0, *(len(line.encode()) for line in [*records[:150], "not JSON\n", *records[150:]])])

@@ -1,4 +1,4 @@
-"""Each dropout site has its own random stream, seeded like torch's dropout, and draws once per call."""
+"""Each dropout site has its own random stream, and its masks equal those of torch's dropout with the same seed."""
 
 import copy
 import pickle
@@ -69,7 +69,7 @@ def test_a_compiled_graph_draws_the_same_and_takes_any_stream() -> None:
 
 
 def test_several_draws_in_one_graph_are_several() -> None:
-    """Two masks from one stream in a compiled graph differ by `turn`; torch.compile would merge equal operations."""
+    """In a compiled graph, `turn` distinguishes two draws from one stream: torch.compile merges equal operations."""
     rng, x = _rng(), torch.ones(64, requires_grad=True)
     stream = mpu.Stream(rng, "a")
 

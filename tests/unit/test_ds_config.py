@@ -38,7 +38,7 @@ def test_a_contradiction_prints_the_formula(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stages", ["0", "1"])
 def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: str) -> None:
-    """Flags override ds_config's batch sizes and steps_per_print, with a note for each key that differs.
+    """Below two stages, flags override ds_config's batch sizes and steps_per_print, with a note for each such key.
 
     CPM-Pretrain, too, ignores ds_config's batch sizes in runs without a pipeline.
     """

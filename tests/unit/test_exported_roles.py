@@ -1,4 +1,4 @@
-"""Exported folders have the bos, eos, pad and unk tokens of the imported folder, but no pad that masks an end."""
+"""Export keeps the imported folder's bos, eos, pad and unk tokens; a pad token that it adds is never an end token."""
 
 import json
 import shutil
@@ -33,7 +33,8 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 def folder_of(path: Path, kind: str, about: dict[str, Any], generation: dict[str, Any], **ids: Any) -> Path:
     """Save a model with a byte-level tokenizer and return its folder.
 
-    about: content of tokenizer_config.json. generation, ids: key of generation_config.json or config.json -> token.
+    about: content of tokenizer_config.json. generation: key of generation_config.json -> token. ids: key of
+    config.json -> token.
     """
     path.mkdir()
     train_byte_bpe(TEXT, str(path / "tokenizer.json"), 300, "hf", [*IM, "<s>", "</s>"])
@@ -123,7 +124,7 @@ def same_roles(folder: Path, output: Path) -> None:
 def test_an_exported_chat_model_learns_its_ends(tmp_path: Path) -> None:
     """Labels that transformers makes with an exported chat tokenizer contain the end-of-turn tokens.
 
-    The collator would mask them if the end token were also the pad token.
+    The data collator masks pad tokens, so the end-of-turn token must not be the pad token.
     """
     kind, about, generation, ids = FOLDERS["Qwen3"]
     folder = folder_of(tmp_path / "in", kind, about, generation, **ids)
@@ -186,7 +187,7 @@ def test_the_words_of_qwen2_are_those_of_the_class() -> None:
 
 
 def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
-    """An exported tokenizer gives the same ids, although its source names Qwen2Tokenizer, which splits differently."""
+    """Export keeps the ids of a tokenizer that names the class Qwen2Tokenizer but splits words differently from it."""
     folder = folder_of(tmp_path / "in", "qwen3", {**QWEN, "tokenizer_class": "Qwen2Tokenizer"}, {})
     ours, output = load_tokenizer(str(folder)), tmp_path / "out"
     output.mkdir()
@@ -201,7 +202,7 @@ def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_goes_out_without_one(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model without a tokenizer is exported without one; weights, special ids and generation settings survive."""
+    """A model without a tokenizer is exported without one; weights, special token ids and generation settings stay."""
     from tests.unit.test_hf_configs import nothing, old, write
 
     ids = {"bos_token_id": 3, "eos_token_id": [5, 7], "pad_token_id": 9}

@@ -1,4 +1,4 @@
-"""Exported tokenizers give the same ids in transformers for random texts; those that would not are not exported."""
+"""A tokenizer is exported only if transformers then gives the same ids; tested with random tokenizers and texts."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
 from tests.support import covering
 
 transformers = pytest.importorskip("transformers")
-COUNT = 200  # random tokenizers that --full tests; by default only the first few run
+COUNT = 200  # number of random tokenizers that --full tests; by default, only 24 are tested
 HAN = [chr(c) for c in random.Random(5).sample(range(0x4E00, 0x9FA0), 300)]
 FOREIGN = ("pieces", "t5", "llama")
 OWN = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
@@ -180,7 +180,7 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
     exported(output, ours, path, model_type)
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(output)
-    except Exception as error:  # transformers raises no narrower class
+    except Exception as error:  # transformers raises no more specific class
         assert path.name in str(error) and kind not in ("hf", "gpt2-bpe", "llama"), (kind, error)
         assert load_tokenizer(str(output)).fingerprint == ours.fingerprint
         return

@@ -33,7 +33,7 @@ HALF = gaps(0.5)
 def pieces(ids: list[int]) -> tuple[list[int], list[int], list[int], bool]:
     """Return (prefix, middle, suffix, whether the suffix comes first) of a rearranged document.
 
-    In suffix-first (SPM) order the prefix is empty, and `middle` is the prefix followed by the middle.
+    In suffix-first (SPM) order, the returned prefix is empty, and the returned middle begins with the prefix.
     """
     assert ids[0] == PREFIX and [ids.count(mark) for mark in (PREFIX, MIDDLE, SUFFIX)] == [1, 1, 1]
     suffix, middle = ids.index(SUFFIX), ids.index(MIDDLE)
@@ -52,7 +52,7 @@ def test_the_pieces_are_the_text(length: int, closed: bool, spm: bool, first: fl
         return
     assert found[len(found) - closed :] == end
     prefix, middle, suffix, suffix_first = pieces(found[: len(found) - closed])
-    # In suffix-first order, `middle` includes the prefix.
+    # In suffix-first order, `middle` begins with the prefix of the text.
     assert (middle + suffix if suffix_first and spm else prefix + middle + suffix) == text[: length - 3]
     assert gaps().document(ids, False, spm, (first, second)).tolist() == ids.tolist()
 
@@ -60,14 +60,14 @@ def test_the_pieces_are_the_text(length: int, closed: bool, spm: bool, first: fl
 def test_rates_and_cuts() -> None:
     """Documents are rearranged at the given rates, and cuts fall uniformly between tokens.
 
-    The three special tokens displace 3 of 12 tokens, so a cut has 10 possible positions, 0 to 9.
+    The three special tokens displace 3 of a document's 12 tokens, so a cut has 10 possible positions, 0 to 9.
     """
     window = np.tile(np.append(np.arange(1, 13), EOD), 8)
     found = np.concatenate([gaps(0.6, 0.3).window(window, [13] * 8, [7, n]) for n in range(500)]).reshape(4000, 13)
     rearranged = found[found[:, 0] == PREFIX]
     assert (found[found[:, 0] != PREFIX] == [*range(1, 13), EOD]).all()
     assert abs(len(rearranged) / 4000 - 0.6) < 4 * (0.6 * 0.4 / 4000) ** 0.5
-    # Documents in prefix-first (PSM) order with a non-empty prefix have both cuts after position 0.
+    # `first`: documents in prefix-first (PSM) order, chance 0.7, with both cuts after position 0, chance 0.9 each.
     first = rearranged[rearranged[:, 1] == 1]
     chance = 0.7 * 0.9**2
     assert abs(len(first) / len(rearranged) - chance) < 4 * (chance * (1 - chance) / len(rearranged)) ** 0.5
@@ -106,7 +106,7 @@ def test_marks_must_be_in_the_tokenizer(vocab_file: str) -> None:
 
 
 def test_marks_need_not_be_special(tmp_path: Path) -> None:
-    """Fill-in-the-middle tokens may be ordinary added tokens, like Qwen's."""
+    """Fill-in-the-middle tokens may be added tokens that are not marked special, like Qwen's."""
     marks, path = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"], tmp_path / "tokenizer.json"
     train_byte_bpe(["the quick brown fox"] * 9, str(path), 270, "hf", marks)
     content = json.loads(path.read_text())

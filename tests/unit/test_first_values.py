@@ -1,4 +1,4 @@
-"""Initialisation of layers: right defaults, equal in every layout; users' own parameters keep their values."""
+"""Initial weights: right defaults, the same on any number of ranks; users' own parameters keep their values."""
 
 import math
 from typing import Any
@@ -47,7 +47,7 @@ def test_parts_of_ranks_make_up_the_whole(ranks: int) -> None:
 def test_a_parameter_knows_its_part() -> None:
     """A sharded parameter knows which rows of the full weight it holds.
 
-    With 10 rows in shards of 4, rank 2 has two rows and padding, and rank 3 has only padding.
+    With 10 rows on 4 ranks in shards of 4, rank 2 has two rows and padding, and rank 3 has only padding.
     """
     whole = torch.arange(30.0).view(10, 3)
     for rank, begin, end in ((0, 0, 4), (1, 4, 8), (2, 8, 10), (3, 10, 10)):
@@ -63,7 +63,7 @@ def test_a_parameter_knows_its_part() -> None:
 
 
 def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMAL) -> tuple[Tensor, int]:
-    """Return a rank's shard of a [200, 100] weight, and how many random numbers were drawn for it."""
+    """Return a rank's shard, along `dim`, of a [200, 100] weight, and how many random numbers the rank drew for it."""
     shape = [200, 100]
     full = shape[dim]
     shape[dim] = -(-full // ranks)
@@ -85,7 +85,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMA
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("at_once", [50, 1000, 1700, 10**6])
 def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight does not depend on the number of ranks, and a rank draws at most its shard and one chunk at each end."""
+    """Initial weights are the same on any number of ranks; a rank draws at most its shard and a block at each end."""
     monkeypatch.setattr(parameters, "AT_ONCE", at_once)
     whole, drawn = _filled(0, 1, dim)
     assert drawn == whole.numel()
@@ -121,7 +121,7 @@ def test_what_nobody_declared_is_a_copy_and_keeps_its_values() -> None:
 
 
 class _Mixed(nn.Module):
-    """A module with torch layers, a parameter without a declaration, and a tensor-parallel layer."""
+    """A module with torch layers, a parameter without `mpu.declare`, and a tensor-parallel layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_a_list_in_one_process_computes_ties_and_names_as_a_pipeline_does() -> N
 
 
 def test_what_a_user_draws_after_ours_is_the_same_where_no_weight_is_drawn() -> None:
-    """Random numbers that a model draws after a tensor-parallel layer are the same if initialisation is skipped."""
+    """Random numbers drawn after building a tensor-parallel layer are the same with and without `mpu.skip_init`."""
 
     def buffer() -> Tensor:
         torch.manual_seed(3)

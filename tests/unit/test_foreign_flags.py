@@ -298,7 +298,7 @@ def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"iterations_to_skip": [10, 11]}))
     skips = Skips(parse_ranges(taken(f"--config {path}")[0].train.skip_iterations))
-    # Megatron-LM counts iterations from 0, this project from 1: iteration n begins with sample 4 * (n - 1).
+    # Megatron-LM counts iterations from 0: at 4 samples each, its iterations 10 and 11 begin with samples 40 and 44.
     assert [n for n in range(0, 80, 4) if skips.hold(n // 4 + 1, n, 4)] == [10 * 4, 11 * 4]
     with pytest.raises(ConfigError, match="--skip-iterations"):
         taken("--iterations-to-skip soon")
@@ -315,7 +315,7 @@ def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
     ],
 )
 def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
-    """--no-bias-gelu-fusion selects the exact (erf) GELU, as the conversion of Megatron-LM checkpoints does."""
+    """--no-bias-gelu-fusion selects the exact (erf) GELU, unless another flag sets the activation."""
     config, notes = taken(f"--no-bias-gelu-fusion {more}")
     assert config.model.activation == activation
     taken_for = "translated to --activation gelu (Megatron-LM's fused GELU uses tanh, its unfused one erf)"

@@ -98,7 +98,7 @@ def test_values_of_another_type(family: str, settings: dict[str, Any], sentence:
 
 
 def test_null_is_no_for_the_scale_of_logits() -> None:
-    """A null `scale_decoder_outputs` is read as False.
+    """A null `scale_decoder_outputs` in a T5's config.json is read as False.
 
     Without the key, tied embeddings decide whether logits are scaled, as in transformers.
     """
@@ -166,7 +166,7 @@ def test_tokens_added_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
-    """The leading space of a text depends on tokenizer_config.json, since vocab.json and merges.txt do not say."""
+    """Whether texts get a leading space depends on tokenizer_config.json; vocab.json and merges.txt do not say."""
     transformers = pytest.importorskip("transformers")
     library = tokenizers.Tokenizer.from_file(str(Path(bpe(tmp_path / "json")) / "tokenizer.json"))
     fingerprints = set()
@@ -184,7 +184,7 @@ def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
 
 
 def unigram(folder: Path, scheme: str, special: bool = True) -> str:
-    """Save a T5-style tokenizer.json whose pieces mark spaces by ▁, with sentinels at the end; return the folder."""
+    """Save a T5-style tokenizer.json whose tokens write a space as ▁, with sentinels at the end; return the folder."""
     words = ["▁", "The", "▁The", "river", "▁river", "t", "u", "▁t", "▁u", "<", "/", "s", ">", "a", "▁a"]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((word, -3.0 - i) for i, word in enumerate(words))]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
@@ -371,7 +371,7 @@ def test_megatrons_files_contradict_the_command_or_each_other(tmp_path: Path) ->
 
 
 def test_a_file_a_layer_tells_how_many_there_should_be(tmp_path: Path) -> None:
-    """Checkpoints with one file per layer need --num-layers if files have unusual numbers; a missing file is found."""
+    """Checkpoints with a file per layer need --num-layers if file numbers are unusual; a missing file is reported."""
     body = weights()
     items: dict[int, dict[str, Tensor]] = {
         0: {
@@ -417,7 +417,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
 
 
 def test_sentinels_that_a_folder_says_it_has(tmp_path: Path) -> None:
-    """`extra_ids` of tokenizer_config.json, by default 100, counts the sentinels; spare embedding rows are none."""
+    """`extra_ids` in tokenizer_config.json, by default 100, is the number of sentinels; other spare ids are unused."""
     model = tmp_path / "spiece.model"
     assert (_extra_ids(model, 180), _extra_ids(model, 100), _extra_ids(model, 20)) == (100, 100, 20)
     for said, count in (("20", 20), ("200", 200), ("null", 100)):

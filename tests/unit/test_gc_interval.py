@@ -1,4 +1,4 @@
-"""Garbage is collected when the training loop asks for it, and Python's own settings are restored afterwards."""
+"""`Garbage(n)` collects garbage only after every n-th step and restores Python's own settings at its end."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ class _Ring:
 def test_at_the_interval_and_not_before() -> None:
     with Garbage(3) as garbage:
         gone = weakref.ref(_Ring())
-        for _ in range(2000):  # enough to trigger Python's own collection
+        for _ in range(2000):  # enough to trigger Python's automatic collection, if it were on
             _Ring()
         for iteration, there in ((1, True), (2, True), (3, False)):
             garbage.after_step(None, SampleRange(iteration, 0, 1))

@@ -72,7 +72,7 @@ def test_a_decoder_goes_on_behind_its_last_position(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral", "cpm", "t5"])
 def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> None:
-    """Prompts processed together are continued like each alone, by greedy decoding, sampling and beam search."""
+    """Prompts processed together are continued as if each were alone, by greedy decoding, sampling and beam search."""
     dice = torch.Generator().manual_seed(5)
     prompts = torch.randint(48, (4, 7), generator=dice).tolist()
     single = build(kind, True)
@@ -106,7 +106,7 @@ def test_prompts_of_different_lengths_are_not_read_together() -> None:
 class Elsewhere:
     """A stepper whose model seems to be on a GPU: torch's meta device, with logits that only `cpu` can read.
 
-    Row r prefers token r + s at step s. A tensor on the CPU fails an assertion.
+    At step s, token r + s has the largest logit in row r. Passing in a tensor on the CPU fails an assertion.
     """
 
     def __init__(self, rows: int) -> None:

@@ -59,7 +59,7 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 class _Saver:
-    """A saver that fails while `full` is set."""
+    """A saver that fails while `full` is True, like one whose disk is full."""
 
     pending = busy = False
 
@@ -87,7 +87,7 @@ def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> Non
     )
     with pytest.raises(SaveError, match="iter_6"):  # the third failure in a row; two are allowed
         saver.save(TrainState(6))
-    with pytest.raises(SaveError, match="iter_7"):  # the last chance to save
+    with pytest.raises(SaveError, match="iter_7"):  # must=True: no later save could succeed, so fail at once
         RetryingSaver(inner, 2).save(TrainState(7), must=True)
 
 

@@ -1,4 +1,4 @@
-"""The lm-eval adapter on a bigram model gives the sums of its log probabilities and evaluates a custom task."""
+"""With a bigram model, the lm-eval adapter returns sums of the model's log probabilities and runs a custom task."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def ask(*args: Any) -> Any:
 
 
 def log_probability(text: str, first: int = 1) -> float:
-    """Return the bigram model's log probability of characters `first` and later of `$text`, counted from 0."""
+    """Return the bigram model's log probability of all characters of `"$" + text` from index `first` on."""
     ids = Letters.encode("$" + text)
     logs = TABLE.log_softmax(-1)
     return sum(float(logs[a, b]) for a, b in list(zip(ids, ids[1:], strict=False))[first - 1 :])
@@ -100,7 +100,7 @@ def test_a_task_of_our_own(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     rows = [{"q": q, "a": [a, b], "label": int(log_probability(q + b) > log_probability(q + a))} for q, a, b in
             (("ab", "c", "d"), ("fg", "h", "i"), ("e", "a", "b"), ("hi", "d", "e"))]  # fmt: skip
-    rows[3]["label"] = 1 - int(rows[3]["label"])  # the model answers this question wrongly
+    rows[3]["label"] = 1 - int(rows[3]["label"])  # swap the label, so that the model's answer is wrong
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "letters.yaml").write_text(
         "task: letters\ndataset_path: json\noutput_type: multiple_choice\ntest_split: train\n"

@@ -13,7 +13,7 @@ S, B, N, D = 7, 2, 3, 4
 
 
 class Copied(TorchDispatchMode):
-    """Counts the elements that copy, clone, stack and cat write."""
+    """A dispatch mode that counts the elements which copy_, clone, stack and cat write."""
 
     numbers = 0
 

@@ -1,4 +1,4 @@
-"""Skipped steps and loss jumps are detected, although losses are read from the device only now and then."""
+"""Skipped steps and loss jumps are detected, although losses are read from the device only at intervals."""
 
 import math
 from pathlib import Path

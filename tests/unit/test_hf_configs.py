@@ -1,6 +1,6 @@
-"""GPT-2 and T5 models of transformers keep their logits to 1e-5 on import; unsupported configurations are refused.
+"""Imported GPT-2 and T5 models give transformers' logits to 1e-5; unsupported configurations are refused.
 
-Folders have the keys and tensor names that transformers 5 writes, and those that transformers 4 wrote.
+The tested folders have the keys and tensor names of transformers 5 or of transformers 4.
 """
 
 import itertools
@@ -147,7 +147,7 @@ def right() -> Iterator[Case]:
             yield "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": tied}, edit, "float32"
     for scaled, edit in itertools.product((True, False), (nothing, new_head)):
         yield "t5", {"scale_decoder_outputs": scaled}, edit, "float32"
-    # transformers 4 saved T5 v1.1 with tie_word_embeddings and an untied head, but no scale_decoder_outputs.
+    # transformers 4 saved T5 v1.1 with tie_word_embeddings false and a head of its own, without scale_decoder_outputs.
     four = old(
         tie_word_embeddings=False, scale_decoder_outputs=..., dense_act_fn=..., is_gated_act=..., n_positions=512
     )
@@ -187,9 +187,8 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
     make_config, make_model, small = KINDS[family]
     torch.manual_seed(1)
     model = make_model(make_config(**{**small, **settings}))
-    for (
-        parameter
-    ) in model.parameters():  # default values would hide mistakes: biases of 0, norm weights of 1, small logits
+    # The default values (biases of 0, norm weights of 1, small logits) would hide mistakes.
+    for parameter in model.parameters():
         parameter.data.normal_(0.0 if parameter.dim() > 1 else 0.5, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -203,7 +202,7 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
 
 @torch.no_grad()
 def difference(folder: Path, family: str) -> float:
-    """Return the largest difference between the imported model's logits and transformers', over their range."""
+    """Return the largest difference of an imported model's logits from transformers', divided by their range."""
     theirs = KINDS[family][1].from_pretrained(folder, dtype=torch.float32).eval()
     found = Folder(folder)
     model: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False).eval()

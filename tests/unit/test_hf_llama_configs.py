@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral keep their logits to 1e-5 on import; unsupported configurations are refused."""
+"""Imported Llama, Qwen2, Qwen3 and Mistral give transformers' logits to 1e-5; other configurations are refused."""
 
 import copy
 import itertools
@@ -66,7 +66,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def as_before(key: str) -> Edit:
-    """Return an edit that writes RoPE settings as transformers 4 did, with the scaling type as `key`."""
+    """Return an edit that writes RoPE settings as transformers 4 did, with the scaling type under `key`."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         content = config.pop("rope_parameters")
@@ -79,7 +79,7 @@ def as_before(key: str) -> Edit:
 
 
 def said_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write RoPE settings as transformers 4 and 5 do; given both, transformers reads only `rope_scaling`."""
+    """Write RoPE settings as transformers 5 and 4 do; transformers then reads only the latter, `rope_scaling`."""
     theta = config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["rope_scaling"] = {"type": "linear", "factor": 3.0} | ({} if theta == 10000.0 else {"rope_theta": theta})
 
@@ -413,7 +413,10 @@ def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() ->
 
 
 def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
-    """`rope_parameters` whose theta differs from that beside `rope_scaling` are refused; transformers ignores it."""
+    """`rope_parameters` beside `rope_scaling` are refused if their theta differs from `rope_theta` of config.json.
+
+    transformers ignores such `rope_parameters`.
+    """
     import transformers
 
     both = {

@@ -1,4 +1,4 @@
-"""Damaged or malicious files and environment variables give one sentence that names the cause; nothing hangs."""
+"""Damaged or malicious files and environment variables give an error of one sentence with the cause; nothing hangs."""
 
 import json
 import os
@@ -127,9 +127,9 @@ def test_a_template_without_an_end_is_named(vocab_file: str, monkeypatch: pytest
 
 
 def test_a_regular_expression_without_an_end_is_named_by_a_worker(tmp_path: Path) -> None:
-    """A worker reports the tokenizer.json with a catastrophic regular expression.
+    """A worker's error names the tokenizer.json whose regular expression backtracks catastrophically.
 
-    The panic of the tokenizers library cannot be pickled and sent to the main process.
+    The worker must convert the tokenizers library's panic, which cannot be pickled and sent to the main process.
     """
     path = tmp_path / "tokenizer.json"
     train_byte_bpe(["What is the capital of France? system user assistant. " * 20], str(path), 290, "hf")

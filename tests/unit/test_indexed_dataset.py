@@ -27,7 +27,7 @@ def build(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint1
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
-    """The .bin and .idx of two tiny documents, of two sequences and one, equal Megatron-LM's format byte by byte."""
+    """The .bin and .idx of a document of two sequences and one of a single sequence are in Megatron-LM's format."""
     build(tmp_path / "x", [[[1, 2, 3], [4]], [[5, 65535]]])
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 65535)
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
@@ -78,7 +78,7 @@ def test_any_documents_come_back(drawn: tuple[type, list[list[list[int]]]]) -> N
 
 
 def test_a_writer_goes_on_where_another_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that continues another's file gives the same bytes and checksums, wherever the break falls."""
+    """A writer that resumes another's file at any document gives the bytes and checksums of a single writer."""
     monkeypatch.setattr("data_utils.indexed_writer.BLOCK", 64)
     documents = [np.arange(n * 3 % 17) for n in range(60)]
     with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as whole:
@@ -145,7 +145,7 @@ def test_megatron_core_reads_ours_and_we_read_theirs(tmp_path: Path, dtype: type
 
 
 def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
-    """Offsets of 2.4 billion tokens and 4.8 GB do not overflow 32 bits; the sparse .bin takes no disk space."""
+    """Offsets of 2.4 billion tokens (4.8 GB) do not overflow. The test's .bin is sparse, so it needs no disk space."""
     sizes = np.array([1_200_000_000, 1_200_000_000, 3], np.int32)
     pointers = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)[:-1] * 2])
     with open(tmp_path / "x.bin", "wb") as file:

@@ -1,4 +1,4 @@
-"""The choice between apex's and torch's kernels, with a stand-in for apex that has its names and state."""
+"""The choice between apex's and torch's kernels; a stand-in for apex has the same names and optimizer state."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -50,7 +50,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW with apex's interface: it counts steps per parameter group instead of per parameter."""
+    """A stand-in for apex's FusedAdam: AdamW that counts steps per parameter group instead of per parameter."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ def test_apex_learns_what_torch_learns(flags: str, norm: type[nn.Module], on_gpu
 
 
 def plain_engine(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a stand-in for a DeepSpeed engine without ZeRO, as checkpoints of optimizer state need it."""
+    """Return a stand-in for a DeepSpeed engine without ZeRO, with the attributes that saving optimizer state needs."""
     return SimpleNamespace(optimizer=optimizer, zero_optimization_stage=lambda: 0)
 
 

@@ -81,7 +81,7 @@ MAY_IMPORT = {
         "megatron.training",
         "megatron.utils",
     },
-    # Only CPM-Pretrain's entry scripts import this package. It passes names of the packages below on to them.
+    # Only CPM-Pretrain's entry scripts import megatron.compat, which re-exports names of the packages below.
     "megatron.compat": {
         "megatron.config",
         "megatron.mpu",
@@ -102,7 +102,7 @@ MAY_IMPORT = {
         "megatron.mpu",
         "megatron.ranks",
         "megatron.training",
-    },  # `megatron` offers these packages' names to CPM-Pretrain's scripts
+    },  # `megatron` re-exports names of these packages for CPM-Pretrain's scripts
     # The two tool packages: they may import the whole core, which never imports them.
     "data_utils": {"tds", "megatron", *CORE},
     "megatron_tools": {"tds", "data_utils", "megatron", *CORE},
@@ -124,7 +124,7 @@ OUTSIDE = {
         "matplotlib",
         "pyarrow",
         "ray",
-    },  # optional ones are imported in functions
+    },  # optional packages are imported inside functions
     "megatron.config": set(),
     "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},
@@ -252,7 +252,7 @@ def test_no_circles_inside_a_package() -> None:
 
 
 # File -> private names of third-party libraries that it uses. An upgrade of torch may break these files; an upgrade
-# to another DeepSpeed may break tds/.
+# of DeepSpeed may break any file in tds/.
 PRIVATE = {
     "megatron/_torch.py": {
         "_C",
@@ -272,7 +272,7 @@ PRIVATE = {
         "megatron/mpu/parameters.py": {"ds_shape"},
 }  # fmt: skip
 OF_TORCH = {name for file, names in PRIVATE.items() for name in names if not file.startswith("megatron/mpu/")}
-# Undocumented attributes of DeepSpeed's engines, optimizers, modules and parameters, for tds only.
+# Undocumented attributes of DeepSpeed's engines, optimizers, modules and parameters, which only tds may use.
 OF_DEEPSPEED = {
     "bf16_groups",
     "buffered_allreduce_fallback",
@@ -294,7 +294,7 @@ OF_DEEPSPEED = {
     "StockPipelineEngine",
     "StockPipelineModule",
 }
-# Public names in spite of the underscore: Python's, and an attribute that Megatron-LM's users set on models.
+# Names that are public in spite of the underscore: Python's own, and an attribute that users set on their models.
 PROMISED = {"_asdict", "_replace", "_exit", "_fields", "_megatron_batch_fn"}
 
 
@@ -380,7 +380,7 @@ def test_every_file_says_what_it_holds() -> None:
 
 
 def test_settings_are_passed_not_looked_up() -> None:
-    """Library code calls no get_args() and declares no globals; only megatron/ranks/device.py names `cuda`."""
+    """Library code neither calls get_args() nor uses `global`; only megatron/ranks/device.py names `cuda`."""
     for path, module, tree in sources():
         for node in ast.walk(tree):
             if (

@@ -156,7 +156,7 @@ def documents(length: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("restart", [False, True])
 def test_documents(restart: bool, apart: bool, window: int | None) -> None:
-    """Positions that restart and attention within documents equal Hugging Face's, separately and together."""
+    """Logits equal Hugging Face's if positions restart in each document, if attention stays within it, or both."""
     flags = ("--reset-position-ids " if restart else "") + ("--reset-attention-mask" if apart else "")
     other, ours = pair("Mistral", flags, window=window)
     ids, positions = documents(21)
@@ -182,7 +182,7 @@ def test_document_ids_that_contradict_the_flags() -> None:
 
 
 def test_models_that_are_given_the_same_ids_have_their_own_angles() -> None:
-    """Models that get the same tensor of document ids each use their own rotary angles, as in distillation."""
+    """Models that share one tensor of document ids, as in distillation, each use their own rotary angles."""
     tokens, ids = torch.randint(VOCAB, (2, 60)), torch.ones(2, 60, dtype=torch.int32)
     kinds: list[tuple[dict[str, Any], str]] = [({}, ""), *SCALINGS.values()]
     for sizes in (Sizes(head=16), Sizes(head=8)):
@@ -192,7 +192,7 @@ def test_models_that_are_given_the_same_ids_have_their_own_angles() -> None:
 
 
 def test_a_rank_of_a_context_has_its_own_angles() -> None:
-    """A context-parallel rank uses the rotary angles of its positions, not those cached for the whole sequence."""
+    """A context-parallel rank uses the rotary angles of its own positions, not those cached for the whole sequence."""
     m, ids = parse(flags_of("Llama").split()).model, torch.ones(1, 8, dtype=torch.int32)
     for axis, place in (
         (None, range(8)),

@@ -93,7 +93,7 @@ def square(number: int) -> int:
 
 @FULL
 def test_ray_gives_what_one_machine_gives(tmp_path: Path) -> None:
-    """`ordered_map` on two Ray workers keeps the order, survives a worker's death and re-raises errors of the work."""
+    """`ordered_map` on two Ray workers keeps the order, survives a worker's death and raises the function's errors."""
     pytest.importorskip("ray", reason="needs ray")
     found = []
     with pytest.raises(ValueError, match=SENTENCES["thirty_is_no_number"]):

@@ -32,7 +32,7 @@ def config(*argv: str) -> Config:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Randomise all parameters; initial biases of 0 and norm weights of 1 would hide mistakes."""
+    """Randomise all parameters, since initial biases of 0 and norm weights of 1 would hide mistakes."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
@@ -118,7 +118,7 @@ def test_the_masks_of_the_original_say_where_nobody_may_look(flags: tuple[bool, 
 
 @pytest.mark.parametrize("recompute", [[], ["--checkpoint-activations"]])
 def test_a_mask_in_the_place_of_document_ids(recompute: list[str]) -> None:
-    """GPT2Model accepts a causal mask in place of document ids, without effect, and refuses other masks."""
+    """GPT2Model accepts a causal mask in place of document ids, which changes nothing, and refuses other masks."""
     model = GPT2Model(config(*recompute)).eval()
     tokens = torch.zeros(2, 5, dtype=torch.long)
     mask, _, position_ids = get_ltor_masks_and_position_ids(tokens, EOD, False, False, False)

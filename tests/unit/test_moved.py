@@ -1,4 +1,4 @@
-"""Old import paths of moved modules work for one version, with one warning each."""
+"""Old import paths of moved modules work for one more version, with one warning each."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def test_an_old_path_gives_the_moved_module(old: str) -> None:
 
 
 def test_an_old_command_runs() -> None:
-    """`python -m` runs a command at its old path."""
+    """`python -m` still runs a command at its old path, with one warning."""
     command = [sys.executable, "-m", "megatron.commands.plan", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--cluster" in done.stdout

@@ -1,4 +1,4 @@
-"""Offloaded activations, tested on a CPU: copies within CPU memory, delayed like asynchronous ones."""
+"""Offloading of activations, tested on a CPU: a stand-in delays the copies like asynchronous copies of a GPU."""
 
 from collections.abc import Callable, Iterator
 
@@ -46,7 +46,7 @@ class LateStream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A log of transfers, "down 96" or "up 96" with their bytes, to which tests add layers' backward passes."""
+    """A log of transfers: "down 96" (96 bytes to the CPU) or "up 96" (back). Tests may append entries of their own."""
     told: list[str] = []
     late = CopyStreams.__new__(CopyStreams)
     late.down, late.up, late.last = LateStream("down", told), LateStream("up", told), None  # type: ignore[assignment]
@@ -62,7 +62,7 @@ def test_activations_come_back_as_they_were(model: str, log: list[str]) -> None:
     for more in ("", "--offload-activations"):
         settings = parse(f"{MODELS[model]} {more}".split())
         net = (T5Model if settings.is_t5 else GPT2Model)(settings).train()
-        tokens = torch.arange(40).view(5, 8)  # 5 x 8, so that no activation is as large as a weight
+        tokens = torch.arange(40).view(5, 8)  # 5 x 8: no activation has the size of a weight
         loss = net(*([tokens, tokens] if settings.is_t5 else [tokens]), labels=tokens.flip(1)).sum()
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in net.parameters())])

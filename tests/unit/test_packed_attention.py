@@ -1,4 +1,4 @@
-"""Attention over packed documents, with a stand-in for the variable-length attention kernel of torch on GPUs."""
+"""Attention over packed documents; a stand-in replaces torch's GPU kernel for variable-length attention."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Plans agree with built models and published runs: parameters, memory, batch sizes, speed; the search of layouts."""
+"""The planner's parameters, memory and speed agree with built models and published runs, and its layouts are legal."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def test_parameters_are_those_that_were_published() -> None:
     assert parameters(_config("llama_8b", 128256)) == 8_030_261_248  # Llama 3 8B, as published by Meta
     assert parameters(_config("gpt2_small")) == 124_439_808  # GPT-2 small, as published by OpenAI
     billions = [published.compare(row).parameters / 1e9 for row in published.ROWS[:10:3]]
-    # Narayanan et al. count the parameters of their Table 1 in the same way.
+    # These are the parameter counts in Table 1 of Narayanan et al.
     assert [round(b, 1) for b in billions] == [1.7, 18.4, 145.6, 1008.0]
 
 
@@ -61,13 +61,14 @@ def test_model_parallel_ranks_hold_their_share() -> None:
     one = parse(TINY.split())
     four = parse([*TINY.split(), "--model-parallel-size", "4"])
     h, layers = 64, 4
+    # Parameters of which every rank holds a copy:
     copies = layers * (2 * 2 * h + 2 * h) + 2 * h + 32 * h  # norms, row-parallel biases, final norm, positions
     split = sum(p for p in (count_layers(layers_of(one), one).held - 512 * h - copies,))
     assert count_layers(layers_of(four), four).held == split // 4 + copies + 512 * h // 4
 
 
 def test_stages_hold_every_layer_once() -> None:
-    """Each layer is on one stage, even if 30 layers are not divisible by four stages of two chunks."""
+    """Each layer is on exactly one stage, although 30 layers are not divisible by four stages of two chunks."""
     flags = "--pipe-parallel-size 4 --pipeline-schedule interleaved --virtual-pipeline-size 2 --gas 8 --num-layers 30"
     config = parse([*TINY.split(), *flags.split()])
     stages = stages_of(config)
@@ -124,7 +125,7 @@ def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int)
     ],
 )
 def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
-    """Predicted bytes of activations are those of the storages that autograd saves, without weights, to 3%."""
+    """The predicted bytes of activations equal, within 3%, the storages that autograd saves, weights excluded."""
     config = parse([*TINY.split(), "--batch-size", "2", "--cpu-matmul", "torch", *flags.split()])
     model = GPT2Model(config).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -163,7 +164,7 @@ def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
     best = search(Wanted(config, cluster, 8, 64))[0]
     assert best.cost is not None and 0 < best.cost.mfu < 1
     speeds = [each.cost.tokens_per_second for each in search(Wanted(config, cluster, 8, 64)) if each.cost is not None]
-    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # sorted by speed as a number
+    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # sorted by speed, rounded to 3 digits
     with pytest.raises(ValueError, match=SENTENCES["do_not_fit_on_8_devices"]):
         search(Wanted(config, replace(cluster, memory=1e-6), 8, 64))
     with pytest.raises(ValueError, match="is not --micro-batch-size 3"):
@@ -193,7 +194,7 @@ def test_published_runs_are_predicted() -> None:
 
 
 def test_written_settings_are_those_that_were_planned() -> None:
-    """The planner's settings file keeps `tie_embeddings`, since pretrain_llama.py unties them by default."""
+    """The planner's settings file states tied embeddings, since pretrain_llama.py does not tie them by default."""
     import json
 
     from megatron.config.command_line import parse
@@ -245,7 +246,7 @@ def test_virtual_stages_that_are_given_bring_their_schedule(capsys: pytest.Captu
         )
     )
     printed = capsys.readouterr().out
-    # The expected number is 4 layers of 12 h^2 + 13 h, token and position embeddings, and the final norm.
+    # With h = 64: 4 layers of 12 h^2 + 13 h parameters, token and position embeddings, and the final norm.
     assert printed.startswith(f"{4 * (12 * 64**2 + 13 * 64) + 4000 * 64 + 64 * 64 + 2 * 64:,} parameters")
     assert {tuple(row.split("|")[4:6]) for row in printed.splitlines()[3:]} == {(" 2  ", " 2  ")}
 

@@ -25,7 +25,7 @@ FLAGS = (
 
 
 def _seen(documents: list[int], inside: list[int]) -> list[list[bool]]:
-    """Return a mask [s][s], query by key: a token attends to its document's past, and prefix tokens to each other."""
+    """Return mask[query][key]: a token attends to its document up to itself; `inside` tokens also to each other."""
     places = range(len(documents))
     return [
         [documents[q] == documents[k] and (k <= q or bool(inside[q] and inside[k])) for k in places] for q in places
@@ -44,7 +44,7 @@ def test_who_sees_whom_and_what_counts() -> None:
     assert mask is not None and mask[0, 0].tolist() == _seen([0] * 9, inside)
     plain = document_mask(torch.tensor([documents]) + 1, causal=True)
     assert plain is not None and plain[0, 0].tolist() == _seen(documents, [0] * 9)
-    for shortcut in (pieces_of, borders):  # these work only for causal documents
+    for shortcut in (pieces_of, borders):  # these need purely causal attention
         assert shortcut(Documents(ids, None, True)) is None
 
 
@@ -70,7 +70,7 @@ def _model() -> tuple[GPT2Model, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_prompt_is_read_both_ways(cached: bool) -> None:
-    """Tokens of a prompt attend in both directions, even after its beginning has left the context window."""
+    """Tokens of a prompt attend in both directions, even after the prompt's beginning has left the context window."""
     model, weights = _model()
     prompt = [3, 14, 15, 9, 26, 5, 35]
     stepper = GPT2Stepper(model, prompt, 12, cached, prefix=True)

@@ -40,7 +40,7 @@ def test_a_file_of_ones_own_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_where_pip_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Presets are found where pip's record says, even outside of site-packages, as with pip install --target."""
+    """Presets are found at the paths in pip's record, even outside site-packages, as after pip install --target."""
     there = tmp_path / "share/megatron-tds/configs/clusters"
     there.mkdir(parents=True)
     (there / "mine.json").write_text((ROOT / "configs/clusters/a100.json").read_text())

@@ -30,7 +30,7 @@ def names() -> list[str]:
 
 
 def test_public_names_are_those_of_the_list() -> None:
-    """Public names equal the list. CONTRIBUTING.md describes how to remove one."""
+    """The public names are those in public_names.txt. CONTRIBUTING.md describes how to remove one."""
     assert names() == LIST.read_text(encoding="utf-8").split()
 
 

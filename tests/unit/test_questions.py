@@ -1,4 +1,4 @@
-"""Prompts are tokenized like transformers' prompts and conversations, and like fill-in-the-middle training data."""
+"""Prompts and conversations get transformers' ids; fill-in-the-middle prompts get the ids of training data."""
 
 import json
 from argparse import Namespace
@@ -69,7 +69,7 @@ def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tok
         assert not set(plain.tokens) & set(tokenizer.specials.values()) and tokenizer.decode(plain.tokens) == text
 
 
-# A chat template in which a role has its own start-of-turn token.
+# A chat template in which each role has its own start-of-turn token.
 ROLE_MARKS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ '<think>' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% "
     "endfor %}"
@@ -105,7 +105,7 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["llama2", "llama3", "qwen"])
 def test_names_in_tokenizers_of_their_models(style: str, tmp_path: Path) -> None:
-    """Special tokens named in a prompt give transformers' ids, with its start token and spaces."""
+    """A prompt that contains names of special tokens gets transformers' ids, including the start token and spaces."""
     transformers = pytest.importorskip("transformers")
     made, named = tokenizer_of(style)
     made.save(str(tmp_path / "tokenizer.json"))
@@ -168,7 +168,7 @@ def test_the_template_of_the_training_comes_first(
 def test_a_corpus_from_before_there_were_dates(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model trained on a corpus without a chat date is prompted without a date; merging and exporting note it."""
+    """A model is prompted with its training corpus's chat date, if it has one; merging and export print a note."""
     pytest.importorskip("jinja2")
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}" + CHATML
     old = tmp_path / "old_sft"
@@ -185,7 +185,7 @@ def test_a_corpus_from_before_there_were_dates(
         assert chat.end == tokenizer.marks[END]
         (note,) = chat.notes
         assert ("trained without one" if date is None else "trained with 2024-07-26") in note
-    assert template_from(source, tokenizer, str(folder)).date is not None  # a tokenizer's template, without a corpus
+    assert template_from(source, tokenizer, str(folder)).date is not None  # the default date is now
     for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
         corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, **more}))
@@ -196,7 +196,7 @@ def test_a_corpus_from_before_there_were_dates(
 
 @pytest.mark.parametrize("spm", [False, True])
 def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, spm: bool) -> None:
-    """A fill-in-the-middle prompt followed by the middle and the end token is a document as in training."""
+    """A fill-in-the-middle prompt followed by the middle and the end token has the ids of a training document."""
     prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
     text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
     gaps = FillInTheMiddle(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
@@ -211,7 +211,7 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
 
 
 def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
-    """Fill-in-the-middle and chat tokens need not be marked special, and text between them cannot produce them."""
+    """Fill-in-the-middle and chat tokens need not be marked special, and a user's text cannot produce them."""
     theirs_of = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
     content = json.loads((folder / "tokenizer.json").read_text())
     for token in content["added_tokens"]:

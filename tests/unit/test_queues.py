@@ -66,7 +66,7 @@ def test_the_two_boundaries_of_a_stage_have_different_parities(stages: int) -> N
 
 
 def one_group(border: int, stages: int, right: bool) -> Hashable:
-    """Return the message queue of a stage boundary: one per direction, as with one process group per direction."""
+    """Return the key of a message's queue: all boundaries share one queue, or process group, per direction."""
     return right
 
 
@@ -103,7 +103,7 @@ def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "evaluation" not in name])
 def test_groups_by_boundary_parity_cost_no_time(name: str) -> None:
-    """Two groups per direction, by boundary parity, cost no time compared with one queue per boundary."""
+    """Two process groups per direction, for even and odd stage boundaries, are as fast as one queue per boundary."""
     for stages, micros in ((2, 8), (3, 8), (4, 12), (8, 32)):
         plan = plan_of(name, stages, micros)
         apart = finish(plan, Rules(queue=lambda border, stages, right: (border, right)))

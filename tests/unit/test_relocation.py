@@ -36,8 +36,8 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     ]
     assert kept_tokenizer(home, str(source)) == str(home / "tokenizer")
     assert kept_tokenizer(home, str(source / "vocab.json")) == str(home / "tokenizer" / "vocab.json")
-    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # a file in its own destination is accepted
-    for name in ("own.model", "other.model"):  # single files, each of which replaces the tokenizer
+    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # copying a file onto itself works
+    for name in ("own.model", "other.model"):  # each single file replaces the previous tokenizer
         (source / name).write_text(name)
         keep_tokenizer(str(source / name), home)
     assert kept_tokenizer(home, "/was/there/other.model") == str(home / "tokenizer" / "other.model")

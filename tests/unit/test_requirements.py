@@ -73,7 +73,7 @@ esac
 
 
 def set_up(folder: Path, torch: str = "", served: str = "torch==2.13.0", **env: str) -> tuple[int, str, str]:
-    """Run setup.sh with `torch` installed in .venv; return the exit code, the output and pip's arguments.
+    """Run setup.sh with this version of torch installed in .venv; return the exit code, the output and pip's arguments.
 
     served: the version of torch that the stand-in for pip can install.
     """

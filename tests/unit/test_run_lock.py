@@ -158,9 +158,9 @@ def test_a_run_in_a_container_keeps_its_directory(
 def test_a_lock_from_before_a_restart_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool, has_lock: bool
 ) -> None:
-    """A lock file of an earlier boot is taken over only if it had an advisory lock on a local file system.
+    """A lock file from before a reboot is taken over only if its run held an advisory lock on a local file system.
 
-    The advisory lock is free, which proves that its holder has ended, but only where every process sees it.
+    A free advisory lock proves that the run has ended, but only on a local file system, where all processes see it.
     """
     monkeypatch.setattr(run_lock.advisory, "is_local", lambda path: local)
     held_by(tmp_path, table="another-boot pid:[4026531836]", pid=os.getpid(), advisory=has_lock)
@@ -220,7 +220,7 @@ def test_a_forked_worker_does_not_keep_the_advisory_lock(tmp_path: Path) -> None
     assert lock._handle is not None
     run_lock.advisory.drop(lock._handle)
     lock._handle = None
-    deadline = time.monotonic() + 10  # the worker closes its copy of the file once it gets CPU time
+    deadline = time.monotonic() + 10  # the worker closes its copy of the lock file when it first runs
     while run_lock.advisory.is_held(lock.path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert run_lock.advisory.is_held(lock.path) is False
@@ -268,7 +268,7 @@ def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run is refused if another run takes over a stale lock after this run's check and before its removal."""
+    """A run that finds a stale lock is refused if another run takes the lock over before the first run removes it."""
     held_by(tmp_path, pid=2**22 - 1, started="1")
     honest = RunLock._remove
 
@@ -344,9 +344,8 @@ def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
     refuse_other_checkpoints(first, run, 0)  # a run directory without config.json is new
     (run / "config.json").write_text(json.dumps(first.to_dict()))
     refuse_other_checkpoints(first, run, 0)
-    refuse_other_checkpoints(
-        parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4
-    )  # it resumes from there
+    # Another --save is accepted, since the run resumes from the checkpoints there by --load.
+    refuse_other_checkpoints(parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4)
     with pytest.raises(ValueError, match="iter_0000004.*--save"):
         refuse_other_checkpoints(parse([]), run, 0)
 

@@ -35,7 +35,7 @@ def indexed(tmp_path: Path) -> IndexedDataset:
 
 
 def test_an_epoch_is_the_documents_once(indexed: IndexedDataset) -> None:
-    """An epoch's samples are the windows of all documents, concatenated once in shuffled order."""
+    """An epoch's samples are windows of one sequence, in which each document appears once, in shuffled order."""
     dataset = GPT2Dataset(indexed, range(10, 90), seq_length=16, seed=1, part="train")
     for number in (0, 1, 5):
         epoch = dataset.order.epoch(number)
@@ -145,9 +145,10 @@ def orders_of(prefix: str) -> list[str]:
 def test_a_large_epoch_is_a_file_that_all_map(
     indexed: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sample order of a large epoch is stored in a file beside the data that all processes map.
+    """The sample order of a large epoch is stored beside the data, in a file that all processes map.
 
-    It is stored in the temporary folder if the data folder is read-only, else in memory.
+    If the data folder is read-only, the file is in the temporary folder; if that is unusable, too, each process keeps
+    the order in memory.
     """
 
     def dataset() -> GPT2Dataset:
@@ -230,7 +231,7 @@ def test_one_process_makes_the_file(indexed: IndexedDataset, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mapped order of 3 million documents takes less than 20 MB of a process's memory and pickles to 5 kB."""
+    """The mapped order of 3 million documents takes below 20 MB of a process's memory; the dataset pickles to 5 kB."""
     documents = 3_000_000
     sizes = np.full(documents, 3, np.int32)
     with IndexedDatasetBuilder(tmp_path / "x", np.uint8) as builder:
@@ -306,7 +307,7 @@ def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tupl
 
 
 def test_no_signal_reaches_the_processes_that_read() -> None:
-    """Signals stay blocked while data-loader workers start, although Python's resource tracker unblocks them."""
+    """Signals stay blocked while data-loader workers start, although Python's resource tracker unblocks signals."""
     code = (
         "import multiprocessing, signal\n"
         "from megatron.data.workers import block_signals\n"

@@ -43,10 +43,10 @@ def plan_of(settings: dict[str, object], stages: int, micros: int, chunks: int =
 def run_like_nccl(plan: list[list[Instruction]]) -> None:
     """Run all stages with the message order of gloo and NCCL; fail on a deadlock or a wrong message.
 
-    Messages over a stage boundary have no tags: a receive takes the oldest one, which must be the one it needs.
+    Messages over a stage boundary have no tags: a receive takes the oldest message, which must be the expected one.
     """
     stages, todo = len(plan), [list(stage) for stage in plan]
-    wires: dict[tuple[str, int], list[int]] = {}  # (direction, virtual stage before the boundary) -> micro-batches
+    wires: dict[tuple[str, int], list[int]] = {}  # (direction, virtual stage before the boundary) -> micro-batches sent
     while any(todo):
         moved = False
         for stage, rest in enumerate(todo):
@@ -120,8 +120,8 @@ def test_the_bubble_is_the_textbook_one(settings: dict[str, object], stages: int
 def test_the_smaller_bubbles_are_the_textbook_ones(stages: int) -> None:
     """The idle times of interleaving and ZB-H1 are those of their papers.
 
-    Interleaved: 1F1B's divided by the number of chunks (Narayanan et al. 2021). ZB-H1: (p - 1)(F + B - W), for p
-    stages and the times of a forward pass, of input gradients and of weight gradients (Qi et al. 2023).
+    Interleaved: 1F1B's idle time / chunks per stage (Narayanan et al. 2021). ZB-H1: (p - 1)(F + B - W), for p
+    stages and the times F of a forward pass, B of input gradients and W of weight gradients (Qi et al. 2023).
     """
 
     def idle(settings: dict[str, object], chunks: int = 1) -> float:

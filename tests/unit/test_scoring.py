@@ -35,7 +35,7 @@ def table(tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stride", [1, 3, 6])
 def test_nats_against_a_bigram_table(stride: int) -> None:
-    """The score of each token under a bigram model is the table's log probability for any stride of the windows."""
+    """For any stride of the windows, a token's score under a bigram model is the log probability in its table."""
     ids = torch.randint(11, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     probabilities = table(torch.arange(11)).softmax(-1)
     expected = [-math.log(probabilities[a, b]) for a, b in zip(ids, ids[1:], strict=False)]

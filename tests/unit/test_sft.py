@@ -81,7 +81,7 @@ def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
     assert ended == [*expected["input_ids"][:-1], tokenizer.eod]
     assert counts == [*expected["assistant_masks"][:-1], 1]
     asked, counts = ChatEncoder(tokenizer, True).encode(ChatML().pieces(messages_of({"messages": CHAT[:4]})))
-    assert asked[-1] != tokenizer.eod and not counts[-1]  # the conversation ends with a question, unanswered
+    assert asked[-1] != tokenizer.eod and not counts[-1]  # the last question is unanswered
 
 
 def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
@@ -264,7 +264,7 @@ def test_windows_hold_records_whole_and_learn_what_counts(tmp_path: Path) -> Non
     for d in range(50):
         size = int(dice.integers(1, 20))
         records.append((list(range(20 * d, 20 * d + size)), dice.integers(0, 2, size).tolist()))
-    records[7] = (list(range(140, 160)), [0] * 16 + [1] * 4)  # no target is left once it is cut to 13 tokens
+    records[7] = (list(range(140, 160)), [0] * 16 + [1] * 4)  # no target is left once the record is cut to 13 tokens
     records[8] = (list(range(160, 180)), [0] * 5 + [1] * 15)
     dataset = SftDataset(Records(_corpus(tmp_path / "a", records), 1000), range(50), 12, 999, seed=3, part="train")
     kept = {d for d, (_, flags) in enumerate(records) if sum(flags[1:13])}
@@ -416,7 +416,7 @@ def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets
 def test_a_template_that_ignores_add_generation_prompt_is_noted(
     hf_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asks: str, noted: bool
 ) -> None:
-    """A note names a template that ignores add_generation_prompt; the model then learns the assistant header, too."""
+    """A note names a template that ignores add_generation_prompt: training on it also teaches the assistant header."""
     pytest.importorskip("jinja2")
     source = CHATML[: CHATML.index("{% if add_generation_prompt %}")] + asks
     (tmp_path / "t.jinja").write_text(source)

@@ -17,7 +17,7 @@ def _public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
 
 
 def without_shapes(text: str) -> list[str]:
-    """Return the public functions with Tensor arguments or results whose docstrings lack "[" and "scalar"."""
+    """Return the public functions with Tensor arguments or results whose docstrings have neither "[" nor "scalar"."""
     found = []
     for node in _public(ast.parse(text).body):
         every = [*(a.annotation for a in (*node.args.args, *node.args.kwonlyargs)), node.returns]

@@ -12,7 +12,7 @@ from tds.split_backward import backward_input
 class Odd(nn.Module):
     """A module with hard cases for a split backward pass.
 
-    Weights are used twice, squared, or not at all; parameters and one output do not depend on the input.
+    Some weights are used twice, squared, or not at all; one output does not depend on the input.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def test_two_halves_make_a_whole(make: Callable[[], nn.Module], shape: tuple[int
 
 
 def test_the_second_half_does_not_compute_the_first_again() -> None:
-    """Computing weight gradients does not repeat the gradients of hidden states."""
+    """The second half, for weight gradients, does not compute the gradients of hidden states again."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4, requires_grad=True)
     seen: list[str] = []
     hidden = model[1](model[0](x))

@@ -17,7 +17,7 @@ FULL_DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Failing(io.StringIO):
-    """A text stream whose writes raise `error` while it is set."""
+    """A text stream whose writes raise `error`, unless it is None."""
 
     error: Exception | None = FULL_DISK
 
@@ -77,7 +77,7 @@ def test_the_result_of_a_tool_names_the_stream_that_it_cannot_go_to() -> None:
 
 
 def test_closed_streams_are_not_taken_by_files(tmp_path: Path) -> None:
-    """No file gets the descriptor of a closed stdout or stderr; C++ code would write its messages into the file."""
+    """No file gets the descriptor of a closed stdout or stderr, since C++ code would write messages into that file."""
     code = (
         "from megatron.streams import guarded\nwith guarded('', 'stdout', 'stderr'): open('file', 'w').close(); "
         "print(open('file').fileno())"

@@ -22,7 +22,7 @@ SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 
 
 def test_what_follows_an_end_of_document_does_not_count() -> None:
-    """T5's loss with --eod-mask-loss ignores the token after an end-of-document token, but not this token itself."""
+    """T5's loss with --eod-mask-loss counts an end-of-document token, but not the token after it."""
     eod, pad, first, second = 3, 48, 47, 46
     config = parse(f"{SMALL} --vocab-size 50 --enc-seq-length 8 --seq-length 8 --eod-mask-loss".split())
     labels = torch.tensor([[first, 10, 11, eod, 12, second, eod]])
@@ -56,7 +56,7 @@ class _Letters(Tokenizer):
 
 
 class _Writes:
-    """A stand-in for a generating model: it prefers the tokens `ids` one after another, then always `z`."""
+    """A stand-in for a generating model: its largest logit is that of each of `ids` in turn, then always of `z`."""
 
     def __init__(self, ids: list[int], vocab: int) -> None:
         self.ids, self.vocab, self.at = ids, vocab, 0

@@ -20,7 +20,7 @@ CPM = Specials(EOD, TEXT, tuple(range(TEXT + 1, TEXT + COUNT + 1)))
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The prefix of a corpus with documents of 2 to 400 tokens, each ended by EOD."""
+    """Path prefix of a corpus with documents of 2 to 400 tokens, each ended by EOD."""
     path = str(tmp_path_factory.mktemp("t5") / "corpus")
     rng = np.random.default_rng(2)
     with IndexedDatasetBuilder(path, np.uint16) as builder:
@@ -128,7 +128,7 @@ def test_lengths_fit(encoder: int, decoder: int | None, ends: bool) -> None:
     assert decoder is None or plan.decoder <= decoder
     assert plan.tokens - plan.noise + plan.spans + ends == plan.encoder
     if decoder is None:
-        assert plan.encoder >= encoder - 1  # one more token of text might be masked instead of filling the encoder
+        assert plan.encoder >= encoder - 1  # one position may stay free, as a longer text may need more masking
 
 
 def test_too_few_sentinels_are_refused_with_the_knobs() -> None:
@@ -161,7 +161,7 @@ def test_spans_are_as_long_as_asked_and_anywhere(prefix: str) -> None:
 
 
 def test_compositions_are_even() -> None:
-    """`compose` is uniform: each of the 6 ways to write 5 as an ordered sum of 3 positive integers is as frequent."""
+    """`compose` is uniform: the 6 ways to write 5 as an ordered sum of 3 positive integers are equally likely."""
     rng = np.random.default_rng(0)
     seen: dict[tuple[int, ...], int] = {}
     for _ in range(6000):
@@ -191,7 +191,7 @@ def test_borders_of_any_density_fit(every: int, length: int, density: float) -> 
 
 
 def lines(folder: Path, mean: int) -> str:
-    """Write a corpus of documents with about `mean` tokens and five of 100 to 300; return its prefix."""
+    """Write a corpus of documents with about `mean` tokens, and five of 100 to 300 tokens; return its path prefix."""
     rng = np.random.default_rng(mean)
     with IndexedDatasetBuilder(folder / f"lines{mean}", np.uint16) as builder:
         for size in [*rng.poisson(mean - 2, 60_000 // mean) + 1, *rng.integers(100, 300, 5)]:
@@ -203,7 +203,10 @@ def lines(folder: Path, mean: int) -> str:
 @pytest.mark.parametrize("decoder", [None, 60])
 @pytest.mark.parametrize("mean", [3, 8, 14, 40])
 def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decoder: int | None) -> None:
-    """An epoch of short documents has 99.8% of the tokens; 15% are masked, or more if there are more document ends."""
+    """An epoch of short documents has 99.8% of the corpus's tokens.
+
+    15% of them are masked, or all document ends if these are more than 15%.
+    """
     path = lines(tmp_path, mean)
     (data, _, _), notes = build_train_valid_test_datasets(
         path, "1", Objective(convention="cpm"), 256, decoder, CPM, 1, TEXT
@@ -231,7 +234,7 @@ def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decod
 
 
 def test_ordinary_documents_have_the_plan_of_t5(prefix: str) -> None:
-    """The span plan of documents of ordinary length is T5's, so that older runs resume with the same samples."""
+    """Documents of ordinary length get T5's numbers of tokens and spans, so older runs resume with the same samples."""
     assert dataset(prefix, "cpm", encoder=512).plan == plan_spans(512, None, 0.15, 3.0, COUNT, False)
 
 
@@ -260,7 +263,7 @@ def test_damaged_corpora_are_refused(prefix: str, tmp_path: Path) -> None:
 
 
 def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
-    """Write the first documents as CPM's three files of pre-masked text; return their common prefix."""
+    """Write the first `limit` documents as CPM's three files of pre-masked text; return their common path prefix."""
     source, path = IndexedDataset(prefix), str(folder / "triple")
     ends = source.document_ends()
     builders = [IndexedDatasetBuilder(f"{path}_{name}", np.int32) for name in cpm_masking.PARTS]
@@ -276,7 +279,7 @@ def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
 def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path) -> None:
     """CPM's triple of files (context, target, target_offset) reproduces each document, and its end is masked.
 
-    Sentinel j has id vocabulary size + j; target_offset has the offset and the length of each span.
+    Sentinel j has id vocabulary size + j; target_offset has each span's offset in target and its length.
     """
     path, source = write_triple(prefix, tmp_path), IndexedDataset(prefix)
     parts = [IndexedDataset(f"{path}_{name}") for name in ("context", "target", "target_offset")]
@@ -297,7 +300,7 @@ def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path
 
 @pytest.mark.parametrize("decoder", [20, 60])
 def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int) -> None:
-    """Samples from CPM's triples have renumbered sentinels, a closing sentinel, and padding for partial spans."""
+    """Samples of CPM's triples have renumbered sentinels, a closing sentinel, and padding where a span does not fit."""
     path = write_triple(prefix, tmp_path)
     (data, _, _), notes = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
     assert data is not None

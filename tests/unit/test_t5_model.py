@@ -36,7 +36,7 @@ def hugging_face(activation: str, tied: bool, scaled: bool) -> Any:
 
 
 def copy_weights(theirs: Any, ours: T5Model, gated: bool) -> None:
-    """Copy Hugging Face's weights into `ours`, which has q, k, v adjacent per head, gate and value per feature."""
+    """Copy Hugging Face's weights into `ours`, where q, k, v alternate per head, and gate and value per feature."""
     w: dict[str, Tensor] = theirs.state_dict()
     heads, width = 4, 6
 
@@ -139,7 +139,7 @@ def test_unscaled_attention_starts_with_smaller_queries() -> None:
 
 
 def test_integers_that_cross_a_border_take_less_than_20_kilobytes() -> None:
-    """Integer tensors sent over a stage boundary take below 20 kB at CPM-2's sizes; CPM-Pretrain's masks: 12.1 MB."""
+    """Integers sent over a stage boundary take below 20 kB at CPM-2's sizes; CPM-Pretrain's masks take 12.1 MB."""
     flags = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 1024"
     model = T5Model(parse(flags.split()))
     documents = torch.ones(4, 1024).short(), torch.ones(4, 384).short()

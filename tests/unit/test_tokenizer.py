@@ -106,7 +106,7 @@ def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> Non
 
 
 def test_ids_do_not_depend_on_what_is_installed(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """jieba segments words even if rjieba is installed; "+rjieba" requests it and changes fingerprint and name."""
+    """jieba segments words even if rjieba is installed; "+rjieba" selects rjieba and changes name and fingerprint."""
     path = tmp_path / "vocab.txt"
     path.write_text("<unk>\n<eod>\n你\n", encoding="utf-8")
     plain, fast = load_tokenizer(str(path)), load_tokenizer(str(path), "cpm-vocab+rjieba")

@@ -29,7 +29,7 @@ def about(stage: int, stages: int = 2, micros: int = 4) -> dict[str, object]:
 
 
 def test_the_distance_of_two_clocks_lies_within_its_bound() -> None:
-    """The clock offset that `narrow` estimates from the times of collectives is as exact as its error bound says."""
+    """The clock offset that `narrow` estimates from the times of collectives lies within its error bound."""
     dice = random.Random(1)
     for apart in (0, 5_000, -3_000_000, 10**12):
         zeros, mine = [], []

@@ -1,4 +1,4 @@
-"""The FLOPs counted for each layer equal torch's count, and stages are partitioned by them."""
+"""The FLOPs counted for the layers equal torch's count, and layers are partitioned into stages by them."""
 
 from itertools import pairwise
 from typing import Any
@@ -58,7 +58,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> t
     ],
 )
 def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work counted for the layers is half of the FLOPs that torch's FlopCounterMode counts.
+    """The layers' work, in multiply-adds, is half of the FLOPs that torch's FlopCounterMode counts.
 
     Attention is replaced by matmuls, since torch does not count its fused CPU kernel.
     """
@@ -80,7 +80,7 @@ def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.Mo
     ],
 )
 def test_operations_of_a_step(flags: str) -> None:
-    """`flops_per_token` of a step is 6 FLOPs for each multiply-add of the layers' forward passes."""
+    """For a training step, `flops_per_token` counts 6 FLOPs for each multiply-add of the forward pass."""
     config = parse(flags.split())
     model, _, layers = _model(flags)
     few = sum(p.numel() for p in model.parameters() if p.dim() == 1)
@@ -97,7 +97,7 @@ LARGE = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-lengt
 
 
 def test_logits_count() -> None:
-    """Partitioning counts the matmul of the logits, as costly as two layers at 1.3 billion parameters.
+    """Partitioning into stages counts the matmul of the logits, which costs as much as two layers of this 1.3B model.
 
     The last stage therefore has fewer layers.
     """
@@ -114,7 +114,7 @@ def test_logits_count() -> None:
 def test_every_number_of_stages(flags: str, stages: int) -> None:
     """Partitioning into any number of stages gives each stage a layer.
 
-    Layers without work, such as a position table, end no stage if there are enough others.
+    No stage ends with a layer without matmuls, such as a position table, if enough layers have matmuls.
     """
     layers = _model(flags)[2]
     if stages > len(layers):

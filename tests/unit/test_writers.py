@@ -122,7 +122,7 @@ def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("flags", [["--wandb"], ["--mlflow"], ["--tensorboard"]])
 def test_the_real_packages_offline(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two parts of a run are logged offline by the real wandb, mlflow and TensorBoard, if installed."""
+    """A run and its resumption are logged offline by the real wandb, mlflow and TensorBoard, if installed."""
     pytest.importorskip(flags[0][2:])
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
