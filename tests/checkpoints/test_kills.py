@@ -108,7 +108,7 @@ def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
         time.sleep(0.3)
         done = all(p.exitcode == 0 for p in ranks)
         for process in ranks:
-            process.kill()  # a launcher, too, kills all ranks if one dies
+            process.kill()  # as a launcher does with the other ranks if one dies
             process.join()
         errors = [path.read_text() for path in Path(folder).glob("error*")]
     # Surviving ranks may report a lost connection, but no other error.

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout loads in any other layout: weights and moments are identical, later losses equal."""
+"""A checkpoint of any layout loads in any other layout, with identical weights and moments and equal later losses."""
 
 import itertools
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""A save needs memory for about one tensor; a save in the background, for one copy of what the rank writes."""
+"""A save needs memory for about one tensor; a background save needs a copy of all that the rank writes."""
 
 import resource
 import threading
@@ -20,7 +20,7 @@ FLAGS = (
 
 
 def _body(folder: str, background: bool) -> tuple[float, float, float]:
-    """Save twice; return the MB of the largest tensor, of a checkpoint, and of the additional peak memory."""
+    """Save twice; return three sizes in MB: the largest tensor, a checkpoint, and the memory that the saves added."""
     config = parse(FLAGS.split())
     engine = start_engine(TextTask(), config)
     engine.train_batch(iter([{"text": torch.zeros(1, 9, dtype=torch.int64)}]), 1e-4)

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama, Qwen and Mistral, with such models' tokenizers, are imported, trained and exported."""
+"""Llama, Qwen and Mistral of Hugging Face are imported, trained and exported, with tokenizers in their styles."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-# KINDS: model -> (style of tokenizer, RoPE scaling, window and tied embeddings that are typical of the model).
+# KINDS maps each model to its style of tokenizer and its typical RoPE scaling, sliding window and tied embeddings.
 SIZES = Sizes(layers=2, hidden=32, heads=4, groups=2, head=10, inner=36)
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -123,7 +123,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     wanted, found = before.state_dict(), after.state_dict()
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
     for key in ("eos_token_id", "bos_token_id", "rope_parameters", "sliding_window", "head_dim"):
-        if key != "bos_token_id" or not kind.startswith("Qwen"):  # for Qwen, which has no bos, the export writes eos
+        if key != "bos_token_id" or not kind.startswith("Qwen"):  # Qwen has no bos, so the export writes eos as bos
             assert getattr(before.config, key, 0) == getattr(after.config, key, 0), key
     ours = load_tokenizer(str(folder))
     for source in (folder, tmp_path / "back"):
@@ -147,7 +147,7 @@ def check_text(folder: Path, tokenizer: Any, model: Any) -> None:
 
 
 def test_a_text_goes_on_with_its_spaces() -> None:
-    """A generated continuation keeps its leading space, which decoding with a Llama 2 tokenizer alone would strip."""
+    """A continuation keeps its leading space, which a Llama 2 tokenizer strips if it decodes the continuation alone."""
     made, _ = tokenizer_of("llama2")
     ids = made.encode(TEXT, add_special_tokens=False).ids
 
@@ -162,7 +162,7 @@ def test_a_text_goes_on_with_its_spaces() -> None:
 
 @pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 1), ("$A", 0)])
 def test_what_begins_a_text(template: str, expected: int, tmp_path: Path) -> None:
-    """A token that tokenizer.json puts before a text begins every text; one that it appends only ends documents."""
+    """A token that tokenizer.json puts before a text starts every text; a token after it only ends documents."""
     made, named = tokenizer_of("llama2")
     ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
     made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ids)
@@ -204,7 +204,7 @@ def test_over_ranks_the_text_is_the_same(kind: str, size: int, tmp_path: Path) -
 
 
 def test_evaluation_is_theirs(tmp_path: Path) -> None:
-    """tools/evaluate.py gives transformers' loss, with the start token before each text, however a model is loaded."""
+    """tools/evaluate.py gives transformers' loss, with a start token before each text, by --hf and by --load."""
     folder = folder_of(tmp_path / "theirs", "Llama")
     convert("--from-hf", str(folder), "--output", str(tmp_path / "c"))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -225,10 +225,10 @@ def test_evaluation_is_theirs(tmp_path: Path) -> None:
 
 
 def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
-    """Two commands, tokenizing with a Llama's own tokenizer and training, continue the Llama's training.
+    """Two commands continue the training of a Llama: one tokenizes with the Llama's tokenizer, the other trains.
 
-    The first loss equals that of the transformers model. The run keeps chat template and end tokens, so it can be
-    exported even if the original folder is gone.
+    The first loss equals the transformers model's. The run keeps a copy of the chat template and the end tokens, so
+    it can be exported even if the original folder is gone.
     """
     folder = folder_of(tmp_path / "theirs", "Llama")
     template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
@@ -295,7 +295,7 @@ def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_2023_comes_back_as_it_was(tmp_path: Path) -> None:
-    """A folder without tokenizer.json, as of 2023, keeps start token, chat template, end tokens and ids on export."""
+    """A folder without tokenizer.json, as in 2023, is exported with equal ids, chat template, start and end tokens."""
     pytest.importorskip("google.protobuf")
     template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
     folder = llama_folder(tmp_path / "theirs", {**LLAMA, "add_bos_token": True, "chat_template": template})
@@ -318,7 +318,7 @@ def test_a_folder_of_2023_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path) -> None:
-    """A Llama tokenizer.model that adds no leading space is exported as a tokenizer.json that adds the start token."""
+    """A Llama tokenizer.model that adds no leading space is exported as tokenizer.json, which adds the start token."""
     pytest.importorskip("google.protobuf")
     about = {**LLAMA, "add_bos_token": True, "add_prefix_space": False}
     folder, config = llama_folder(tmp_path / "theirs", about, add_dummy_prefix=False), parse(["--family", "gpt2"])
@@ -365,7 +365,7 @@ def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path
 def test_what_an_export_cannot_say_is_named(tmp_path: Path, vocab_file: str) -> None:
     """An export prints a note on each fact about chats that the Hugging Face folder cannot express.
 
-    Examples are turn marks that are plain text, dates, extra templates, and corpora with different templates.
+    Such facts are: turn markers that are plain text, dates, extra templates, and corpora with different templates.
     """
     pytest.importorskip("jinja2")
     sources = ["chatml", "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"]

@@ -106,7 +106,7 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path, how: str) -> None:
     launcher.tell(signal.SIGINT)
     launcher.until(lambda words: words[-1] == "saves")
     if how == "again":
-        time.sleep(0.6)  # a second signal within 0.5 s would count as the same request
+        time.sleep(0.6)  # a second signal within 0.5 s would count as part of the first request
         launcher.tell(signal.SIGINT)
     assert launcher.end() == 130
     time.sleep(0.2)
@@ -139,7 +139,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
 
 
 def test_after_an_error_a_launcher_can_end_the_process() -> None:
-    """After an error, SIGTERM from the launcher ends a process at once, instead of asking for a save."""
+    """After an error, SIGTERM from the launcher ends a process at once, instead of asking it to save."""
     before = signal.getsignal(signal.SIGTERM)
     with restored_signals():
         with pytest.raises(ValueError), StopSignals(None, torch.device("cpu")):

@@ -101,7 +101,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
 @FULL
 @pytest.mark.timeout(1800)
 def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
-    """The `bash` blocks of each other page run in one shell, with the run and data of the first pages' commands."""
+    """The `bash` blocks of docs/start.md and of each page in LONG run, in one shell per page and one run directory."""
     for page in (SHORT[0], *LONG):
         run("\n".join(["source .venv/bin/activate", *blocks(page)]), tmp_path, "default")
 
@@ -109,7 +109,7 @@ def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
 def as_the_page_shows_it(printed: list[str]) -> None:
     """Check the output up to iteration 10 against the README's transcript.
 
-    Lines must agree except for times, speed and memory, and the losses up to rounding.
+    Lines must agree except for times, speed and memory; losses may differ by rounding.
     """
     page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
@@ -129,7 +129,7 @@ def as_the_page_shows_it(printed: list[str]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", list(transcript.PAGES))
 def test_the_whole_transcript_is_what_the_script_prints(name: str, tmp_path: Path) -> None:
-    """A complete run has the final losses of the page's transcript to 0.15 nats; rounding differs between CPUs."""
+    """The final losses of a complete run are within 0.15 nats of the page's transcript; CPUs round differently."""
     page, printed = (
         transcript.on_page(transcript.PAGES[name][0], name),
         list(transcript.shown(transcript.run(name, str(tmp_path / "run")))),

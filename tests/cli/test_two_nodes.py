@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import FULL, ROOT
 
-# Sources _prepare.sh with the variables that _run.sh sets. `python` simulates slow tools that record their calls.
+# A script that sources _prepare.sh with the variables that _run.sh sets; its `python` function simulates slow tools.
 SCRIPT = """
 set -euo pipefail
 ROOT={root} AT= NAME=gpt2 CORPUS={root}/corpus/sample.jsonl RUN_DIR=$1 VOCAB_SIZE=10

@@ -1,6 +1,6 @@
 """Checks of training and generation on an accelerator, each of which returns its findings as text.
 
-Training runs are short and in processes of their own. Without an accelerator, the CPU takes its place, as a dry run.
+Each training run is short and has its own process. Without an accelerator, the checks run on the CPU, as a dry run.
 """
 
 import functools
@@ -59,7 +59,7 @@ def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
 
 @functools.cache
 def _train(flags: str, on_cpu: bool, more: str) -> str:
-    """Run a worker and return the last line of its output, its result as JSON."""
+    """Run a worker process; return the last line of its output, which is the worker's result as JSON."""
     command = [sys.executable, "-m", "tests.gpu.worker", json.dumps({"flags": flags, **json.loads(more)})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(NO_DEVICE if on_cpu else {})}
     try:
@@ -81,7 +81,7 @@ def compare_losses(found: list[float], wanted: list[float], tolerance: float) ->
 
 
 def _like_the_cpu(precision: str, tolerance: float) -> str:
-    """Compare the losses of all models in `precision` with the CPU's in fp32."""
+    """Compare the losses of all models in `precision` on this device with their losses in fp32 on the CPU."""
     findings = []
     for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5)):
         found = train(f"{flags} {DRY} --precision {precision}")["losses"]
@@ -95,14 +95,14 @@ def fp32_equals_the_cpu() -> str:
 
 
 def bf16_follows_the_cpu_in_fp32() -> str:
-    """Check that losses in bf16 follow the CPU's in fp32, up to the rounding of activations to 8 bits."""
+    """Check that bf16 losses equal fp32 losses on the CPU, up to the rounding of activations to 8 bits."""
     return _like_the_cpu("bf16", 3e-2)
 
 
 def attention_kernels_agree() -> str:
     """Check outputs and gradients of torch's attention kernels against fp32.
 
-    cuDNN's masked form may differ, since `kernels_for` never selects it; it is only reported.
+    cuDNN's kernel with a mask may differ: its error is only reported, since `kernels_for` never selects this kernel.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -114,7 +114,7 @@ def attention_kernels_agree() -> str:
         return torch.randn(*shape, generator=dice).to(here, torch.bfloat16).requires_grad_()
 
     findings = []
-    for length in (64, 192, 256):  # 64 and 192 are 64 modulo 128
+    for length in (64, 192, 256):  # multiples of 128, and lengths that are 64 modulo 128
         documents = (torch.arange(length) // 48).to(here)
         mask = (documents[:, None] == documents[None]) & torch.ones(length, length, device=here).tril().bool()
         inputs, bias = [draw(2, 4, length, 64) for _ in range(3)], draw(1, 4, length, length)
@@ -193,7 +193,7 @@ def checkpoints_go_both_ways() -> str:
 
 
 def an_offloaded_optimizer_agrees() -> str:
-    """Check that an offloaded optimizer gives the same losses to 1%; it rounds bf16 gradients once more."""
+    """Check that an offloaded optimizer, which rounds bf16 gradients once more, changes losses by at most 1%."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, file)
         file.flush()

@@ -35,7 +35,7 @@ DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
 
 
 class Kind(NamedTuple):
-    """A kind of model: name in Hugging Face's classes, sizes, and this project's flags."""
+    """A kind of model: prefix of Hugging Face's class names, e.g. Qwen2, sizes, and this project's flags."""
 
     name: str
     sizes: Sizes

@@ -77,7 +77,7 @@ def test_losses_equal_one_process(
 def test_mixed_precision_follows_fp32(
     precision: str, layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses in bf16 and fp16 are within 0.2% of fp32's with context parallelism, as without it."""
+    """With context parallelism, losses in bf16 and fp16 are within 0.2% of those in fp32."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision=precision)
     np.testing.assert_allclose(found, plain(tiny_data, vocab_file), rtol=2e-3)
 

@@ -157,7 +157,7 @@ def test_logits_in_chunks(
 ) -> None:
     """--logits-chunk-size 20, for micro-batches of 48 tokens, gives the reference's losses.
 
-    With an untied output layer, which the reference lacks, they are compared with those of --logits-chunk-size 0.
+    The reference has no untied output layer: losses with one are compared with those of --logits-chunk-size 0.
     """
     if "--no-tie-embeddings" in more:
         expected = ours(layout, tmp_path / "whole", tiny_data, vocab_file, *more.split(), "--logits-chunk-size", "0")
@@ -281,7 +281,7 @@ def test_mixed_precision_follows_fp32(
 def test_mixed_precision_in_every_order(
     schedule: str, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Schedules that split the backward pass or stages, too, accumulate gradients in fp32: losses stay near fp32's."""
+    """Losses stay near fp32's, since schedules that split backward passes or stages accumulate gradients in fp32."""
     flags = ("--pipeline-schedule", *schedule.split())
     found = ours(Layout(2, 1, 1, zero=1), tmp_path, tiny_data, vocab_file, *flags, precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)

@@ -108,7 +108,7 @@ THREE = {
 
 
 def _three_replicas(folder: str, data: str, vocab_file: str) -> None:
-    """Train with three replicas; --check-replicas 1 compares their weights after every iteration."""
+    """Train with three replicas, whose weights --check-replicas 1 compares after every iteration."""
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         for name, words in THREE.items():
             begin()
@@ -120,7 +120,7 @@ def _three_replicas(folder: str, data: str, vocab_file: str) -> None:
 
 @FULL
 def test_tied_weights_stay_the_same_bits_with_three_replicas(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """Copies of a tied weight stay bit-identical, although its stages reduce gradients in different orders."""
+    """Copies of a tied weight stay bit-identical, although their stages reduce gradients in different orders."""
     on_ranks(6, _three_replicas, str(tmp_path), tiny_data, vocab_file, timeout=300)
     found = {name: losses_of(tmp_path / name) for name in THREE}
     for name, tolerance in (("fp32", 1e-6), ("fp32-zero1", 1e-6), ("bf16", 2e-3), ("fp16", 2e-3)):
@@ -140,10 +140,10 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
 
 
 def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A stage that lacks a parameter group is refused with DeepSpeed's ZeRO, which would hang.
+    """With DeepSpeed's ZeRO, a stage that lacks a parameter group is refused, since the run would hang.
 
-    DeepSpeed reduces a gradient norm for each parameter group over all stages; a stage with only embeddings has
-    none of the group without weight decay.
+    DeepSpeed reduces a gradient norm for each parameter group over all stages. A stage with only embeddings has no
+    parameter in the group without weight decay.
     """
     for told in on_ranks(2, _uneven_groups, str(tmp_path), tiny_data, vocab_file):
         assert told.startswith(
@@ -153,7 +153,7 @@ def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data
 
 
 def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str, list[str]]:
-    """Train, flip a bit of a weight on the last rank; return the errors of a save and of `check_replicas`."""
+    """Train, then flip a bit of a weight on the last rank; return the errors of a save and of `check_replicas`."""
     told: dict[str, list[str]] = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         for name in names:

@@ -1,4 +1,4 @@
-"""ZeRO 3 partitions each layer once it is built, and the initial weights are those without ZeRO 3."""
+"""ZeRO 3 partitions each layer as soon as it is built; initial weights equal those without ZeRO 3."""
 
 import gc
 from typing import Any
@@ -31,7 +31,7 @@ def _held() -> int:
 
 
 def _build(flags: str) -> tuple[list[int], int, dict[str, torch.Tensor]]:
-    """Return (weight elements in memory before each layer is built, elements of the model, its full weights)."""
+    """Return (weight elements in memory before each layer is built, the model's number of elements, its weights)."""
     held, honest, before = [], Layer.build, _held()
 
     def build(layer: Layer, seed: int) -> nn.Module:

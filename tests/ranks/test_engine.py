@@ -44,7 +44,7 @@ def _engine(flags: str) -> tuple[Engine, Iterator[dict[str, torch.Tensor]]]:
 
 
 def _reads(flags: str) -> tuple[int, int]:
-    """Return the number of scalars read by a step, and by the use of its loss and gradient norm."""
+    """Return how many scalars a step reads, and how many the use of its loss and gradient norm reads."""
     engine, batches = _engine(flags)
     engine.train_batch(batches, 1e-3)
     with Reads() as reads:
@@ -65,7 +65,7 @@ def test_a_step_reads_no_number(ranks: int, flags: str) -> None:
 
 
 def _learned(flags: str) -> dict[str, torch.Tensor]:
-    """Train three steps, each replica on other text; return the fp32 weights and the last gradient norm."""
+    """Train three steps, with different text on each replica; return the fp32 weights and the last gradient norm."""
     engine, batches = _engine(flags)
     steps = [engine.train_batch(batches, 1e-2) for _ in range(3)]
     named = engine.deepspeed.module.named_parameters()

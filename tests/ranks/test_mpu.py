@@ -387,9 +387,9 @@ def test_a_grid_that_does_not_fit_is_refused() -> None:
 
 
 def _two_meshes() -> None:
-    """Check that a process can run a model on a mesh of two tensor-parallel ranks and one on a mesh without.
+    """Check that one process can run a tensor-parallel model and a model without parallelism, each on its own mesh.
 
-    Losses, gradients and logits of the two models are equal.
+    Both have the same losses, gradients and logits.
     """
     grids = {
         "split": (mpu.Mesh.build(mpu.Topology(model=2)), mpu.Options(sequence_parallel=True)),

@@ -60,7 +60,7 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 
 @contextmanager
 def _told_of_one_queue(rules: str) -> Iterator[None]:
-    """Make the engine choose its communication for NCCL, and for one hardware queue if `rules` emulate it."""
+    """Make the engine communicate as it would over NCCL, and with one hardware queue if `rules` emulate one."""
     with pytest.MonkeyPatch.context() as patch:
         for home in (tds.neighbours, tds.queues):
             patch.setattr(home, "in_queues", lambda device: True)

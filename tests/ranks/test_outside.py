@@ -1,4 +1,4 @@
-"""`tds` saves and loads state outside of layers, such as a loss's weights and buffers, which DeepSpeed loses."""
+"""`tds` saves and loads state outside of layers, e.g. a loss's weights and buffers; DeepSpeed would not save it."""
 
 import warnings
 from pathlib import Path

@@ -66,7 +66,7 @@ def test_only_ranks_that_read_open_the_corpus(
 ) -> None:
     """Only ranks that read data open the corpus, and only rank 0 checks its index.
 
-    Of each stage that needs data, one tensor-parallel rank reads.
+    In each stage that needs data, only one of the tensor-parallel ranks reads it.
     """
     told = on_ranks(6, _trains, model, layout, str(tmp_path), tiny_data, vocab_file)
     for rank, (read_here, calls, elsewhere) in enumerate(told):
@@ -79,7 +79,7 @@ def test_only_ranks_that_read_open_the_corpus(
 
 
 def _of_all(folder: str, data: str, vocab_file: str) -> int:
-    """Return how often this rank builds datasets in a task with `reads_alone = False`.
+    """Train a task with `reads_alone = False`; return how often this rank builds datasets.
 
     Such a task builds them collectively, on all ranks, as Megatron-LM's dataset builders do.
     """
@@ -126,7 +126,7 @@ def test_what_one_process_has_checked_others_take_over(tiny_data: str) -> None:
 
 
 def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[int, int, int]:
-    """Train and resume; return how many elements this rank read, and the parameters initialised at each start."""
+    """Train and resume; return elements read on resuming, and parameters initialised at the first and second start."""
     calls: Counter[str] = Counter()
     numbers = [0]
     honest = CheckpointReader._piece
@@ -158,7 +158,7 @@ def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
 
 
 def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
-    """Check that, if all ranks are on one machine, each reads all elements it needs, and losses are the same."""
+    """Check that ranks on one machine each read all elements that they need, and have the same losses as before."""
     losses = losses_of(folder)
     shutil.rmtree(folder / "checkpoints")
     (folder / "metrics.jsonl").unlink()
