@@ -76,7 +76,7 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
     assert index(tmp_path / "kept", 4)["optimizer"]["step"] == 4
     assert index(tmp_path / "new", 4)["optimizer"]["step"] == 1
     assert weights(tmp_path / "new", 3) == weights(before, 3)
-    assert losses_of(tmp_path / "new") == losses_of(tmp_path / "kept"), "the same samples, the same dropout"
+    assert losses_of(tmp_path / "new") == losses_of(tmp_path / "kept"), "both runs have the same samples and dropout"
     assert weights(tmp_path / "new", 4) != weights(tmp_path / "kept", 4)
     # Adam's first step with moments of zero changes every weight by lr * sign(gradient).
     old, new = (whole_tensors(tmp_path / "new" / "checkpoints" / f"iter_000000{i}") for i in (3, 4))
@@ -141,7 +141,7 @@ def test_dropout_goes_on_by_the_seed_of_the_checkpoint(
     go(tmp_path / "new", f"{more} --override-data --no-load-rng", tiny_data, vocab_file)
     assert index(tmp_path / "saved", 4)["rng_seed"] == mpu.derive_seed(1234, "dropout")
     assert index(tmp_path / "new", 4)["rng_seed"] == mpu.derive_seed(99, "dropout")
-    assert losses_of(tmp_path / "saved") != losses_of(tmp_path / "new"), "the same samples, other dropout"
+    assert losses_of(tmp_path / "saved") != losses_of(tmp_path / "new"), "the runs differ in their dropout"
 
 
 def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None:

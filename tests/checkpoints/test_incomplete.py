@@ -1,4 +1,4 @@
-"""An error while a checkpoint is written neither publishes the incomplete checkpoint nor deletes earlier ones."""
+"""If writing a checkpoint fails, the incomplete checkpoint does not become visible, and earlier checkpoints stay."""
 
 import contextlib
 import io

@@ -47,11 +47,11 @@ def _resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells this")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc/self/statm")
 @pytest.mark.parametrize("background", [False, True])
 def test_memory_of_a_save(background: bool, tmp_path: Path) -> None:
     ((largest, whole, rise),) = on_ranks(1, _body, str(tmp_path), background)
-    assert whole > 180, "large enough for a copy to be seen"
+    assert whole > 180, "too small for a copy to be noticed"
     if background:
         assert 0.8 * whole < rise < 1.2 * whole, (whole, rise)
     else:

@@ -50,7 +50,7 @@ def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_p
     )
     assert done.returncode == 0, done.stderr
     asked = re.findall(r"torch==\S+", (tmp_path / "asked").read_text())
-    assert asked[0].endswith("+cpu") and ("!=" in asked[0]) == name.endswith("cuda"), "a build for another device"
+    assert asked[0].endswith("+cpu") and ("!=" in asked[0]) == name.endswith("cuda"), "torch for another device"
 
 
 @DOCKERFILES

@@ -170,9 +170,9 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
         mine = of_rank(w, rank, ranks, version)
         words = {"word_embeddings.weight": mine["embedding.word_embeddings.weight"]}
         items: dict[int, dict[str, Tensor]] = {
-            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # layers 0, 2 are functions
+            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # 0 and 2 have no weights
             LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},
-            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # output: no positions
+            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # unused in the output
         }
         for i in range(LAYERS):
             stem = f"layers.{i}."
@@ -306,7 +306,7 @@ def test_a_payload_is_refused_and_never_run(tmp_path: Path) -> None:
             assert "mp_rank_00_model_states.pt requests posix.system and is not loaded" in sentence
             assert not trace.exists()
     torch.load(path, weights_only=False)
-    assert trace.exists(), "the payload would have worked"
+    assert trace.exists(), "unpickled without restrictions, the payload must work"
 
 
 def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path: Path) -> None:

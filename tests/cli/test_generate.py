@@ -228,6 +228,6 @@ def test_the_demo_of_t5_learns(tmp_path: Path) -> None:
     unigram = float(re.findall(r"unigram entropy of the masked text +([\d.]+)", done.stdout)[0])
     assert text < unigram - 0.5
     season, question, river = re.findall(r"top lift: (.*)", done.stdout)
-    assert any(each in question for each in ("'吗'", "'。\"'")), "the end of a question, or of what somebody says"
-    assert re.search("' [a-z]+'", river) and not re.search("' [a-z]+'", season), "English in English"
+    assert any(each in question for each in ("'吗'", "'。\"'")), "must end the question, or the quotation"
+    assert re.search("' [a-z]+'", river) and not re.search("' [a-z]+'", season), "English words in English text only"
     assert re.search("[\\u4e00-\\u9fff]", season) and not re.search("[\\u4e00-\\u9fff]", river)

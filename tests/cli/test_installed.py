@@ -38,7 +38,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
-    """The installed commands train a tokenizer and a model, resume, convert, generate and plan, outside a checkout."""
+    """Outside a checkout, installed commands train a tokenizer and a model, resume, convert, generate, plan a run."""
     shutil.copy(ROOT / "corpus/sample.jsonl", tmp_path / "text.jsonl")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 

@@ -1,4 +1,4 @@
-"""Rarer calls of Megatron-LM and CPM-Pretrain work: checkpoint functions with dropout, positional arguments."""
+"""Rarely used calls from Megatron-LM and CPM-Pretrain work: checkpointing with dropout, positional arguments."""
 
 import contextlib
 import io

@@ -21,7 +21,7 @@ FAMILIES = {
     "gpt2": "--seq-length 32 --max-position-embeddings 32",
     "t5": "--enc-seq-length 64 --dec-seq-length 40 --max-position-embeddings 64 --kv-hidden-size 8 --ff-hidden-size 48",
 }
-# CPM-Pretrain reads these batch sizes from the file under a pipeline only, for which the test sets others.
+# CPM-Pretrain ignores these batch sizes without a pipeline; tests with a pipeline set other ones.
 DS_CONFIG = {
     "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10, "gradient_clipping": 1.0,
     "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16},
@@ -104,9 +104,9 @@ def test_fp16_with_the_json_of_the_original(data: dict[str, str], tmp_path: Path
 
 
 def test_the_model_of_the_tutorial(data: dict[str, str], tmp_path: Path) -> None:
-    """A model written after the tutorial in CPM-Pretrain's README trains alike in all layouts.
+    """The model of the tutorial in CPM-Pretrain's README has the same losses in all layouts.
 
-    Layouts with a pipeline are compared among themselves, since a pipeline gives other initial weights.
+    Layouts with a pipeline are only compared with each other, since a pipeline gives other initial weights.
     """
     flags = f"{data['gpt2']} --precision fp32 --hidden-dropout 0"
     found = {

@@ -46,7 +46,7 @@ def run(script: str, folder: Path, name: str) -> str:
 def test_the_first_command_stands_at_the_top(readme: str) -> None:
     lines = (ROOT / readme).read_text(encoding="utf-8").splitlines()
     assert "bash scripts/run_gpt2.sh" in lines[:15]
-    assert len(lines) <= 130, "a front page: what is longer has a page of its own"
+    assert len(lines) <= 130, "the README is a front page; move details to a page in docs/"
 
 
 @pytest.mark.parametrize("pages", [READMES, ("docs/layouts.md", "docs/layouts_zh.md")], ids=lambda pages: pages[0])
@@ -117,7 +117,7 @@ def as_the_page_shows_it(printed: list[str]) -> None:
     both = [[line for line in each if line != "..."] for each in (page, lines)]
     tenth = next(i for i, line in enumerate(both[0]) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1]] for each in both]
-    assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it again"
+    assert shapes[0] == shapes[1], "update the page: python -m docs.site.transcript gpt2"
     losses = [
         float(re.search(r"loss +(\d+\.\d+)", next(x for x in each if " 10/500" in x))[1])  # type: ignore[index]
         for each in (page, lines)

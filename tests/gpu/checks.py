@@ -155,7 +155,7 @@ def fp16_finds_its_scale() -> str:
         file.flush()
         found = train(f"{GPT2} {DRY} --precision fp16 --deepspeed-config {file.name}", steps=30)
     skipped, scales = sum(found["skipped"]), found["loss_scales"]
-    assert skipped, f"no step was skipped at a scale of 2**24: {scales}"
+    assert skipped, f"no step was skipped at an initial loss scale of 2**24; scales: {scales}"
     assert scales[-1] < 2**24
     assert found["losses"][-1] < found["losses"][0] - 0.5
     return f"{skipped} steps skipped, scale {scales[-1]:g}, loss {found['losses'][0]:.2f} to {found['losses'][-1]:.2f}"
@@ -185,7 +185,7 @@ def checkpoints_go_both_ways() -> str:
         with tempfile.TemporaryDirectory() as folder:
             written = train(flags, first_on_cpu, save=folder)
             read = train(flags, not first_on_cpu, load=folder, steps=0)
-            assert read["weights"] == written["weights"], "weights changed in the checkpoint"
+            assert read["weights"] == written["weights"], "weights differ after a save and a load"
             with_other = train(flags, not first_on_cpu, load=folder, steps=4)
             with_same = train(flags, first_on_cpu, load=folder, steps=4)
         findings.append(compare_losses(with_other["losses"], with_same["losses"], 1e-3))
@@ -235,7 +235,7 @@ def texts_equal_the_cpu() -> str:
 def recomputation_saves_memory() -> str:
     flags = f"{GPT2} --num-layers 8 --seq-length 512 --batch-size 8 --precision bf16 --attention-dropout 0.1"
     if not device.available():
-        raise Impossible("on a CPU the peak memory of tensors is unknown")
+        raise Impossible("the peak memory of tensors is known on accelerators only")
     kept = train(flags, steps=2)
     peaks = {
         name: train(f"{flags} {name}", steps=2)["peak_mb"]

@@ -19,7 +19,7 @@ PER_DOCUMENT = ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-ma
 
 
 class Layout(NamedTuple):
-    """Pipeline, data, tensor and context-parallel sizes and ZeRO stage of a layout; pp 0 means no pipeline."""
+    """Pipeline, data-, tensor- and context-parallel sizes of a layout, and its ZeRO stage; pp 0 means no pipeline."""
 
     pp: int
     dp: int

@@ -93,7 +93,7 @@ def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
 
 
 def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> tuple[Engine, Any]:
-    """Return a training engine, and an iterator of this rank's micro-batches of all steps, None if it reads no data."""
+    """Return a training engine and this rank's iterator of all micro-batches, which is None if it reads no data."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
     engine = start_engine(T5(), config, tokenizer)

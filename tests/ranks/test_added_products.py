@@ -15,7 +15,7 @@ from tests.support import on_ranks
 
 
 class Model(nn.Module):
-    """A model whose weights are of four kinds: used twice, used outside of their layer, hooked, and frozen."""
+    """A model with weights of four kinds: used twice, used outside of their layer, with a gradient hook, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
         "--batch-size 1 --train-iters 1 --precision fp32 --pipe-parallel-size 2 --zero-stage 1 --partition-method 0,2,8"
     )
     with make(Start("gpt2", Path(folder), flags), data, vocab_file) as run, contextlib.redirect_stdout(io.StringIO()):
-        train(run)  # DistributedOptimizer reduces one gradient norm for all parameter groups
+        train(run)  # works with DistributedOptimizer, which reduces one norm for all parameter groups
     flags += " --no-overlap-grad-reduce"
     with pytest.raises(ValueError) as error:
         make(Start("gpt2", Path(folder), flags), data, vocab_file)
@@ -197,7 +197,7 @@ def test_copies_that_differ_by_a_bit_are_not_saved(
 
 
 def _minority() -> list[str]:
-    """Return the errors of `check_replicas` if rank 0, 1 or 2 differs from the other two replicas."""
+    """Call `check_replicas` three times, with rank 0, 1 and 2 as the replica that differs; return the three errors."""
     mpu.initialize_model_parallel(1, 1)
     told = []
     for victim in range(3):
@@ -250,9 +250,9 @@ def test_the_rank_that_others_wait_for_is_in_the_line(tmp_path: Path, tiny_data:
 def test_who_is_far_behind() -> None:
     assert slowest([(1.0, 0), (1.1, 0), (1.2, 0)], 3.0) is None
     assert slowest([(1.0, 0), (1.1, 0), (2.2, 0)], 3.0) == Straggler(2, 2.0)
-    assert slowest([(1.0, 0), (3.0, 1), (1.1, 0), (3.0, 1)], 9.0) is None, "stages have other layers"
-    assert slowest([(0.001, 0), (0.005, 0)], 3.0) is None, "nobody waits for so little"
-    assert slowest([(1.0, 0), (2.0, 1)], 3.0) is None, "one of two stages has more layers, so nothing is wrong"
+    assert slowest([(1.0, 0), (3.0, 1), (1.1, 0), (3.0, 1)], 9.0) is None, "different stages may take different times"
+    assert slowest([(0.001, 0), (0.005, 0)], 3.0) is None, "a wait of milliseconds is not reported"
+    assert slowest([(1.0, 0), (2.0, 1)], 3.0) is None, "one of two stages may have more layers"
     assert slowest([(1.0, 0), (1.1, 1), (2.2, 2)], 3.0) == Straggler(2, 2.0)
     assert slowest([(0.0, 0), (0.0, 1), (0.0, 2)], 3.0) is None
 

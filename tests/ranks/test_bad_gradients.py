@@ -1,4 +1,4 @@
-"""All ranks skip a step if one rank has a non-finite gradient; a run that keeps skipping names rank and weight."""
+"""All ranks skip a step if one has a non-finite gradient; a run that keeps skipping ends and names rank and weight."""
 
 import contextlib
 import io
@@ -198,7 +198,7 @@ def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
         "dp2-async": "3 steps in a row were skipped, the last one at iteration 5",
     }
     for ends in on_ranks(2, _ends, cases, str(tmp_path), tiny_data, vocab_file, timeout=300):
-        assert ends.keys() == {name for name in some if name in whole}, "with --skip-iterations it comes to its end"
+        assert ends.keys() == {name for name in some if name in whole}, "a run with --skip-iterations must not fail"
         for name, words in ends.items():
             assert words.startswith(whole[name]), words
     for name, good in (("dp2-fp32", 2), ("pp2-bf16-late", 3), ("dp2-async", 9)):

@@ -100,7 +100,7 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
 
     expected = run(False)
     torch.testing.assert_close(run(True), expected, rtol=0, atol=0)
-    assert (expected[0] - expected[2]).abs().max() > 0.1, "each micro-batch draws anew"
+    assert (expected[0] - expected[2]).abs().max() > 0.1, "each micro-batch must draw new dropout masks"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiling._keep_outside()

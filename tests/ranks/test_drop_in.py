@@ -366,9 +366,9 @@ def _interleave(folder: str) -> None:
 
 
 def test_optimizer_states_do_not_go_to_other_layers(tmp_path: Path) -> None:
-    """Loading optimizer states is refused if the model is cut into other stages.
+    """Loading optimizer states is refused if the model is now split into other stages.
 
-    DeepSpeed's format stores the states by position, so they could silently go to weights of equal shape.
+    DeepSpeed's format stores the states by position, so they could silently go to wrong weights of equal shape.
     """
     with pytest.raises(RankFailure, match=SENTENCES["was_cut_at_0_3_5"]):
         on_ranks(2, _interleave, str(tmp_path))

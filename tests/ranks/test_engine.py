@@ -84,4 +84,4 @@ def test_gradients_added_up_under_way_are_those_that_deepspeed_adds_up_afterward
     ours = on_ranks(2, _learned, flags)
     theirs = on_ranks(2, _learned, f"{flags} --no-overlap-grad-reduce")
     for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)  # the gradients are summed in another order
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)  # the runs sum gradients in different orders

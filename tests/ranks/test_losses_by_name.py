@@ -82,7 +82,7 @@ def _evaluated(stages: int) -> tuple[float, float]:
 
 
 def test_replicas_that_evaluate_more_or_fewer_micro_batches() -> None:
-    """Evaluation averages over micro-batches, not replicas: one of loss 7 and three of loss 9 give 8.5."""
+    """Evaluation averages over micro-batches, not replicas: losses 7 on one replica and 9, 9, 9 on another give 8.5."""
     for stages in (1, 2):
         for loss, distance in on_ranks(2 * stages, _evaluated, stages):
             assert loss == 8.5 and distance < 1e-6

@@ -142,5 +142,5 @@ def test_ctrl_c_is_one_line(tmp_path: Path, who: str) -> None:
 
 
 def test_a_script_that_simply_ends_ends_well(tmp_path: Path) -> None:
-    """A script that ends without cleaning up exits with code 0; if a thread died within C++, it would be -6."""
+    """A script that ends without cleaning up exits with code 0; if a thread died within C++, the code would be -6."""
     assert _ends(_start(tmp_path, "end", "0")) == [(0, "")] * RANKS

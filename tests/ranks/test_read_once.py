@@ -1,4 +1,4 @@
-"""Each rank reads only the corpora and the checkpoint elements that it needs, and draws no weights to overwrite."""
+"""Each rank reads only corpora and checkpoint elements that it needs, and does not initialise weights that it loads."""
 
 import math
 import os
@@ -186,6 +186,6 @@ def test_each_number_of_a_checkpoint_is_read_once(
     whole = whole_tensors(tmp_path / "checkpoints" / "iter_0000002")
     held = sum(tensor.size for tensor in whole.values())
     tied = sum(tensor.size for key, tensor in whole.items() if "word_embeddings" in key) if pipe else 0
-    assert held <= sum(read for read, _, _ in told) <= held + tied, "embedding and output are on two stages"
+    assert held <= sum(read for read, _, _ in told) <= held + tied, "tied embeddings are read by two stages"
     assert all(drawn and not again for _, drawn, again in told)
     assert all(torch.tensor(losses_of(tmp_path)).isfinite())

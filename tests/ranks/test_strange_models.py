@@ -335,7 +335,7 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
         "zero_allow_untested_optimizer": True,
         "pipeline": {"timeout": 60},
     }
-    if bf16:  # use DeepSpeed's ZeRO-1 optimizer for bf16
+    if bf16:  # DeepSpeed then uses its ZeRO-1 optimizer for bf16
         config |= {
             "bf16": {"enabled": True},
             "data_types": {"grad_accum_dtype": "fp32"},

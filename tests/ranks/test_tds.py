@@ -562,7 +562,7 @@ def test_eval_batch_returns_loss_and_logits_and_keeps_nothing() -> None:
 
 
 def _overridden() -> tuple[list[str], float]:
-    """Return the order in which an engine calls a subclass's `_forward` and `_backward`, and its second loss."""
+    """Return (calls of a subclass's `_forward` and `_backward` in step 1, such as "F0", in order; loss of step 2)."""
     import tds
     from tds.schedule import Instruction
 
@@ -731,7 +731,7 @@ assert type(engine).__module__ == "tds.engine" and last < 0.1 * first, (first, l
 
 
 def test_the_folder_works_when_copied_alone(tmp_path: Path) -> None:
-    """A copy of the folder tds/ works alone, with DeepSpeed's PipelineModule and DeepSpeed's old config_params."""
+    """A copy of the folder tds/ works alone, with DeepSpeed's PipelineModule and the old argument config_params."""
     _alone(tmp_path, ALONE)
 
 
