@@ -154,7 +154,7 @@ def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> N
 
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
-    """Saving an iteration again moves its old checkpoint aside; a crash at this point restores the old checkpoint."""
+    """If a run crashes while it saves an iteration again, that iteration's old checkpoint, moved aside, is restored."""
     from megatron.checkpointing.files import clear, recover
 
     folder = tmp_path / "checkpoints"

@@ -150,7 +150,7 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
     for trial in range(4 * kills):
         kill = Kill(MOMENTS[trial % len(MOMENTS)], dice.randint(1, 5), dice.choice([0, 1, None]))
         if kill.moment in ("read", "prune"):
-            kill = kill._replace(rank=dice.choice([0, None]))  # only rank 0 reads data and prunes
+            kill = kill._replace(rank=dice.choice([0, None]))  # rank 1 neither reads data nor prunes
         if _killed(kill, cut, dice, data, vocab_file):
             done += 1
         else:  # the run finished before the kill, so start it again from scratch

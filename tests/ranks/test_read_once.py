@@ -158,7 +158,7 @@ def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
 
 
 def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
-    """Check that ranks on one machine each read all elements that they need, and have the same losses as before."""
+    """Check that ranks on one machine each read all elements they need, with the same losses as on several machines."""
     losses = losses_of(folder)
     shutil.rmtree(folder / "checkpoints")
     (folder / "metrics.jsonl").unlink()

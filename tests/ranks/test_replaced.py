@@ -253,7 +253,7 @@ def test_a_replaced_layer_runs_without_a_pipeline() -> None:
 
 
 def _added_later() -> float:
-    """Add a layer after the first step, without ZeRO; return how far its weight differs between replicas."""
+    """Add a layer after the first step, without ZeRO; return how far the new weight differs between replicas."""
     engine = _engine(1, torch.float32, own=False, zero=0)
     _step(engine, 0, torch.float32)
     new = nn.Linear(WIDTH, WIDTH)
