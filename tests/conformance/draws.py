@@ -157,7 +157,7 @@ class _Unpacked(nn.Module):
 
 
 def _works_in_place(layers: list[nn.Module]) -> bool:
-    """Return whether a layer modifies memory in place, so that torch's recomputation would start from wrong inputs."""
+    """Return whether any layer works in place, so that torch's recomputation would start from wrong inputs."""
     return any(isinstance(layer, (InPlace, Counting, Static)) for layer in layers)
 
 

@@ -163,7 +163,7 @@ def expected_evaluation(way: Way, data: str, vocab_file: str) -> list[dict[str, 
 
 
 def losses(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
-    """Train in every way on one launch of ranks, check that the ranks' losses agree, and return each way's losses.
+    """Do all training runs in one launch of ranks, check that the ranks' losses agree, and return each run's losses.
 
     grid: the pipeline, data and tensor-parallel size.
     """

@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Qwen and Mistral have the losses of one process with context parallelism, in every layout."""
+"""With context parallelism, GPT-2, Llama, Qwen and Mistral have the losses of one process in every layout."""
 
 from pathlib import Path
 
@@ -124,7 +124,7 @@ OTHERS = [
     ("grid", "flags"), covering(OTHERS, OTHERS[:1].__contains__, several=True), ids=lambda part: str(part)
 )
 def test_every_kind_of_decoder(grid: tuple[int, ...], flags: str, tiny_data: str, vocab_file: str) -> None:
-    """Llama, Qwen and Mistral, with grouped heads, QK norms, windows and documents, have Hugging Face's losses."""
+    """Llama, Qwen and Mistral have Hugging Face's losses, with grouped heads, QK norms, windows and documents."""
     pytest.importorskip("transformers")
     ways = [Way(kind, flags, "fp32" if "zero" in flags else "fp64") for kind in KINDS]
     for way, found in zip(ways, losses(grid, ways, tiny_data, vocab_file), strict=True):

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral have the losses of Hugging Face's models in one process, in every layout."""
+"""In every layout, Llama, Qwen2, Qwen3 and Mistral have the losses of Hugging Face's models in one process."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""T5, in the variants of T5, UMT5 and CPM-2, has the losses of one process of plain torch in every layout."""
+"""In every layout, the variants T5, UMT5 and CPM-2 of T5 have the losses of plain torch in one process."""
 
 import functools
 import itertools
@@ -82,7 +82,7 @@ def test_losses_equal_one_process(
     ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}",
 )
 def test_a_table_for_each_layer(grid: tuple[int, int, int], tiny_data: str, vocab_file: str) -> None:
-    """UMT5 has plain torch's losses with recomputation, and with a stage boundary between a block and its table."""
+    """UMT5 has plain torch's losses with recomputation, and if stages split a block from its position table."""
     schedules = ["", "--checkpoint-activations", "--pipeline-schedule zb-h1"][: 3 if grid[0] > 1 else 2]
     ways = [Way("umt5", schedule) for schedule in schedules]
     if grid[0] == 2:

@@ -510,7 +510,7 @@ def test_a_hand_written_loop_with_client_state(tmp_path: Path) -> None:
 
 
 def _checkpoint(folder: str, chunks: int) -> tuple[list[float], list[float]]:
-    """Return the losses after save_checkpoint, and those of a new engine after load_checkpoint.
+    """Return the losses that follow save_checkpoint, and a new engine's losses after load_checkpoint.
 
     The checkpoint has DeepSpeed's pipeline format and a client state.
     """
