@@ -1,4 +1,4 @@
-"""Ranks of a launcher are forked from it in tests, which saves the import of torch in a new interpreter.
+"""In tests, a launcher forks its ranks from itself, which saves the import of torch in a new interpreter.
 
 Tests of the README's commands, of two nodes and of the launcher itself still start new interpreters.
 """

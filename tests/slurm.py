@@ -60,7 +60,7 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _processes(step: bool) -> list[int]:
-    """Return the ids of the job's processes, found by their environment; step: only those that srun started."""
+    """Return the ids of the job's processes, found by their environment. step: only processes that srun started."""
     wanted, here = f"FAKE_SLURM={os.environ['FAKE_SLURM']}".encode(), os.getpid()
     found = []
     for folder in Path("/proc").iterdir():

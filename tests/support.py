@@ -27,8 +27,8 @@ FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
 
-# Ranks are forked from one process, the fork server, which has imported the heavy libraries. These include the 800
-# modules (torch._dynamo with sympy) which the first optimizer and engine would import.
+# Ranks are forked from one process, the fork server, which has imported the heavy libraries. These include 800
+# modules (torch._dynamo with sympy) that each rank would else import for its first optimizer and engine.
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
 _preloaded += ["torch.utils.tensorboard"]
@@ -66,7 +66,7 @@ class RankFailure(AssertionError):
 
 
 def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # A daemon may have no children, but ranks need data-loader workers. They are daemons to end with their parent.
+    # Ranks are daemons, to end with their parent. Daemons may have no children, but ranks need data-loader workers.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     where = Path(folder)
     words = os.open(where / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)
@@ -102,7 +102,7 @@ def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], arg
     except BaseException:
         (where / f"error{rank}").write_text(traceback.format_exc())
         _end(1)
-    _end(0)  # without Python's shutdown, in which gloo's threads print errors
+    _end(0)  # skips Python's shutdown, during which gloo's threads would print errors
 
 
 def _end(code: int) -> None:

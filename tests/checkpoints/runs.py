@@ -40,7 +40,7 @@ MODELS = {
 
 
 class Start(NamedTuple):
-    """Arguments of one run. save_first: also save before the first step, to see what was loaded."""
+    """Arguments of one run. save_first: also save before the first step, so that a test sees the loaded state."""
 
     model: str
     run_dir: Path
@@ -49,7 +49,7 @@ class Start(NamedTuple):
 
 
 def run_all(starts: Sequence[Start], data: str, vocab_file: str) -> None:
-    """Do several training runs one after another; call this on every rank."""
+    """Do the training runs `starts` one after another; call this function on every rank."""
     with remembered_groups() as begin:
         for start in starts:
             begin()

@@ -1,4 +1,4 @@
-"""Any damaged byte of a checkpoint is detected; full disks, crashes and pruning leave earlier ones intact."""
+"""Any damaged byte of a checkpoint is detected; full disks, crashes and pruning leave earlier checkpoints intact."""
 
 import random
 import shutil
@@ -64,7 +64,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         good = path.read_bytes()
         for length in {0, len(good) - 1, *(dice.randrange(len(good)) for _ in range(20))}:
             path.write_bytes(good[:length])
-            # Two cuts of `latest` leave it valid: without the final newline, and down to the bare checkpoint name.
+            # Two cuts leave `latest` valid: one removes the final newline, the other all but the checkpoint's name.
             harmless = path.name == "latest" and good[:length].strip() in (b"iter_0000002", good.strip())
             assert (path.name in refusal(folder)) != harmless, f"{path.name} cut to {length}"
         path.unlink()
@@ -126,7 +126,7 @@ def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_da
 
 
 def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> None:
-    """Pruning keeps the checkpoint that `latest` names, even if a user set it back to an older one."""
+    """Pruning keeps the checkpoint that `latest` names, even if a user changed `latest` to an older checkpoint."""
     from megatron.checkpointing import prune
     from megatron.checkpointing.files import point_latest_to
 
@@ -139,7 +139,7 @@ def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> N
 
 
 def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> None:
-    """Pruning keeps checkpoints 4 and 5 of a run that a user set back from iteration 8 to 4 and that then saved 5."""
+    """After a user set a run back from iteration 8 to 4 and it saved 5, pruning keeps checkpoints 4 and 5."""
     from megatron.checkpointing import prune
 
     folder = tmp_path / "checkpoints"
@@ -154,7 +154,7 @@ def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> N
 
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
-    """Saving an iteration again moves its old checkpoint aside; after a crash at this point, it is restored."""
+    """If a run crashes while it saves an iteration again, that iteration's old checkpoint, moved aside, is restored."""
     from megatron.checkpointing.files import clear, recover
 
     folder = tmp_path / "checkpoints"

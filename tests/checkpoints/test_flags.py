@@ -56,7 +56,7 @@ def weights(run_dir: Path, iteration: int) -> dict[str, bytes]:
 def test_finetune_takes_weights_alone_and_then_goes_on(
     before: Path, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """--finetune loads only weights, also for other data and lengths; a second start resumes the finetuning run."""
+    """--finetune loads weights only, and allows other data and lengths; a second start resumes the finetuning run."""
     flags = f"--load {before} --finetune --seq-length 20 --max-position-embeddings 24 --seed 5"
     go(tmp_path, f"{flags} --train-iters 2", tiny_data, vocab_file)
     assert weights(tmp_path, 0) == weights(before, 3)
@@ -76,7 +76,7 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
     assert index(tmp_path / "kept", 4)["optimizer"]["step"] == 4
     assert index(tmp_path / "new", 4)["optimizer"]["step"] == 1
     assert weights(tmp_path / "new", 3) == weights(before, 3)
-    assert losses_of(tmp_path / "new") == losses_of(tmp_path / "kept"), "the same samples, the same dropout"
+    assert losses_of(tmp_path / "new") == losses_of(tmp_path / "kept"), "both runs have the same samples and dropout"
     assert weights(tmp_path / "new", 4) != weights(tmp_path / "kept", 4)
     # Adam's first step with moments of zero changes every weight by lr * sign(gradient).
     old, new = (whole_tensors(tmp_path / "new" / "checkpoints" / f"iter_000000{i}") for i in (3, 4))
@@ -85,7 +85,7 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
 
 
 def test_weights_that_were_never_trained_here_have_no_schedule(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A checkpoint of iteration 0, like a converted one, does not impose its learning-rate schedule on the run."""
+    """A checkpoint of iteration 0, e.g. a converted one, does not impose its learning-rate schedule on the run."""
     go(tmp_path / "first", "--train-iters 1 --lr 5e-4", tiny_data, vocab_file)
     start = tmp_path / "first" / "checkpoints" / "iter_0000000"
     go(tmp_path / "new", f"--load {start} --train-iters 2 --lr 2e-3", tiny_data, vocab_file)
@@ -141,7 +141,7 @@ def test_dropout_goes_on_by_the_seed_of_the_checkpoint(
     go(tmp_path / "new", f"{more} --override-data --no-load-rng", tiny_data, vocab_file)
     assert index(tmp_path / "saved", 4)["rng_seed"] == mpu.derive_seed(1234, "dropout")
     assert index(tmp_path / "new", 4)["rng_seed"] == mpu.derive_seed(99, "dropout")
-    assert losses_of(tmp_path / "saved") != losses_of(tmp_path / "new"), "the same samples, other dropout"
+    assert losses_of(tmp_path / "saved") != losses_of(tmp_path / "new"), "the runs differ in their dropout"
 
 
 def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None:
@@ -156,7 +156,7 @@ def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None
 def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """A run directory that has checkpoints resumes from them and ignores --load, whose folder may be gone.
 
-    --override-data stays in effect.
+    A resume with another --split still needs --override-data.
     """
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(before, base)
@@ -177,7 +177,7 @@ def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data:
 
 
 def test_another_split_with_as_many_samples(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A changed --split is refused even with as many samples; other numbers for equal shares (2,2 for 1,1) are not."""
+    """A --split with other shares is refused even if the number of samples stays; 2,2 for 1,1 is the same split."""
     total = IndexedDataset(tiny_data).num_documents
 
     def of(n: int) -> int:

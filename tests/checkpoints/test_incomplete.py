@@ -1,4 +1,4 @@
-"""An error while a checkpoint is written neither publishes the incomplete checkpoint nor deletes earlier ones."""
+"""If writing a checkpoint fails, the incomplete checkpoint does not become visible, and earlier checkpoints stay."""
 
 import contextlib
 import io
@@ -82,7 +82,7 @@ def _struck(target: Any, name: str, by: Any) -> Iterator[None]:
 
 
 def _break_saves(folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """Save while rank 1 suffers each of FAULTS; return fault -> the error that this rank raises."""
+    """For each fault in FAULTS, save while rank 1 has this fault; return fault -> the error that this rank raises."""
     told = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         begin()
@@ -165,9 +165,9 @@ PADDED = (
 
 
 def _small_vocabulary(folder: str, ranks: int, save: bool) -> list[dict[str, torch.Tensor]]:
-    """Train, save and load with a vocabulary of 65; return this rank's weights, without padding, before and after.
+    """Train, save and load with a vocabulary of 65; return this rank's unpadded weights before and after loading.
 
-    Of two tensor-parallel ranks, the second has only padding rows of the embedding.
+    With two tensor-parallel ranks, the second has only padding rows of the embedding.
     """
     config = parse(f"{PADDED} --model-parallel-size {ranks}".split())
     text = torch.randint(65, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -108,7 +108,7 @@ def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
         time.sleep(0.3)
         done = all(p.exitcode == 0 for p in ranks)
         for process in ranks:
-            process.kill()  # a launcher, too, kills all ranks if one dies
+            process.kill()  # as a launcher does with the other ranks if one dies
             process.join()
         errors = [path.read_text() for path in Path(folder).glob("error*")]
     # Surviving ranks may report a lost connection, but no other error.
@@ -150,7 +150,7 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
     for trial in range(4 * kills):
         kill = Kill(MOMENTS[trial % len(MOMENTS)], dice.randint(1, 5), dice.choice([0, 1, None]))
         if kill.moment in ("read", "prune"):
-            kill = kill._replace(rank=dice.choice([0, None]))  # only rank 0 reads data and prunes
+            kill = kill._replace(rank=dice.choice([0, None]))  # rank 1 neither reads data nor prunes
         if _killed(kill, cut, dice, data, vocab_file):
             done += 1
         else:  # the run finished before the kill, so start it again from scratch

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout loads in any other layout: weights and moments are identical, later losses equal."""
+"""A checkpoint of any layout loads in any other layout, with identical weights and moments and equal later losses."""
 
 import itertools
 from collections import defaultdict
@@ -39,7 +39,7 @@ def _flags(layout: Layout) -> str:
 
 
 def _launch(starts: dict[Layout, list[Start]], data: str, vocab_file: str) -> None:
-    """Do all runs, with one launch of ranks for those with equal pipeline, data and tensor-parallel sizes."""
+    """Do all runs; those with equal pipeline, data-parallel and tensor-parallel sizes share one launch of ranks."""
     grids: defaultdict[tuple[int, int, int], list[Start]] = defaultdict(list)
     for layout, of_it in starts.items():
         grids[layout[:3]] += of_it

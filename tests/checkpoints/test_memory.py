@@ -1,4 +1,4 @@
-"""A save needs memory for about one tensor; a save in the background, for one copy of what the rank writes."""
+"""A save needs memory for about one tensor; a background save needs a copy of all that the rank writes."""
 
 import resource
 import threading
@@ -20,7 +20,7 @@ FLAGS = (
 
 
 def _body(folder: str, background: bool) -> tuple[float, float, float]:
-    """Save twice; return the MB of the largest tensor, of a checkpoint, and of the additional peak memory."""
+    """Save twice; return three sizes in MB: the largest tensor, a checkpoint, and the memory that the saves added."""
     config = parse(FLAGS.split())
     engine = start_engine(TextTask(), config)
     engine.train_batch(iter([{"text": torch.zeros(1, 9, dtype=torch.int64)}]), 1e-4)
@@ -47,11 +47,11 @@ def _resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells this")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc/self/statm")
 @pytest.mark.parametrize("background", [False, True])
 def test_memory_of_a_save(background: bool, tmp_path: Path) -> None:
     ((largest, whole, rise),) = on_ranks(1, _body, str(tmp_path), background)
-    assert whole > 180, "large enough for a copy to be seen"
+    assert whole > 180, "too small for a copy to be noticed"
     if background:
         assert 0.8 * whole < rise < 1.2 * whole, (whole, rise)
     else:

@@ -1,4 +1,4 @@
-"""--finetune may change RoPE settings, sliding window and length of a checkpoint; without it, that is refused."""
+"""A run may change a checkpoint's RoPE base and scaling, sliding window and maximum length with --finetune only."""
 
 from pathlib import Path
 

@@ -36,7 +36,7 @@ FAMILIES = {
     "t5": f"{SMALL} --num-sentinels 5 --enc-seq-length 8 --num-decoder-layers 3 --position-embedding relative "
     "--normalization rmsnorm --no-hidden-bias",
 }
-LIMIT = 2 << 30  # bytes of memory that a test may use in addition to what it has
+LIMIT = 2 << 30  # bytes of memory that a test may allocate in addition to what it uses already
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def test_more_samples_than_iterations_can_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [[], ["exp_avg"]])
 def test_moments_that_are_announced_and_missing(kept: list[str], tmp_path: Path) -> None:
-    """An index that announces optimizer moments is refused if the tensors of both, or of the second, are missing."""
+    """An index that lists two optimizer moments is refused if the tensors of the second or of both are missing."""
     path = checkpoint(tmp_path, "gpt2")
 
     def announce(content: dict[str, Any]) -> None:
@@ -224,7 +224,7 @@ def test_a_config_of_theirs_that_no_memory_holds(family: str, tmp_path: Path) ->
 
 
 def test_a_resume_drops_no_layer(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A resume is refused if the checkpoint has a layer more than its own settings and the flags say."""
+    """A resume is refused if the checkpoint has one layer more than its settings and the run's flags say."""
     flags = (
         f"{SMALL.replace(' --vocab-size 270', '')} --batch-size 2 --eval-iters 0 --precision fp32 --no-tensorboard"
     ).split()

@@ -1,4 +1,4 @@
-"""A run that stops between two --log-interval lines writes a line for its last iterations; none counts twice."""
+"""If a run stops between two --log-interval lines, a line covers its last iterations; no iteration counts twice."""
 
 import json
 from pathlib import Path

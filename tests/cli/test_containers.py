@@ -1,4 +1,4 @@
-"""docker/ is checked without building images: syntax, copied files, and flags of this project's scripts."""
+"""Files of docker/ are checked without building images: syntax, copied files, and flags for this project's scripts."""
 
 import json
 import os
@@ -31,7 +31,7 @@ DOCKERFILES = pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cud
 
 @DOCKERFILES
 def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_path: Path) -> None:
-    """The files that a Dockerfile copies before it runs setup.sh suffice for setup.sh; Python is simulated."""
+    """The files that a Dockerfile copies before it runs setup.sh suffice for setup.sh; a stub replaces Python."""
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     (install,) = (at for at, line in enumerate(lines) if line.startswith("RUN") and "setup.sh" in line)
     for line in lines[:install]:
@@ -50,7 +50,7 @@ def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_p
     )
     assert done.returncode == 0, done.stderr
     asked = re.findall(r"torch==\S+", (tmp_path / "asked").read_text())
-    assert asked[0].endswith("+cpu") and ("!=" in asked[0]) == name.endswith("cuda"), "a build for another device"
+    assert asked[0].endswith("+cpu") and ("!=" in asked[0]) == name.endswith("cuda"), "torch for another device"
 
 
 @DOCKERFILES

@@ -1,4 +1,4 @@
-"""Conversion to Hugging Face keeps logits, and back keeps every bit of the weights, from every layout."""
+"""Checkpoints of every layout convert to Hugging Face with equal logits, and back with bit-identical weights."""
 
 import dataclasses
 import json
@@ -154,7 +154,7 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
     ids=["one process", "pp2-tp2", "tp2 untied"],
 )
 def test_gpt2(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world: int, layout: list[str]) -> None:
-    """GPT-2 is converted with a sentencepiece tokenizer and with a tokenizer.json."""
+    """GPT-2 is converted to Hugging Face and back, with a sentencepiece tokenizer or with a tokenizer.json."""
     hf_file = vocab_file if world == 4 else hf_file
     train_gpt2(
         world,

@@ -74,7 +74,7 @@ def of_rank(w: Mapping[str, Tensor], rank: int, ranks: int, version: int) -> dic
 
 
 def save_cpm1(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
-    """Save as CPM-1-large: two DeepSpeed ranks, fp16, Megatron-LM's first names; return the converter's flags."""
+    """Save in CPM-1-large's format: two DeepSpeed ranks, fp16, Megatron-LM's oldest names; return converter flags."""
     (folder / "80000").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("80000")
     names = {"embedding.word_embeddings.weight": "word_embeddings.weight"}
@@ -89,7 +89,7 @@ def save_cpm1(folder: Path, w: Mapping[str, Tensor]) -> list[str]:
 def save_megatron(
     folder: Path, w: Mapping[str, Tensor], version: int, stages: int = 1, say_version: bool = True
 ) -> list[str]:
-    """Save in the format of Megatron-LM of 2020 and 2021, nested and with settings; return the converter's flags."""
+    """Save in Megatron-LM's format of 2020 and 2021, nested dicts that include settings; return converter flags."""
     (folder / "latest_checkpointed_iteration.txt").parent.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("100")
     body = "encoder" if version >= 2 else "transformer"
@@ -170,9 +170,9 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
         mine = of_rank(w, rank, ranks, version)
         words = {"word_embeddings.weight": mine["embedding.word_embeddings.weight"]}
         items: dict[int, dict[str, Tensor]] = {
-            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # layers 0, 2 are functions
+            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # 0 and 2 have no weights
             LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},
-            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # output: no positions
+            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # unused in the output
         }
         for i in range(LAYERS):
             stem = f"layers.{i}."
@@ -223,7 +223,7 @@ def some_tokens() -> Tensor:
 
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_read(form: str, tmp_path: Path) -> None:
-    """Every format is read bit for bit; with a wrong --checkpoint-version, and so QKV order, logits differ."""
+    """Every format is read bit for bit; a wrong --checkpoint-version means a wrong QKV order, so logits differ."""
     w = some_weights()
     if form == "cpm-1":
         w = {name: value.half().float() for name, value in w.items()}
@@ -306,7 +306,7 @@ def test_a_payload_is_refused_and_never_run(tmp_path: Path) -> None:
             assert "mp_rank_00_model_states.pt requests posix.system and is not loaded" in sentence
             assert not trace.exists()
     torch.load(path, weights_only=False)
-    assert trace.exists(), "the payload would have worked"
+    assert trace.exists(), "unpickled without restrictions, the payload must work"
 
 
 def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path: Path) -> None:
@@ -395,5 +395,5 @@ def test_folders_that_do_not_fit_together(tmp_path: Path) -> None:
     save_megatron(tmp_path / "later", w, 2)
     for path in (tmp_path / "later").rglob("*.pt"):
         torch.save({"model": torch.load(path, weights_only=False)["model"]}, path)
-    # Megatron-LM always recorded the version once it used these names, so the missing one is not taken for 0.
+    # Megatron-LM with these names always recorded a version, so a missing version does not mean version 0.
     refused(tmp_path / "later", None, "give --checkpoint-version 0")

@@ -52,7 +52,7 @@ def _write(layout: str) -> list[Any]:
             stepper: Stepper = GPT2Stepper(gpt2, PROMPT, 24, stages=stages)
         else:
             stepper = T5Stepper(T5Model(config, parallel_output=False, own=own).eval(), PROMPT * 3, 1, stages=stages)
-        length = 30 if kind not in ("cpm", "t5") else 15  # 30 tokens go beyond GPT-2's 24 positions
+        length = 30 if kind not in ("cpm", "t5") else 15  # 30 tokens exceed GPT-2's 24 positions
         found += sample(stepper, 2, length, 49, Sampling(0.8, 0, 0.9), seed=3)
         found += [ids for _, ids in beam_search(stepper, 3, 8, 49)]
     return found
@@ -63,7 +63,7 @@ LAYOUTS = ["--pipe-parallel-size 2", "--pipe-parallel-size 2 --model-parallel-si
 
 @pytest.mark.parametrize("layout", covering(LAYOUTS, lambda layout: layout.endswith("size 3")))
 def test_stages_write_what_one_process_writes(layout: str) -> None:
-    """All ranks of every layout generate the tokens of one process, even with one layer per stage."""
+    """All ranks of every layout generate the same tokens as one process, even with one layer per stage."""
     (expected,) = on_ranks(1, _write, "")
     world = 4 if "model" in layout else int(layout.split()[-1])
     for found in on_ranks(world, _write, layout):
@@ -169,7 +169,7 @@ TEXTS = ["春天", "The road", "一", "The road home", "春", "二", "The river"
 
 @pytest.mark.parametrize("flags", ["--temperature 0", "--num-beams 3 --num-samples 2", "--num-samples 2 --seed 5"])
 def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_path: Path, flags: str) -> None:
-    """Prompts of different lengths are continued in batches as they are one by one, and in their order."""
+    """Prompts of different lengths get the same continuations in batches as one by one, in the order of the prompts."""
     prompts = tmp_path / "prompts"
     prompts.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     base = ["--load", run, "--input", str(prompts), "--max-new-tokens", "12", *flags.split()]
@@ -202,7 +202,7 @@ def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypa
 
 
 def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
-    """The tokens with the top lift follow from the model's own logits and from token counts in the corpus."""
+    """Tokens with the top lift p * log(p / q) are right: p from the model's logits, q from counts in the corpus."""
     writer = tool.load(tool.build_parser().parse_args(["--load", run]))
     question = writer.question("春天")
     with torch.no_grad():
@@ -221,13 +221,13 @@ def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
 @FULL
 @pytest.mark.timeout(1500)
 def test_the_demo_of_t5_learns(tmp_path: Path) -> None:
-    """The T5 of scripts/run_t5.sh is half a nat below the unigram entropy, and its predictions fit the context."""
+    """The T5 of scripts/run_t5.sh has a loss half a nat below the unigram entropy, and predictions fit the context."""
     done = command("bash", "scripts/run_t5.sh", env={"RUN_DIR": str(tmp_path / "t5")}, timeout=1200)
     assert done.returncode == 0, done.stderr
     text = float(re.findall(r"masked text only, first and last +[\d.]+, ([\d.]+)", done.stdout)[0])
     unigram = float(re.findall(r"unigram entropy of the masked text +([\d.]+)", done.stdout)[0])
     assert text < unigram - 0.5
     season, question, river = re.findall(r"top lift: (.*)", done.stdout)
-    assert any(each in question for each in ("'吗'", "'。\"'")), "the end of a question, or of what somebody says"
-    assert re.search("' [a-z]+'", river) and not re.search("' [a-z]+'", season), "English in English"
+    assert any(each in question for each in ("'吗'", "'。\"'")), "must end the question, or the quotation"
+    assert re.search("' [a-z]+'", river) and not re.search("' [a-z]+'", season), "English words in English text only"
     assert re.search("[\\u4e00-\\u9fff]", season) and not re.search("[\\u4e00-\\u9fff]", river)

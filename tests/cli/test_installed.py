@@ -19,9 +19,9 @@ LEFT_OUT = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "tests", 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ folder of a new environment with this project installed; other packages are the tests' own.
+    """The bin/ folder of a new environment with this project; other packages come from the tests' environment.
 
-    scripts/test_versions.sh sets $INSTALLED to the bin/ folder of another environment, which is used instead.
+    If scripts/test_versions.sh has set $INSTALLED to the bin/ folder of another environment, that folder is used.
     """
     if there := os.environ.get("INSTALLED"):
         return Path(there)
@@ -38,7 +38,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
-    """The installed commands train a tokenizer and a model, resume, convert, generate and plan, outside a checkout."""
+    """Outside a checkout, installed commands train a tokenizer and a model, resume, convert, generate, plan a run."""
     shutil.copy(ROOT / "corpus/sample.jsonl", tmp_path / "text.jsonl")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 

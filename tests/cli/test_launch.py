@@ -106,7 +106,7 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path, how: str) -> None:
     launcher.tell(signal.SIGINT)
     launcher.until(lambda words: words[-1] == "saves")
     if how == "again":
-        time.sleep(0.6)  # a second signal within 0.5 s would count as the same request
+        time.sleep(0.6)  # a second signal within 0.5 s would count as part of the first request
         launcher.tell(signal.SIGINT)
     assert launcher.end() == 130
     time.sleep(0.2)
@@ -139,7 +139,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
 
 
 def test_after_an_error_a_launcher_can_end_the_process() -> None:
-    """After an error, SIGTERM from the launcher ends a process at once, instead of asking for a save."""
+    """After an error, SIGTERM from the launcher ends a process at once, instead of asking it to save."""
     before = signal.getsignal(signal.SIGTERM)
     with restored_signals():
         with pytest.raises(ValueError), StopSignals(None, torch.device("cpu")):
@@ -172,7 +172,7 @@ def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
 
 @FULL
 def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A run with --max-restarts whose rank is killed restarts and resumes, with and without a pipeline."""
+    """If a rank is killed, a run with --max-restarts restarts and resumes, with and without a pipeline."""
     code = """
 import os, signal, sys, megatron.training.log as t
 from megatron.tasks import GPT2

@@ -77,7 +77,7 @@ while :; do sleep 0.05; done
     [(signal.SIGTERM, 143, 143), (signal.SIGINT, 130, 130), (signal.SIGTERM, 0, 143), (signal.SIGHUP, 1, 1)],
 )
 def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int, tmp_path: Path) -> None:
-    """A signal to the shell of run_*.sh, as from `docker stop`, reaches the launcher, and ends the script after it."""
+    """The shell of run_*.sh forwards a signal, e.g. of `docker stop`, to the launcher and ends after the launcher."""
     (tmp_path / "python").write_text(LAUNCHER.replace("$1", str(code)))
     (tmp_path / "python").chmod(0o755)
     script = RANKS.format(root=ROOT, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Rarer calls of Megatron-LM and CPM-Pretrain work: checkpoint functions with dropout, positional arguments."""
+"""Rarely used calls from Megatron-LM and CPM-Pretrain work: checkpointing with dropout, positional arguments."""
 
 import contextlib
 import io
@@ -130,7 +130,7 @@ def test_one_folder_to_save_and_to_load_begins_a_run_and_continues_it(
 ) -> None:
     """One folder for --save and --load, as in Megatron-LM's scripts, starts a run and later resumes it.
 
-    A value that forward_step returns beside the loss is noted once.
+    The run prints one note, not one per step, on a value that forward_step returns beside the loss.
     """
     folder = str(tmp_path / "saved")
     flags = FLAGS.replace("--no-save-at-end", "").split()

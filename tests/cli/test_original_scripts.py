@@ -1,4 +1,4 @@
-"""Entry scripts in CPM-Pretrain's form have the losses of this project's scripts, in every layout."""
+"""Entry scripts in CPM-Pretrain's form have the same losses as this project's scripts, in every layout."""
 
 import json
 import runpy
@@ -21,7 +21,7 @@ FAMILIES = {
     "gpt2": "--seq-length 32 --max-position-embeddings 32",
     "t5": "--enc-seq-length 64 --dec-seq-length 40 --max-position-embeddings 64 --kv-hidden-size 8 --ff-hidden-size 48",
 }
-# Without batch sizes, which CPM-Pretrain reads from this file under a pipeline only.
+# CPM-Pretrain ignores these batch sizes without a pipeline; tests with a pipeline set other ones.
 DS_CONFIG = {
     "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10, "gradient_clipping": 1.0,
     "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16},
@@ -90,9 +90,9 @@ def test_losses_are_those_of_our_script(data: dict[str, str], tmp_path: Path, fa
     ],
 )
 def test_fp16_with_the_json_of_the_original(data: dict[str, str], tmp_path: Path, family: str, layout: str) -> None:
-    """CPM-Pretrain's fp16 ds_config gives the losses of this project's scripts.
+    """With CPM-Pretrain's fp16 ds_config, scripts in CPM-Pretrain's form have the losses of this project's scripts.
 
-    Under a pipeline it has batch sizes, too.
+    Under a pipeline, the ds_config also sets the batch sizes.
     """
     stages, _ = LAYOUTS[layout]
     own = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2} if stages > 1 else {}
@@ -104,9 +104,9 @@ def test_fp16_with_the_json_of_the_original(data: dict[str, str], tmp_path: Path
 
 
 def test_the_model_of_the_tutorial(data: dict[str, str], tmp_path: Path) -> None:
-    """A model written after the tutorial in CPM-Pretrain's README trains alike in all layouts.
+    """The model of the tutorial in CPM-Pretrain's README has the same losses in all layouts.
 
-    Layouts with a pipeline are compared among themselves, since a pipeline gives other initial weights.
+    Layouts with a pipeline are only compared with each other, since a pipeline gives other initial weights.
     """
     flags = f"{data['gpt2']} --precision fp32 --hidden-dropout 0"
     found = {

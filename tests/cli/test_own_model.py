@@ -1,4 +1,4 @@
-"""Users' models: examples/pretrain_decoder.py has equal losses in every layout, unusual models train and resume."""
+"""Users' models: examples/pretrain_decoder.py has equal losses in every layout; unusual models train and resume."""
 
 import re
 from pathlib import Path

@@ -88,7 +88,7 @@ def _losses(ranks: int, folder: Path, vocab_file: str, flags: str) -> list[float
 
 
 def test_layouts_show_in_no_number(tmp_path: Path, vocab_file: str) -> None:
-    """Losses do not depend on the layout, although micro-batches have different target counts, also after a resume."""
+    """Losses are equal in all layouts, also after a resume, although micro-batches have different target counts."""
     expected = _losses(1, tmp_path / "one", vocab_file, "--gas 4 --train-iters 4")
     for name, ranks, flags in (
         ("pp2", 2, "--gas 4 --pipe-parallel-size 2"),
@@ -221,7 +221,7 @@ def _ends(argv: list[str]) -> str:
 
 
 def test_a_layer_that_one_stage_cannot_build_ends_all(tmp_path: Path, vocab_file: str) -> None:
-    """An error in the constructor of one stage's layer ends all stages, instead of letting them wait for this one."""
+    """An error in the constructor of one stage's layer ends all stages, instead of letting the others wait."""
     argv = [*FLAGS.split(), "--pipe-parallel-size", "2", "--vocab-file", vocab_file, "--run-dir", str(tmp_path)]
     said = on_ranks(2, _ends, argv, timeout=90)
     assert all("a layer of 7 heads cannot be split over 2 ranks" in each for each in said), said

@@ -18,7 +18,7 @@ from .test_own_model import _flags
 
 
 class Sometimes(nn.Module):
-    """A model that uses its layer `extra` only in the iterations `used`. first: `extra` is the first layer."""
+    """A model that uses its layer `extra` only in the iterations `used`. first: whether `extra` is the first layer."""
 
     def __init__(self, vocab_size: int, used: tuple[int, ...], first: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_weight_that_no_replica_uses_stays_as_it_is(
 ) -> None:
     """Without ZeRO, a weight that no replica uses in a step stays unchanged, as in plain torch.
 
-    With a zero gradient instead of none, AdamW's momentum and weight decay would change it.
+    If its gradient were zero instead of None, AdamW's momentum and weight decay would change the weight.
     """
     flags = _flags(tiny_data, vocab_file, 0, 1, 4 // ranks, 6, f"--zero-stage 0 --weight-decay 0.1 {more}")
     on_ranks(ranks, partial(_sometimes, used=(0, 1)), ["--run-dir", str(tmp_path), *flags])

@@ -70,7 +70,7 @@ def said(done: Any, code: int) -> str:
 def test_a_run_says_what_it_does_and_leaves_what_it_promises(tmp_path: Path, flags: list[str]) -> None:
     done = launch(2, *flags, "--pipe-parallel-size", "2", "--run-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.strip() == "", "libraries' warnings leak through"
+    assert done.stderr.strip() == "", "warnings of libraries must be suppressed"
     assert SENTENCES["2_ranks_on_cpu_pipe_2"] in done.stdout
     assert "iteration 6/6 | loss" in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl", "tokenizer"]
@@ -134,7 +134,7 @@ def test_what_does_not_change_the_model_may_change_on_resume(tmp_path: Path, fla
 
 @FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
-    """A run that changes its layout at every iteration has the losses of one process.
+    """A run that is resumed in another layout after every iteration has the losses of one process.
 
     The layouts combine ZeRO stages, pipelines and tensor parallelism.
     """
@@ -338,11 +338,11 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("other")
     train_gpt2(1, tmp_path, *flags, "--train-iters", "1")
-    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # a crash during a save leaves such a folder
+    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # the folder that a crash during a save would leave
     before = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}
     assert message in said(launch(1, *flags, *argv, "--run-dir", str(tmp_path)), 1)
     after = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}
-    assert after == before, "a refused start changes nothing"
+    assert after == before, "a refused start must not change any file"
 
 
 def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str], vocab_file: str) -> None:
@@ -396,13 +396,13 @@ def test_a_blend_goes_on_in_another_layout(tmp_path: Path, flags: list[str], tin
     more = ["--batch-size", "4", "--run-dir", str(tmp_path / "cut")]
     done = launch(1, *flags, *more, "--train-iters", "5", "--override-data")
     assert done.returncode == 0, done.stderr
-    assert launch(1, *flags, *more, "--train-iters", "6").returncode == 0, "what was overridden is settled"
+    assert launch(1, *flags, *more, "--train-iters", "6").returncode == 0, "a later resume needs no --override-data"
     done = launch(1, *blend, "--batch-size", "4", "--train-iters", "6", "--run-dir", str(tmp_path / "whole"))
     assert done.returncode == 0
 
 
 def test_a_damaged_id_stops_the_run(tmp_path: Path, flags: list[str], tiny_data: str) -> None:
-    """A token id outside the vocabulary stops the run when it is read, even if the check at the start missed it."""
+    """A token id outside the vocabulary stops the run when the id is read, even if the check at the start missed it."""
     for each in ("bin", "idx"):
         shutil.copy(f"{tiny_data}.{each}", tmp_path / f"x.{each}")
     tokens = np.memmap(tmp_path / "x.bin", np.uint16, "r+")

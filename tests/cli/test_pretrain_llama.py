@@ -121,7 +121,7 @@ def _commands(page: str, language: str) -> list[str]:
 
 
 def test_the_page_is_the_same_in_both_languages() -> None:
-    """docs/llama.md and its Chinese version have the same commands, headings and settings, and valid links."""
+    """docs/llama.md and its Chinese version have the same commands, heading levels and settings, and valid links."""
     pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("llama.md", "llama_zh.md")]
     assert all(_commands("llama.md", kind) == _commands("llama_zh.md", kind) for kind in ("bash", "console"))
     for found in (r"^(#+) ", r"(--[a-z][a-z-]+)", r"^\| `(\w+)", r"\]\((?:\.\./)?([\w./]+?)(?:_zh)?\.(?:md|py|png)"):

@@ -89,7 +89,7 @@ def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int
 
 @FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
-    """A run that changes its layout at every iteration has the losses of one process, with dropout off."""
+    """With dropout off, a run that is resumed in another layout after every iteration has the losses of one process."""
     flags = [*flags, "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]
     halves = [*flags, "--gas", "1"]
     layouts = [
@@ -105,7 +105,7 @@ def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) ->
 
 
 def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
-    """The report gives the loss on masked text and the unigram entropy of masked text, equal to a recount."""
+    """On masked text, the report's unigram entropy equals the test's own, and its losses those of metrics.jsonl."""
     valid = [row for row in train_t5(1, tmp_path, *flags) if row["split"] == "valid"]
     assert all(row["text_loss"] > 0 and 0 <= row["text_accuracy"] <= 1 for row in valid)
     config = from_file(str(tmp_path / "config.json"))

@@ -74,7 +74,7 @@ def test_a_profile_has_the_operators_of_all_ranks_on_one_clock(tmp_path: Path, t
         ]
         assert products
         outside = [e for e in products if not any(s["ts"] <= e["ts"] <= s["ts"] + s["dur"] for s in steps)]
-        assert not outside, "the clocks are not the same"
+        assert not outside, "operators and pipeline steps have different clocks"
 
 
 def test_flags_that_do_not_go_together() -> None:

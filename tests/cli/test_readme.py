@@ -46,7 +46,7 @@ def run(script: str, folder: Path, name: str) -> str:
 def test_the_first_command_stands_at_the_top(readme: str) -> None:
     lines = (ROOT / readme).read_text(encoding="utf-8").splitlines()
     assert "bash scripts/run_gpt2.sh" in lines[:15]
-    assert len(lines) <= 130, "a front page: what is longer has a page of its own"
+    assert len(lines) <= 130, "the README is a front page; move details to a page in docs/"
 
 
 @pytest.mark.parametrize("pages", [READMES, ("docs/layouts.md", "docs/layouts_zh.md")], ids=lambda pages: pages[0])
@@ -101,7 +101,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
 @FULL
 @pytest.mark.timeout(1800)
 def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
-    """The `bash` blocks of each other page run in one shell, with the run and data of the first pages' commands."""
+    """The `bash` blocks of docs/start.md and of each page in LONG run, in one shell per page and one run directory."""
     for page in (SHORT[0], *LONG):
         run("\n".join(["source .venv/bin/activate", *blocks(page)]), tmp_path, "default")
 
@@ -109,7 +109,7 @@ def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
 def as_the_page_shows_it(printed: list[str]) -> None:
     """Check the output up to iteration 10 against the README's transcript.
 
-    Lines must agree except for times, speed and memory, and the losses up to rounding.
+    Lines must agree except for times, speed and memory; losses may differ by rounding.
     """
     page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
@@ -117,7 +117,7 @@ def as_the_page_shows_it(printed: list[str]) -> None:
     both = [[line for line in each if line != "..."] for each in (page, lines)]
     tenth = next(i for i, line in enumerate(both[0]) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1]] for each in both]
-    assert shapes[0] == shapes[1], "python -m docs.site.transcript gpt2 writes it again"
+    assert shapes[0] == shapes[1], "update the page: python -m docs.site.transcript gpt2"
     losses = [
         float(re.search(r"loss +(\d+\.\d+)", next(x for x in each if " 10/500" in x))[1])  # type: ignore[index]
         for each in (page, lines)
@@ -129,7 +129,7 @@ def as_the_page_shows_it(printed: list[str]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", list(transcript.PAGES))
 def test_the_whole_transcript_is_what_the_script_prints(name: str, tmp_path: Path) -> None:
-    """A complete run has the final losses of the page's transcript to 0.15 nats; rounding differs between CPUs."""
+    """The final losses of a complete run are within 0.15 nats of the page's transcript; CPUs round differently."""
     page, printed = (
         transcript.on_page(transcript.PAGES[name][0], name),
         list(transcript.shown(transcript.run(name, str(tmp_path / "run")))),

@@ -50,7 +50,7 @@ def test_every_variable_that_is_read_is_listed() -> None:
     ],
 )
 def test_a_mistake_costs_nothing(env: dict[str, str], argv: list[str], words: str, tmp_path: Path) -> None:
-    """A wrong variable or flag is reported before anything starts; other programs' variables cause no error."""
+    """A wrong variable or flag is reported before anything starts; variables of other programs are ignored."""
     around = {"RUN_DIR": str(tmp_path / "run"), "MKL_NUM_THREADS": "1", "WORLD_SIZE": "1"}
     done = command("bash", "scripts/run_gpt2.sh", *argv, env={**around, **env})
     assert done.returncode == 2

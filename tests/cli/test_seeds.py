@@ -25,7 +25,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the data/ of Ascend's page: gpt2-vocab.json, gpt2-merges.txt and my-gpt_text_sentence."""
+    """A folder with the files in data/ of Ascend's page: gpt2-vocab.json, gpt2-merges.txt, my-gpt_text_sentence."""
     folder = tmp_path_factory.mktemp("ascend")
     texts = [json.loads(line)["text"] for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
     train_byte_bpe(texts, str(folder / "data"), 600, "gpt2-bpe")

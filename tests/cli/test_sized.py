@@ -41,7 +41,7 @@ def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, ti
         shutil.copy(f"{tiny_data}.{ending}", tmp_path / f"mine.{ending}")
     env = {**os.environ, "RUN_DIR": "run", "VOCAB_FILE": vocab_file, "OMP_NUM_THREADS": "1"}
     argv = ["--data_path=mine", "--model_size", "345M", "--train_iters=3", *SMALL]
-    # An earlier measurement's metrics must not be taken for a run to resume; they are moved aside.
+    # The metrics of an earlier measurement must be moved to metrics-1.jsonl, not taken for a run to resume.
     (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier measurement")
     script = str(ROOT / "scripts" / "train_performance.sh")
     done = subprocess.run(

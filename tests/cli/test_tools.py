@@ -177,7 +177,7 @@ def test_the_preprocessor_does_not_load_torch() -> None:
 
 
 def test_several_keys_sentences_and_formats(tmp_path: Path, vocab_file: str) -> None:
-    """A JSON array and a CSV of the same records give equal corpora, one per key, with one sequence per sentence."""
+    """A JSON array and a CSV of the same records give the same corpora: one per key, with one sequence per sentence."""
     records = [{"title": f"标题{i}", "text": f"第一句。第{i}句！\n尾"} for i in range(30)]
     (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False, indent=1))
     rows = "".join(f'{r["title"]},"{r["text"]}"\n' for r in records)
@@ -212,7 +212,7 @@ def test_weights_and_globs(tmp_path: Path, vocab_file: str) -> None:
 
 @pytest.mark.parametrize("objective", ["text", pytest.param("cpm-t5", marks=FULL)])
 def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Path, objective: str) -> None:
-    """Preprocessing that is killed several times and resumed with other numbers of workers has the same output."""
+    """Preprocessing that is killed and resumed with other numbers of workers has an uninterrupted run's output."""
     big = tmp_path / "big.jsonl"
     big.write_bytes(sample_corpus.read_bytes() * 80)  # 13 MB, so that there is time to kill the tool
     preprocess(tmp_path / "a", vocab_file, big, more=("--objective", objective))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import FULL, ROOT
 
-# Sources _prepare.sh with the variables that _run.sh sets. `python` simulates slow tools that record their calls.
+# A script that sources _prepare.sh with the variables that _run.sh sets; its `python` function simulates slow tools.
 SCRIPT = """
 set -euo pipefail
 ROOT={root} AT= NAME=gpt2 CORPUS={root}/corpus/sample.jsonl RUN_DIR=$1 VOCAB_SIZE=10
@@ -93,7 +93,7 @@ def test_two_launches(tmp_path: Path, disk: str) -> None:
         assert [node.returncode for node in nodes] == [0, 0], said
         assert sum("run_gpt2.sh: waiting for process" in words for words in said) == 1, said
         assert "saved run/checkpoints/iter_0000002" in said[0], said
-    else:  # these runs save no checkpoint, since ranks on separate disks cannot write one
+    else:  # these runs save nothing, since ranks on separate disks cannot write a checkpoint
         assert nodes[1].returncode == 0, said
         assert not any("waiting for process" in words for words in said), said
     assert "2 ranks on cpu: pipe 2" in said[0], said

@@ -70,7 +70,7 @@ class Tie:
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD, the default of the cases: unlike Adam, it shows gradients that are wrong by a factor."""
+    """Return SGD, the default of the cases: unlike Adam's, its losses change if gradients are wrong by a factor."""
     return torch.optim.SGD(parameters, lr=0.3)
 
 

@@ -30,7 +30,7 @@ CARRIED = ("float", "half", "int64", "int32", "int16", "uint8", "bool", "empty",
 
 @dataclass(frozen=True)
 class Draw:
-    """A case with the layout, schedule and layer partition in which it runs."""
+    """A case, and the layout, schedule and layer partition in which it runs."""
 
     case: Case
     stages: int
@@ -125,8 +125,9 @@ def _layers(rng: random.Random) -> tuple[Callable[[], list[nn.Module]], tuple[tu
 def _possible(made: list[Callable[[], nn.Module]]) -> list[Callable[[], nn.Module]]:
     """Return `made` without the combinations of layers that would be wrong even in one process.
 
-    All layers are Static or none, since a Static layer overwrites its output and its successor must copy it. InPlace
-    never follows Middle, since it would modify the output of tanh, which autograd has saved.
+    Either all layers are Static or none is: a Static layer overwrites its previous output, so the next layer must copy
+    it, as Static layers do. InPlace never follows Middle, since it would modify the output of tanh, which autograd
+    has saved.
     """
     if made[0] is Static:
         return [Static] * len(made)
@@ -156,7 +157,7 @@ class _Unpacked(nn.Module):
 
 
 def _works_in_place(layers: list[nn.Module]) -> bool:
-    """Return whether a layer modifies memory in place, so that torch's recomputation would start from wrong inputs."""
+    """Return whether any layer works in place, so that torch's recomputation would start from wrong inputs."""
     return any(isinstance(layer, (InPlace, Counting, Static)) for layer in layers)
 
 
@@ -168,7 +169,7 @@ def _frozen(rng: random.Random, layers: list[nn.Module], ties: tuple[tuple[int, 
     tied = {index for index, _ in ties}
     chosen = {i for i in range(len(layers) - 3) if rng.random() < 0.2} - tied
     if not any(isinstance(layer, Joint) for layer in layers):
-        chosen -= {0}  # layers other than Joint pass tensors without gradients on unchanged
+        chosen -= {0}  # if layer 0 were frozen, later layers would pass its outputs on unchanged, except for Joint
     return sorted(chosen | (tied if tied and rng.random() < 0.3 else set()))
 
 

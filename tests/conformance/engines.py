@@ -167,7 +167,7 @@ def _differ(a: Tensor, b: Tensor) -> float:
 def remembered_groups() -> Iterator[Any]:
     """Context manager in which engines that are built one after another reuse process groups.
 
-    It yields a function to call before each engine is built.
+    The context manager yields a function that must be called before each engine is built.
     """
     made: dict[tuple[int, ...], list[Any]] = {}
     used: dict[tuple[int, ...], int] = {}

@@ -14,7 +14,7 @@ def tensors_of(x: Any) -> tuple[Tensor, ...]:
 
 
 class Start(nn.Module):
-    """Layer: x [b, WIDTH] -> a tuple with one tensor for each word of `kinds`, a single tensor for one word."""
+    """Layer: x [b, WIDTH] -> a tuple with one tensor for each word of `kinds`, or the tensor if there is one word."""
 
     def __init__(self, kinds: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _size(t: Tensor) -> Tensor:
 
 
 class Middle(nn.Module):
-    """Layer that transforms each tensor with gradients by all of its inputs, and passes the others on."""
+    """Layer that transforms tensors with gradients, using a sum of the other tensors, which it returns unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Widen(nn.Module):
 
 
 class Keep(nn.Module):
-    """Layer that adds tanh(inner(hidden)) to the first tensor and passes the other tensors on."""
+    """Layer: (hidden, ...) -> (hidden + tanh(inner(hidden)), ...)."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Keep(nn.Module):
 
 
 class Gather(nn.Module):
-    """Last layer, which returns the first tensor with gradients plus 0.1 times the means of the others."""
+    """Last layer, which returns the first tensor with gradients plus 0.1 times the mean of each other tensor."""
 
     def forward(self, inputs: Any) -> Tensor:
         first, *rest = (
@@ -232,7 +232,7 @@ class Static(nn.Module):
         self.memory: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x.clone()))  # a copy, since autograd saves x, and the layer before overwrites it
+        y = torch.tanh(self.linear(x.clone()))  # autograd saves the copy, since the layer before overwrites x
         if self.memory is None or self.memory.shape != y.shape or self.memory.dtype != y.dtype:
             self.memory = torch.empty_like(y)
         return _Refill.apply(y, self.memory)  # type: ignore[no-any-return,no-untyped-call]

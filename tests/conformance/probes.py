@@ -72,7 +72,7 @@ def configured_back(t: Trained) -> bool:
 
 
 def evaluates_twice(t: Trained) -> bool:
-    """Return whether 12 evaluations in a row are right, which they would not be if they used up contiguous buffers."""
+    """Return whether 12 evaluations in a row are right; they would fail if each used up part of contiguous buffers."""
     found = [t.evaluate() for _ in range(12)]
     return configured_back(t) and all(t.near(each, torch.stack(t.losses()).mean()) for each in found)
 

@@ -42,7 +42,7 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
             differ = [schedule for schedule in own if stages > 1 and schedule in ("1f1b", "interleaved", "zb-h1")]
             own = [differ[(number + stages) % len(differ)]] if differ else own[:1]
         for schedule in own:
-            # Only the first schedule runs in all dtypes; for the others, fp32 would add nothing but rounding.
+            # Only the first schedule runs in all dtypes; with other schedules, further dtypes would show rounding only.
             several = schedule == own[0] and (everything or not (case.probe or case.config))
             found += [(case.name, schedule, dtype) for dtype in (case.only if several else case.only[:1])]
     return found

@@ -1,4 +1,4 @@
-"""Random layers in random layouts, schedules and partitions have one process's losses and weights to 1e-10."""
+"""Random layers train as in one process, to 1e-10, in random layouts, schedules and layer partitions."""
 
 from collections import defaultdict
 

@@ -58,7 +58,7 @@ class Soak:
 
     def start(self) -> None:
         self.starts += 1
-        log = open(self.run_dir.with_suffix(".log"), "ab")  # noqa: SIM115  # the child's
+        log = open(self.run_dir.with_suffix(".log"), "ab")  # noqa: SIM115  # stays open for the child process
         self.launcher = subprocess.Popen(self.argv, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def ranks(self) -> list[psutil.Process]:

@@ -1,6 +1,6 @@
 """Checks of training and generation on an accelerator, each of which returns its findings as text.
 
-Training runs are short and in processes of their own. Without an accelerator, the CPU takes its place, as a dry run.
+Each training run is short and has its own process. Without an accelerator, the checks run on the CPU, as a dry run.
 """
 
 import functools
@@ -59,7 +59,7 @@ def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
 
 @functools.cache
 def _train(flags: str, on_cpu: bool, more: str) -> str:
-    """Run a worker and return the last line of its output, its result as JSON."""
+    """Run a worker process; return the last line of its output, which is the worker's result as JSON."""
     command = [sys.executable, "-m", "tests.gpu.worker", json.dumps({"flags": flags, **json.loads(more)})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(NO_DEVICE if on_cpu else {})}
     try:
@@ -81,7 +81,7 @@ def compare_losses(found: list[float], wanted: list[float], tolerance: float) ->
 
 
 def _like_the_cpu(precision: str, tolerance: float) -> str:
-    """Compare the losses of all models in `precision` with the CPU's in fp32."""
+    """Compare the losses of all models in `precision` on this device with their losses in fp32 on the CPU."""
     findings = []
     for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5)):
         found = train(f"{flags} {DRY} --precision {precision}")["losses"]
@@ -95,14 +95,14 @@ def fp32_equals_the_cpu() -> str:
 
 
 def bf16_follows_the_cpu_in_fp32() -> str:
-    """Check that losses in bf16 follow the CPU's in fp32, up to the rounding of activations to 8 bits."""
+    """Check that bf16 losses equal fp32 losses on the CPU, up to the rounding of activations to 8 bits."""
     return _like_the_cpu("bf16", 3e-2)
 
 
 def attention_kernels_agree() -> str:
     """Check outputs and gradients of torch's attention kernels against fp32.
 
-    cuDNN's masked form may differ, since `kernels_for` never selects it; it is only reported.
+    cuDNN's kernel with a mask may differ: its error is only reported, since `kernels_for` never selects this kernel.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -114,7 +114,7 @@ def attention_kernels_agree() -> str:
         return torch.randn(*shape, generator=dice).to(here, torch.bfloat16).requires_grad_()
 
     findings = []
-    for length in (64, 192, 256):  # 64 and 192 are 64 modulo 128
+    for length in (64, 192, 256):  # multiples of 128, and lengths that are 64 modulo 128
         documents = (torch.arange(length) // 48).to(here)
         mask = (documents[:, None] == documents[None]) & torch.ones(length, length, device=here).tril().bool()
         inputs, bias = [draw(2, 4, length, 64) for _ in range(3)], draw(1, 4, length, length)
@@ -155,7 +155,7 @@ def fp16_finds_its_scale() -> str:
         file.flush()
         found = train(f"{GPT2} {DRY} --precision fp16 --deepspeed-config {file.name}", steps=30)
     skipped, scales = sum(found["skipped"]), found["loss_scales"]
-    assert skipped, f"no step was skipped at a scale of 2**24: {scales}"
+    assert skipped, f"no step was skipped at an initial loss scale of 2**24; scales: {scales}"
     assert scales[-1] < 2**24
     assert found["losses"][-1] < found["losses"][0] - 0.5
     return f"{skipped} steps skipped, scale {scales[-1]:g}, loss {found['losses'][0]:.2f} to {found['losses'][-1]:.2f}"
@@ -185,7 +185,7 @@ def checkpoints_go_both_ways() -> str:
         with tempfile.TemporaryDirectory() as folder:
             written = train(flags, first_on_cpu, save=folder)
             read = train(flags, not first_on_cpu, load=folder, steps=0)
-            assert read["weights"] == written["weights"], "weights changed in the checkpoint"
+            assert read["weights"] == written["weights"], "weights differ after a save and a load"
             with_other = train(flags, not first_on_cpu, load=folder, steps=4)
             with_same = train(flags, first_on_cpu, load=folder, steps=4)
         findings.append(compare_losses(with_other["losses"], with_same["losses"], 1e-3))
@@ -193,7 +193,7 @@ def checkpoints_go_both_ways() -> str:
 
 
 def an_offloaded_optimizer_agrees() -> str:
-    """Check that an offloaded optimizer gives the same losses to 1%; it rounds bf16 gradients once more."""
+    """Check that an offloaded optimizer, which rounds bf16 gradients once more, changes losses by at most 1%."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, file)
         file.flush()
@@ -235,7 +235,7 @@ def texts_equal_the_cpu() -> str:
 def recomputation_saves_memory() -> str:
     flags = f"{GPT2} --num-layers 8 --seq-length 512 --batch-size 8 --precision bf16 --attention-dropout 0.1"
     if not device.available():
-        raise Impossible("on a CPU the peak memory of tensors is unknown")
+        raise Impossible("the peak memory of tensors is known on accelerators only")
     kept = train(flags, steps=2)
     peaks = {
         name: train(f"{flags} {name}", steps=2)["peak_mb"]

@@ -1,6 +1,6 @@
 """Do one short training run and print measurements: `python -m tests.gpu.worker '{"flags": ...}'` prints JSON.
 
-It needs only torch, DeepSpeed and numpy, and for checkpoints safetensors.
+It needs only torch, DeepSpeed and numpy, and safetensors if it loads or saves checkpoints.
 """
 
 import hashlib

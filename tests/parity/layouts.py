@@ -19,7 +19,7 @@ PER_DOCUMENT = ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-ma
 
 
 class Layout(NamedTuple):
-    """Pipeline, data, tensor and context-parallel sizes and ZeRO stage of a layout; pp 0 means no pipeline."""
+    """Pipeline, data-, tensor- and context-parallel sizes of a layout, and its ZeRO stage; pp 0 means no pipeline."""
 
     pp: int
     dp: int
@@ -65,7 +65,8 @@ def ours(
 ) -> list[float]:
     """Train with pretrain_gpt2.py's function in `layout`; return the losses.
 
-    more: further flags. by_document: separate documents by PER_DOCUMENT's three flags.
+    more: further flags. by_document: separate documents by --eod-mask-loss, --reset-position-ids and
+    --reset-attention-mask.
     """
     flags = {
         "--data-path": data,
@@ -122,7 +123,7 @@ def plain(
     z_loss: float = 0.0,
     steps: int = STEPS,
 ) -> list[float]:
-    """Train in one process of plain torch as `ours` does with these settings; return the losses."""
+    """Train in one process of plain torch, with the data and settings of `ours`; return the losses."""
     tokenizer = load_tokenizer(vocab_file)
     (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED)
     assert train is not None

@@ -35,7 +35,7 @@ DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
 
 
 class Kind(NamedTuple):
-    """A kind of model: name in Hugging Face's classes, sizes, and this project's flags."""
+    """A kind of model: prefix of Hugging Face's class names (such as Qwen2), sizes, and this project's flags."""
 
     name: str
     sizes: Sizes
@@ -153,7 +153,7 @@ def _body(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str
 
 
 def losses(grid: tuple[int, ...], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
-    """Train in every way on one launch of ranks, check that the ranks' losses agree, and return each way's losses.
+    """Do all training runs in one launch of ranks, check that the ranks' losses agree, and return each run's losses.
 
     grid: the pipeline, data, tensor-parallel and, optionally, context-parallel size.
     """

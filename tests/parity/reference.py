@@ -100,7 +100,7 @@ def learn(
     clip: float,
     dtype: torch.dtype,
 ) -> list[float]:
-    """Make an optimizer step on each loss, a function of the weights; return the losses.
+    """Make an optimizer step on each loss in turn; return the losses. A loss is a function of the weights.
 
     lr: the constant learning rate. clip: the largest gradient norm.
     """

@@ -93,7 +93,7 @@ def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
 
 
 def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> tuple[Engine, Any]:
-    """Return a training engine, and an iterator of this rank's micro-batches of all steps, None if it reads no data."""
+    """Return a training engine and this rank's iterator of all micro-batches, which is None if it reads no data."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
     engine = start_engine(T5(), config, tokenizer)
@@ -115,7 +115,7 @@ def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
 
 
 def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Evaluate after a training step with learning rate 0, which must not influence the evaluation."""
+    """Make a training step with learning rate 0, which must not influence evaluation, then evaluate."""
     pp, dp, tp = grid
     flags = (
         f"--pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp} --init-method-std 0.3"
@@ -163,7 +163,7 @@ def expected_evaluation(way: Way, data: str, vocab_file: str) -> list[dict[str, 
 
 
 def losses(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file: str) -> list[list[float]]:
-    """Train in every way on one launch of ranks, check that the ranks' losses agree, and return each way's losses.
+    """Do all training runs in one launch of ranks, check that the ranks' losses agree, and return each run's losses.
 
     grid: the pipeline, data and tensor-parallel size.
     """

@@ -101,7 +101,7 @@ def layer(
 
 
 def logits(w: Weights, source: Tensor, target: Tensor, encoder_ids: Tensor, decoder_ids: Tensor, s: Shape) -> Tensor:
-    """Return logits [b, q, v] from tokens and document ids, [b, k] of the encoder and [b, q] of the decoder."""
+    """Return logits [b, q, v] from tokens and document ids of the encoder, [b, k], and of the decoder, [b, q]."""
     table = w["embedding.word_embeddings.weight"]
     x, y = table[source], table[target]
     if not s.t5:

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral have the losses of Hugging Face's models in one process, in every layout."""
+"""In every layout, Llama, Qwen2, Qwen3 and Mistral have the losses of Hugging Face's models in one process."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ COVERING = [(0, 1, 1), (0, 1, 4), (2, 1, 2)]
 
 
 def _schedules(grid: tuple[int, int, int]) -> list[str]:
-    """Return the flags that are possible in a grid; by default each kind of model runs with one of the first."""
+    """Return the flags of schedule, recomputation or ZeRO that a (pipeline, data, tensor-parallel) grid allows."""
     pp, dp, tp = grid
     sequence, again = "--sequence-parallel", "--recompute-modules norm qkv activation"
     found = [f"{sequence} --pipeline-schedule zb-h1", f"{sequence} --checkpoint-activations", f"{sequence} {again}"]
@@ -52,7 +52,7 @@ def test_losses_equal_one_process(
     ways = [Way(kind, schedules[i % len(schedules)], "fp64") for i, kind in enumerate(KINDS)]
     if full:
         ways += [Way(kind, each) for kind in KINDS for each in schedules]
-    elif grid == (0, 1, 4):  # on 4 ranks, two share a key-value head in this llama, and all share one in this qwen3
+    elif grid == (0, 1, 4):  # a key-value head is shared by two of the 4 ranks in llama, and by all 4 in qwen3
         ways = [way for way in ways if way.kind in ("llama", "qwen3")]
     bad = []
     for way, found in zip(ways, losses(grid, ways, tiny_data, vocab_file), strict=True):

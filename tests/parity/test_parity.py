@@ -1,4 +1,4 @@
-"""GPT-2 has the losses of one process of plain torch in every layout."""
+"""In every layout, GPT-2 has the losses of plain torch in one process."""
 
 import json
 import math
@@ -59,7 +59,7 @@ DOCUMENTS = [Layout(0, 1, 2), Layout(2, 2, 1), Layout(4, 1, 2)]
 def test_documents_apart_and_uneven_target_counts(
     layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses equal plain torch's with separate documents and a different number of targets in each micro-batch."""
+    """With separate documents, where micro-batches have different numbers of targets, losses equal plain torch's."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision="fp64", by_document=True)
     expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=True)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
@@ -94,7 +94,7 @@ def test_recomputed_activations(
 def test_whoever_multiplies(
     layout: Layout, library: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses equal the reference's with oneDNN's matmuls and with torch's own."""
+    """Losses equal the reference's, whether oneDNN or torch computes the matmuls."""
     if library == "onednn" and not mpu.onednn_is_there():
         pytest.skip("this build of torch has no oneDNN")
     found = ours(layout, tmp_path, tiny_data, vocab_file, "--cpu-matmul", library)
@@ -157,7 +157,7 @@ def test_logits_in_chunks(
 ) -> None:
     """--logits-chunk-size 20, for micro-batches of 48 tokens, gives the reference's losses.
 
-    With an untied output layer, which the reference lacks, they are compared with those of --logits-chunk-size 0.
+    The reference has no untied output layer: losses with one are compared with those of --logits-chunk-size 0.
     """
     if "--no-tie-embeddings" in more:
         expected = ours(layout, tmp_path / "whole", tiny_data, vocab_file, *more.split(), "--logits-chunk-size", "0")
@@ -176,7 +176,7 @@ def test_logits_in_chunks(
 def test_logits_in_chunks_in_mixed_precision(
     layout: Layout, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses in bf16 and fp16 are within 0.2% of fp32's with --logits-chunk-size."""
+    """With --logits-chunk-size, losses in bf16 and fp16 are within 0.2% of those in fp32."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, "--logits-chunk-size", "20", precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
 
@@ -281,7 +281,7 @@ def test_mixed_precision_follows_fp32(
 def test_mixed_precision_in_every_order(
     schedule: str, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Schedules that split the backward pass or stages, too, accumulate gradients in fp32: losses stay near fp32's."""
+    """Losses stay near fp32's, since schedules that split backward passes or stages accumulate gradients in fp32."""
     flags = ("--pipeline-schedule", *schedule.split())
     found = ours(Layout(2, 1, 1, zero=1), tmp_path, tiny_data, vocab_file, *flags, precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)

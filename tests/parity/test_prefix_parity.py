@@ -1,4 +1,4 @@
-"""A prefix LM has the losses of plain torch, whose attention masks are computed by loops, in several layouts."""
+"""In several layouts, a prefix LM has the losses of plain torch with attention masks computed by loops."""
 
 from functools import partial
 from pathlib import Path

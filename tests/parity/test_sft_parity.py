@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on packed records has the losses of plain torch on single records, in every layout."""
+"""In every layout, fine-tuning on packed records has the losses of plain torch with each record passed alone."""
 
 from functools import partial
 from pathlib import Path

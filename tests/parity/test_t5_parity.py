@@ -1,4 +1,4 @@
-"""T5, in the variants of T5, UMT5 and CPM-2, has the losses of one process of plain torch in every layout."""
+"""In every layout, the variants T5, UMT5 and CPM-2 of T5 have the losses of plain torch in one process."""
 
 import functools
 import itertools
@@ -49,7 +49,7 @@ COVERING = [(0, 1, 1), (1, 1, 1), (3, 1, 1), (2, 2, 2)]
 def test_losses_equal_one_process(
     grid: tuple[int, int, int], tiny_data: str, vocab_file: str, request: pytest.FixtureRequest
 ) -> None:
-    """Losses equal plain torch's for every pipeline schedule and recomputation, and in fp64."""
+    """Losses equal plain torch's in fp32 and fp64, with every pipeline schedule and kind of recomputation."""
     # Three stages run every schedule with every variant; other grids run every second schedule, to save time.
     whole = grid == (3, 1, 1) or (request.config.getoption("--full") and grid[2] == 1)
     ways = [
@@ -71,7 +71,7 @@ def test_losses_equal_one_process(
         ways += [Way(variant, f"--sequence-parallel {each}") for variant in VARIANTS for each in saving]
         ways += [Way(variant, "--sequence-parallel --logits-chunk-size 5") for variant in VARIANTS]
     ways += [Way(variant, "--logits-chunk-size 5") for variant in VARIANTS]
-    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # smaller grids run these ways, too
+    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # smaller grids run the ways left out here
         ways = [way for number, way in enumerate(ways) if number % 4 in (0, 3)]
     check(grid, ways, tiny_data, vocab_file)
 
@@ -82,7 +82,7 @@ def test_losses_equal_one_process(
     ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}",
 )
 def test_a_table_for_each_layer(grid: tuple[int, int, int], tiny_data: str, vocab_file: str) -> None:
-    """UMT5 has plain torch's losses with recomputation, and with a stage boundary between a block and its table."""
+    """UMT5 has plain torch's losses with recomputation, and if stages split a block from its position table."""
     schedules = ["", "--checkpoint-activations", "--pipeline-schedule zb-h1"][: 3 if grid[0] > 1 else 2]
     ways = [Way("umt5", schedule) for schedule in schedules]
     if grid[0] == 2:
@@ -99,7 +99,7 @@ def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
 
 @pytest.mark.parametrize("stages", covering([2, 3], lambda stages: stages == 2))
 def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str, request: pytest.FixtureRequest) -> None:
-    """Losses do not depend on where stages begin: at any embedding, position table, block or norm.
+    """Losses do not depend on where stages begin, which may be at any embedding, position table, block or norm.
 
     By default every second partition runs.
     """

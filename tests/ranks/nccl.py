@@ -36,7 +36,8 @@ COLLECTIVES = (
 class Work:
     """A message or a collective, with torch's Work interface.
 
-    started: set once all earlier operations of its queue are done and nothing else blocks it. done: set at its end.
+    started: event, set once all earlier operations of the queue are done and nothing else blocks this one. done: event,
+    set when this operation ends.
     """
 
     def __init__(self, device: "Device") -> None:
@@ -52,7 +53,7 @@ class Work:
 
 
 class Device:
-    """The emulated device of one rank: queues of messages, and what computations wait for.
+    """The emulated device of one rank, with its message queues and the operations that computations wait for.
 
     pending: operations that the next computation waits for. loaded: kernels used so far.
     """
@@ -106,7 +107,7 @@ class Device:
             self._asked.started.wait()
 
     def load(self, kernel: Any) -> None:
-        """Wait for all earlier work if kernels are loaded lazily and `kernel` was not used before."""
+        """If kernels are loaded lazily and `kernel` was not used before, wait for all earlier work."""
         if self.loading and kernel not in self.loaded:
             self.loaded.add(kernel)
             self.finish()
@@ -164,7 +165,7 @@ def _collective(device: Device, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def nccl(rules: str) -> Iterator[Device]:
-    """Apply NCCL's rules on top of gloo.
+    """Emulate NCCL on top of gloo, and yield this rank's emulated device.
 
     rules: "eager", "lazy", "one queue" (CUDA_DEVICE_MAX_CONNECTIONS=1) or "loading" (CUDA_MODULE_LOADING=LAZY).
     """

@@ -1,4 +1,4 @@
-"""Weight gradients that the matmul itself adds to the gradient bucket equal autograd's."""
+"""Weight gradients equal autograd's if the backward pass's matmul adds them directly to the gradient bucket."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support import on_ranks
 
 
 class Model(nn.Module):
-    """A model with four kinds of weights: used twice, used outside of their layer, with a hook, and frozen."""
+    """A model with weights of four kinds: used twice, used outside of their layer, with a gradient hook, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def _passes(direct: bool) -> list[int]:
 
 
 def _taken(again: bool, looked_up: bool) -> int:
-    """Return in how many of two steps the matmul added the weight gradient to the bucket directly.
+    """Train two steps; return in how many of them the matmul added the weight gradient to the bucket directly.
 
     again: recompute the layer in the backward pass. looked_up: also use the weight as an embedding table.
     """
@@ -161,5 +161,5 @@ def _both() -> tuple[list[int], list[int]]:
 
 
 def test_memory_is_gone_over_less_often() -> None:
-    """Adding directly halves the reads and writes of gradients, from 4 to 2 for each backward pass."""
+    """A matmul that adds to the bucket directly needs 2 accesses to gradients per backward pass instead of 4."""
     assert on_ranks(1, _both) == [([2, 2], [4, 4])]

@@ -108,7 +108,7 @@ THREE = {
 
 
 def _three_replicas(folder: str, data: str, vocab_file: str) -> None:
-    """Train with three replicas; --check-replicas 1 compares their weights after every iteration."""
+    """Train with three replicas, whose weights --check-replicas 1 compares after every iteration."""
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         for name, words in THREE.items():
             begin()
@@ -120,7 +120,7 @@ def _three_replicas(folder: str, data: str, vocab_file: str) -> None:
 
 @FULL
 def test_tied_weights_stay_the_same_bits_with_three_replicas(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """Copies of a tied weight stay bit-identical, although its stages reduce gradients in different orders."""
+    """Copies of a tied weight stay bit-identical, although their stages reduce gradients in different orders."""
     on_ranks(6, _three_replicas, str(tmp_path), tiny_data, vocab_file, timeout=300)
     found = {name: losses_of(tmp_path / name) for name in THREE}
     for name, tolerance in (("fp32", 1e-6), ("fp32-zero1", 1e-6), ("bf16", 2e-3), ("fp16", 2e-3)):
@@ -132,7 +132,7 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
         "--batch-size 1 --train-iters 1 --precision fp32 --pipe-parallel-size 2 --zero-stage 1 --partition-method 0,2,8"
     )
     with make(Start("gpt2", Path(folder), flags), data, vocab_file) as run, contextlib.redirect_stdout(io.StringIO()):
-        train(run)  # DistributedOptimizer reduces one gradient norm for all parameter groups
+        train(run)  # works with DistributedOptimizer, which reduces one norm for all parameter groups
     flags += " --no-overlap-grad-reduce"
     with pytest.raises(ValueError) as error:
         make(Start("gpt2", Path(folder), flags), data, vocab_file)
@@ -140,10 +140,10 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
 
 
 def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A stage that lacks a parameter group is refused with DeepSpeed's ZeRO, which would hang.
+    """With DeepSpeed's ZeRO, a stage that lacks a parameter group is refused, since the run would hang.
 
-    DeepSpeed reduces a gradient norm for each parameter group over all stages; a stage with only embeddings has
-    none of the group without weight decay.
+    DeepSpeed reduces a gradient norm for each parameter group over all stages. A stage with only embeddings has no
+    parameter in the group without weight decay.
     """
     for told in on_ranks(2, _uneven_groups, str(tmp_path), tiny_data, vocab_file):
         assert told.startswith(
@@ -153,7 +153,7 @@ def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data
 
 
 def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str, list[str]]:
-    """Train, flip a bit of a weight on the last rank; return the errors of a save and of `check_replicas`."""
+    """Train, then flip a bit of a weight on the last rank; return the errors of a save and of `check_replicas`."""
     told: dict[str, list[str]] = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         for name in names:
@@ -197,7 +197,7 @@ def test_copies_that_differ_by_a_bit_are_not_saved(
 
 
 def _minority() -> list[str]:
-    """Return the errors of `check_replicas` if rank 0, 1 or 2 differs from the other two replicas."""
+    """Call `check_replicas` three times, with rank 0, 1 and 2 as the replica that differs; return the three errors."""
     mpu.initialize_model_parallel(1, 1)
     told = []
     for victim in range(3):
@@ -250,9 +250,9 @@ def test_the_rank_that_others_wait_for_is_in_the_line(tmp_path: Path, tiny_data:
 def test_who_is_far_behind() -> None:
     assert slowest([(1.0, 0), (1.1, 0), (1.2, 0)], 3.0) is None
     assert slowest([(1.0, 0), (1.1, 0), (2.2, 0)], 3.0) == Straggler(2, 2.0)
-    assert slowest([(1.0, 0), (3.0, 1), (1.1, 0), (3.0, 1)], 9.0) is None, "stages have other layers"
-    assert slowest([(0.001, 0), (0.005, 0)], 3.0) is None, "nobody waits for so little"
-    assert slowest([(1.0, 0), (2.0, 1)], 3.0) is None, "one of two stages has more layers, so nothing is wrong"
+    assert slowest([(1.0, 0), (3.0, 1), (1.1, 0), (3.0, 1)], 9.0) is None, "different stages may take different times"
+    assert slowest([(0.001, 0), (0.005, 0)], 3.0) is None, "a wait of milliseconds is not reported"
+    assert slowest([(1.0, 0), (2.0, 1)], 3.0) is None, "one of two stages may have more layers"
     assert slowest([(1.0, 0), (1.1, 1), (2.2, 2)], 3.0) == Straggler(2, 2.0)
     assert slowest([(0.0, 0), (0.0, 1), (0.0, 2)], 3.0) is None
 

@@ -1,4 +1,4 @@
-"""ZeRO 3 partitions each layer once it is built, and the initial weights are those without ZeRO 3."""
+"""ZeRO 3 partitions each layer as soon as it is built; initial weights equal those without ZeRO 3."""
 
 import gc
 from typing import Any
@@ -31,7 +31,7 @@ def _held() -> int:
 
 
 def _build(flags: str) -> tuple[list[int], int, dict[str, torch.Tensor]]:
-    """Return (weight elements in memory before each layer is built, elements of the model, its full weights)."""
+    """Return (weight elements in memory before each layer is built, the model's number of elements, its weights)."""
     held, honest, before = [], Layer.build, _held()
 
     def build(layer: Layer, seed: int) -> nn.Module:
@@ -45,7 +45,7 @@ def _build(flags: str) -> tuple[list[int], int, dict[str, torch.Tensor]]:
         Layer.build = honest  # type: ignore[method-assign]
     module: Any = engine.deepspeed.module
     groups = engine.deepspeed.optimizer.param_groups
-    assert [group["weight_decay"] for group in groups] == [0.01, 0.0], "matrices decay, wherever their pieces are"
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0], "matrices decay, also if partitioned"
     weights = {name: optimizer_state.get_weight(p).clone() for name, p in global_parameters(module)}
     return held, sum(w.numel() for w in weights.values()), weights
 
@@ -54,7 +54,7 @@ def _both(precision: str, tp: int, family: str) -> int:
     common = f"{family} --precision {precision} --model-parallel-size {tp}"
     held, total, weights = _build(f"{common} --zero-stage 3")
     largest = max(w.numel() for w in weights.values())
-    assert max(held) <= largest, "no more than pieces, and what DeepSpeed leaves whole as it is small"
+    assert max(held) <= largest, "only shards, and small weights that DeepSpeed does not partition"
     held_whole, _, expected = _build(f"{common} --zero-stage 1")
     assert max(held_whole) > total // 2
     for name, weight in expected.items():

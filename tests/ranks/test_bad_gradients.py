@@ -1,4 +1,4 @@
-"""All ranks skip a step if one rank has a non-finite gradient; a run that keeps skipping names rank and weight."""
+"""All ranks skip a step if one has a non-finite gradient; a run that keeps skipping ends and names rank and weight."""
 
 import contextlib
 import io
@@ -68,7 +68,7 @@ def spoil(run: Run, where: str, iterations: Iterable[int], value: float = float(
 
 
 def everything(run: Run) -> list[bytes]:
-    """Return the optimizer's step count and this rank's weights, master weights and moments, as bytes."""
+    """Return, as bytes, the optimizer's step count and this rank's weights, master weights and moments."""
     ds = run.engine.deepspeed
     found = [str(zero_state.get_step(ds)).encode()]
     names = zero_state.moment_names(ds)
@@ -82,7 +82,7 @@ def everything(run: Run) -> list[bytes]:
 
 
 def watched(run: Run) -> list[list[bytes]]:
-    """Return a list with the state of `everything` now, to which each later step appends its state."""
+    """Return a list that holds the result of `everything` now; each later step appends its new result."""
     found = [everything(run)]
     honest: Callable[..., Any] = run.engine.train_batch
 
@@ -141,7 +141,7 @@ def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_
     """Return the RunError that ended each case, by name; a case without an error is missing.
 
     A case is (flags, parameter with the bad gradient, first bad iteration). A case "x+" resumes the run of case "x",
-    and its gradients are bad only up to iteration 5.
+    with bad gradients only in iterations before 5.
     """
     ends = {}
     with remembered_groups() as begin:
@@ -175,9 +175,9 @@ ENDS = {
 def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
     some: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """A run that only skips steps ends with an error and keeps the checkpoint before them.
+    """A run that only skips steps ends with an error and keeps the checkpoint from before the skipped steps.
 
-    Resuming with --skip-iterations passes the bad iterations.
+    If it resumes with --skip-iterations, it trains past the bad iterations.
     """
     (tmp_path / "fp16.json").write_text(
         json.dumps({"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}})
@@ -198,7 +198,7 @@ def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
         "dp2-async": "3 steps in a row were skipped, the last one at iteration 5",
     }
     for ends in on_ranks(2, _ends, cases, str(tmp_path), tiny_data, vocab_file, timeout=300):
-        assert ends.keys() == {name for name in some if name in whole}, "with --skip-iterations it comes to its end"
+        assert ends.keys() == {name for name in some if name in whole}, "a run with --skip-iterations must not fail"
         for name, words in ends.items():
             assert words.startswith(whole[name]), words
     for name, good in (("dp2-fp32", 2), ("pp2-bf16-late", 3), ("dp2-async", 9)):
@@ -224,7 +224,7 @@ def _all(starts: list[tuple[Start, list[int]]], data: str, vocab_file: str) -> N
 def test_passing_over_a_batch_is_what_leaving_out_its_step_is(
     workers: int, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """--skip-iterations and --skip-samples give the checkpoint of a run whose step was skipped for a NaN."""
+    """Skipping a batch by --skip-iterations or --skip-samples gives the same checkpoint as a step skipped for a NaN."""
     flags = "--precision fp32 --save-interval 2 --train-iters 6"
     over = "--skip-iterations 3"
     starts = [

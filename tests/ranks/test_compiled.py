@@ -100,7 +100,7 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
 
     expected = run(False)
     torch.testing.assert_close(run(True), expected, rtol=0, atol=0)
-    assert (expected[0] - expected[2]).abs().max() > 0.1, "each micro-batch draws anew"
+    assert (expected[0] - expected[2]).abs().max() > 0.1, "each micro-batch must draw new dropout masks"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiling._keep_outside()
@@ -112,9 +112,9 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
 
 
 def _stretches() -> None:
-    """Check that the two sequence chunks of a context-parallel rank have different dropout masks when compiled.
+    """Check that compiled and eager layers draw equal dropout masks for a context-parallel rank's two sequence chunks.
 
-    With a sliding window, the attention masks of the chunks have the same shape.
+    With a sliding window, the attention masks of both chunks have the same shape, so that one graph could serve both.
     """
     mpu.initialize_model_parallel(context_parallel_size=2)
     flags = LLAMA.replace("--attention-dropout 0", "--attention-dropout 0.5").replace(

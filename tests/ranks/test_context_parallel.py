@@ -45,8 +45,8 @@ CASES = [
 def ids_of(kind: str) -> Tensor:
     """Return document ids [b, s] of one kind.
 
-    long: some documents exceed a rank's chunk. tiny: documents of one to three tokens. torn: an id occurs in two
-    places. An empty kind means no ids.
+    long: some documents exceed a rank's chunk. tiny: documents of one to three tokens. torn: the tokens of one id are
+    not adjacent. An empty kind means no ids.
     """
     if not kind:
         return no_documents(torch.device("cpu"))
@@ -71,7 +71,7 @@ def inputs(groups: int) -> list[Tensor]:
 
 
 def reference(case: Case) -> list[Tensor]:
-    """Return the output and the gradients of queries, keys and values, each [b, heads, s, d]."""
+    """Return attention's output and the gradients of queries, keys and values, each [b, heads, s, d]."""
     *given, grad = inputs(case.groups)
     q, k, v = (x.requires_grad_() for x in given)
     each = HEADS // case.groups
@@ -170,7 +170,7 @@ def _grid() -> Any:
 
 
 def test_the_grid() -> None:
-    """Tensor-parallel ranks are adjacent, context-parallel ranks come next, and these share their samples."""
+    """Ranks are ordered by tensor-parallel, then context-parallel index; context-parallel ranks share samples."""
     found = on_ranks(8, _grid)
     assert [each[0] for each in found] == [(0, 2), (1, 3), (0, 2), (1, 3), (4, 6), (5, 7), (4, 6), (5, 7)]
     assert [each[1] for each in found] == [(0, 2)] * 4 + [(1, 2)] * 4

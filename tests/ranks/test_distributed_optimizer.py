@@ -1,4 +1,4 @@
-"""DistributedOptimizer, whose states are sharded over replicas, steps like the wrapped optimizer on whole weights."""
+"""DistributedOptimizer shards states over replicas, and updates weights as the optimizer that it wraps would."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
     during = []
     for step in range(4):
         inputs = [torch.randn(4, 6).to(dtype) + dist.get_rank() for _ in range(2)]
-        for name, grad in expected_sums(model, inputs).items():  # each backward pass rounds them to the model's dtype
+        for name, grad in expected_sums(model, inputs).items():  # backward passes round sums to the model's dtype
             exact.get_parameter(name).grad = grad.to(exact.first.weight.dtype)
         before = len(reduced)
         for micro, x in enumerate(inputs):
@@ -86,10 +86,10 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_steps_as_the_optimizer_inside_does(kind: str) -> None:
-    """Weights match the wrapped optimizer's, whether no rank, one rank or all use them, with any bucket size."""
+    """With any bucket size, weights are updated as by the wrapped optimizer, even weights that few or no ranks use."""
     on_ranks(2, _body, kind, torch.float32, None)
     for during in on_ranks(3, _body, kind, torch.float32, 8):
-        assert during[0] == 0 and during[-1] >= 3  # buckets overlap once the first step has shown the gradients' order
+        assert during[0] == 0 and during[-1] >= 3  # sent in the backward pass once step 0 has shown the order
 
 
 def test_in_bf16_it_steps_in_fp32() -> None:
@@ -195,7 +195,7 @@ def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
     "schedule, ranks, stages", [("1f1b", 4, 2), ("interleaved", 4, 2), ("zb-h1", 4, 2), ("1f1b", 6, 2)]
 )
 def test_under_a_pipeline_it_trains_as_deepspeed_does(schedule: str, ranks: int, stages: int) -> None:
-    """Losses and gradient norms equal DeepSpeed's ZeRO 1, with a weight tied between first and last stage."""
+    """Losses and gradient norms equal DeepSpeed's ZeRO 1 in a pipeline whose first and last stage share a weight."""
     on_ranks(ranks, _as_deepspeed, schedule, stages, {})
 
 

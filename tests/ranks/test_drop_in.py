@@ -1,4 +1,4 @@
-"""Scripts for DeepSpeed run with `tds` instead, with the losses of DeepSpeed and of plain torch in one process."""
+"""Scripts written for DeepSpeed have the same losses with `tds`, with DeepSpeed, and in one process of plain torch."""
 
 import importlib
 import itertools
@@ -18,7 +18,7 @@ STEPS, MICROS, ROWS = 4, 4, 4
 
 
 def engines(name: str) -> Any:
-    """Return the module `tds` or `deepspeed`, usable on CPU ranks."""
+    """Return the module called `name`, tds or deepspeed, usable on CPU ranks."""
     import tds
 
     assert tds  # importing tds patches DeepSpeed for training on CPUs
@@ -84,7 +84,7 @@ def _tutorial(name: str, stages: int, method: str) -> list[float]:
 
 
 def _learn(losses: list[Tensor], optimizer: torch.optim.Optimizer) -> float:
-    """Make an optimizer step in plain torch; return the mean of the micro-batches' losses."""
+    """Make an optimizer step in plain torch; return the mean of `losses`, one for each micro-batch."""
     total = torch.stack(losses).mean()
     optimizer.zero_grad()
     total.backward()
@@ -237,14 +237,14 @@ class _Same(nn.Module):
 
 
 def _same_weights(model: Any, built: list[nn.Module]) -> None:
-    """Load the weights of `built`, layers that each rank builds alike, into this stage's layers."""
+    """Copy weights into this stage's layers from `built`, all layers of the model, which every rank builds alike."""
     for index, call in zip(range(model._local_start, model._local_stop), model.forward_funcs, strict=True):
         if 0 < index < len(built):
             call.load_state_dict(built[index].state_dict())
 
 
 def _generate(engine: Any) -> list[list[int]] | None:
-    """Return greedily generated tokens; as in GPT-NeoX, each token is an eval_batch of one micro-batch."""
+    """Return greedily generated tokens; as in GPT-NeoX, each token takes an eval_batch of one micro-batch."""
     engine.micro_batches = 1
     text = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
     for place in range(1, LENGTH):
@@ -274,7 +274,7 @@ def neox_reference() -> list[float]:
 
 @pytest.mark.parametrize(("stages", "tensor", "replicas"), [(2, 1, 1), (2, 1, 2)])
 def test_a_script_in_the_manner_of_gpt_neox(stages: int, tensor: int, replicas: int) -> None:
-    """A script in the style of GPT-NeoX has the losses of one process, and all ranks generate the same text.
+    """A script in the style of GPT-NeoX has the same losses as one process, and all ranks generate the same text.
 
     DeepSpeed's own pipeline can send GPT-NeoX's bool mask only if the model's class is called `GPT2ModelPipe`.
     """
@@ -345,7 +345,7 @@ def test_checkpoints_go_over_to_deepspeed_and_back(tmp_path: Path, one: str, oth
 
 @pytest.mark.parametrize("one", ["tds", "deepspeed"])
 def test_the_weights_of_a_checkpoint_go_over_to_another_number_of_stages(tmp_path: Path, one: str) -> None:
-    """Weights in DeepSpeed's checkpoint format, written by either engine for two stages, load into three stages."""
+    """Weights in DeepSpeed's checkpoint format, written by tds or DeepSpeed for two stages, load into three stages."""
     expected = on_ranks(2, _save, one, str(tmp_path), 2, 0)[0]
     found = on_ranks(3, _load, "tds", str(tmp_path), 3, 0, True)[0]
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
@@ -366,9 +366,9 @@ def _interleave(folder: str) -> None:
 
 
 def test_optimizer_states_do_not_go_to_other_layers(tmp_path: Path) -> None:
-    """Loading optimizer states is refused if the model is cut into other stages.
+    """Loading optimizer states is refused if the model is now split into other stages.
 
-    DeepSpeed's format stores the states by position, so they could silently go to weights of equal shape.
+    DeepSpeed's format stores the states by position, so they could silently go to wrong weights of equal shape.
     """
     with pytest.raises(RankFailure, match=SENTENCES["was_cut_at_0_3_5"]):
         on_ranks(2, _interleave, str(tmp_path))

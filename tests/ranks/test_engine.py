@@ -44,7 +44,7 @@ def _engine(flags: str) -> tuple[Engine, Iterator[dict[str, torch.Tensor]]]:
 
 
 def _reads(flags: str) -> tuple[int, int]:
-    """Return the number of scalars read by a step, and by the use of its loss and gradient norm."""
+    """Return how many scalars a step reads, and how many the use of its loss and gradient norm reads."""
     engine, batches = _engine(flags)
     engine.train_batch(batches, 1e-3)
     with Reads() as reads:
@@ -65,7 +65,7 @@ def test_a_step_reads_no_number(ranks: int, flags: str) -> None:
 
 
 def _learned(flags: str) -> dict[str, torch.Tensor]:
-    """Train three steps, each replica on other text; return the fp32 weights and the last gradient norm."""
+    """Train three steps, with different text on each replica; return the fp32 weights and the last gradient norm."""
     engine, batches = _engine(flags)
     steps = [engine.train_batch(batches, 1e-2) for _ in range(3)]
     named = engine.deepspeed.module.named_parameters()
@@ -84,4 +84,4 @@ def test_gradients_added_up_under_way_are_those_that_deepspeed_adds_up_afterward
     ours = on_ranks(2, _learned, flags)
     theirs = on_ranks(2, _learned, f"{flags} --no-overlap-grad-reduce")
     for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)  # the gradients are summed in another order
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)  # the runs sum gradients in different orders

@@ -56,7 +56,7 @@ def _train(kind: str, victim: int, instruction: str, micro: int) -> None:
 
         setattr(engine, handler, dishonest)
     engine.train_batch(batches(MICROS - 1 if kind == "end" and engine.stage_id == victim else MICROS))
-    engine.train_batch(batches(MICROS))  # ranks that finished the last step without the victim fail in this one
+    engine.train_batch(batches(MICROS))  # ranks that could finish the faulty step without the victim fail in this step
 
 
 def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int) -> None:
@@ -74,7 +74,7 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
         if kind == "kill" and rank == victim:
             assert f"--- rank {rank} does not answer" in report, words
             first = f"pipeline stopped: rank {victim} does not answer: its process is dead or stopped; rank "
-            # The report begins with the killed rank or with rank 0's own state.
+            # The report begins with the sentence about the killed rank or with rank 0's own state.
             assert report.startswith((first, "pipeline stopped: rank 0, stage")), words
         else:
             assert f"--- rank {rank}, stage {rank}, " in report, words
@@ -88,7 +88,7 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
 
 
 def trials() -> list[tuple[str, int, str, int]]:
-    """Return test cases (kind of fault, rank, instruction, micro-batch), the micro-batch from a fixed seed."""
+    """Return test cases (kind of fault, rank, instruction, micro-batch); a fixed seed chooses the micro-batch."""
     rng = random.Random(11)
     found: list[tuple[str, int, str, int]] = [("end", 0, "", 0), ("end", STAGES - 1, "", 0)]
     places = [(victim, name) for victim, names in INSTRUCTIONS.items() for name in names]

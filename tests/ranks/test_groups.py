@@ -24,7 +24,7 @@ FLAGS = (
 
 @pytest.mark.parametrize("shape", [(2, 3, 2), (4, 1, 2), (1, 4, 1), (3, 2, 1)])
 def test_lines_like_one(shape: tuple[int, int, int]) -> None:
-    """`parallel_groups` finds all groups of an axis from any one, also the groups of stages that share a weight."""
+    """Given any group of an axis, `parallel_groups` finds all its groups, also those of stages that share a weight."""
     grid = Topology(*shape)
     for varying in (("pipe",), ("data",), ("model",), ("pipe", "model"), ()):
         lines = grid.lines(*varying)
@@ -49,7 +49,8 @@ def test_lines_of_a_large_grid_are_arithmetic() -> None:
 def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
     """Initialise a pipeline; return (calls of new_group, calls of split_group, groups of DeepSpeed's engine).
 
-    The groups are given by their ranks and an all-reduced bit mask of their ranks. splitting: emulate NCCL's split.
+    A group is returned as its list of ranks, and a bit mask that its ranks all-reduced. splitting: emulate
+    torch's split_group, which gloo lacks.
     """
     one_by_one, at_once, honest = [0], [0], dist.new_group
 
@@ -58,7 +59,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
         return honest(*args, **kwargs)
 
     def split_group(split_ranks: list[list[int]]) -> Any:
-        """Emulate NCCL's split, in which each rank may be in at most one group."""
+        """Emulate torch's split_group, in which each rank may be in at most one group."""
         at_once[0] += 1
         assert len({rank for line in split_ranks for rank in line}) == sum(map(len, split_ranks))
         made = [honest(line) for line in split_ranks]
@@ -87,7 +88,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
 
 @pytest.mark.parametrize(("stages", "model"), [(2, 2), (4, 1)])
 def test_one_collective_an_axis(stages: int, model: int) -> None:
-    """One call of NCCL's split creates all groups of an axis, and they have the ranks of groups made singly."""
+    """One call of torch's split_group creates all groups of an axis, with the ranks of groups created one by one."""
     world = 2 * stages * model
     plain, split = (on_ranks(world, _start, stages, model, splitting) for splitting in (False, True))
     grid = Topology(stages, 2, model)
@@ -106,7 +107,7 @@ def test_one_collective_an_axis(stages: int, model: int) -> None:
 
 
 def test_the_start_of_a_thousand_ranks() -> None:
-    """One rank of a simulated world of 1,024 creates its groups in at most 11 calls and starts in seconds."""
+    """One rank of a simulated world of 1,024 creates its groups in at most 11 calls and starts within a minute."""
     flags = ["--json", "--ranks", "1024", "--rank", "517", "--stages", "16", "--model", "8", "--context", "4"]
     done = command("python", "benchmarks/many_ranks.py", *flags, timeout=200)
     assert done.returncode == 0, done.stderr

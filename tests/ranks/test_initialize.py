@@ -29,7 +29,7 @@ def _late() -> float:
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
-    """--startup-timeout-minutes also ends a wait for a late rank in a pipeline group, not only in the world group."""
+    """--startup-timeout-minutes limits the wait for a late rank in the world group and also in a pipeline group."""
     waited, _ = on_ranks(2, _late)
     assert 2 < waited < 6
 
@@ -50,7 +50,7 @@ def _steps() -> float:
 
 
 def test_steps_have_a_timeout_of_their_own() -> None:
-    """--distributed-timeout-minutes ends waits of training steps, also in groups that are created later."""
+    """--distributed-timeout-minutes limits waits in training steps, also in groups that are created later."""
     waited, _ = on_ranks(2, _steps)
     assert 1 < waited < 4
 

@@ -28,7 +28,7 @@ def _draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 class _Case:
-    """Hidden states, a weight, targets and a mask, equal on all ranks, with this rank's shards of them."""
+    """Hidden states, a weight, targets and a mask, equal on all ranks, and this rank's shards of these tensors."""
 
     def __init__(self, ranks: int, sequence: bool, dtype: torch.dtype, onednn: bool = False) -> None:
         mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=sequence, onednn=onednn))
@@ -155,7 +155,7 @@ def _half(dtype: torch.dtype, factor: float) -> None:
 
     whole = errors(0)
     for chunk in CHUNKS:
-        # Allow one more rounding: chunks multiply the finished gradient by the factor, a full pass the logits'.
+        # Allow one more rounding: with chunks, the factor multiplies the final, already rounded gradient.
         rounding = torch.finfo(dtype).eps / 2
         for found, known in zip(errors(chunk), whole, strict=True):
             assert found <= math.hypot(known, rounding), (chunk, found, known)
@@ -181,9 +181,9 @@ def test_small_probabilities_and_large_sums_stay_in_the_range_of_fp16() -> None:
 
 
 def test_which_gradients_are_wanted() -> None:
-    """Gradients of hidden states and weight are right if computed together, one after the other, or alone.
+    """Gradients of hidden states and weight are right if both are computed together or in turn, or only one is.
 
-    Schedules with a split backward pass compute one after the other.
+    Schedules with a split backward pass compute them in turn.
     """
     hidden, weight = _draw(SEQ, BATCH, HIDDEN, seed=1), _draw(VOCAB, HIDDEN, seed=2)
     labels, mask = torch.randint(VOCAB, (BATCH, SEQ)), torch.ones(BATCH, SEQ)
@@ -303,7 +303,7 @@ GPT2_FLAGS = (
 
 
 def _logits_of_a_pipeline(chunk: int) -> list[Tensor]:
-    """Return loss and logits of eval_batch with return_logits, and the outputs with compute_loss=False."""
+    """Return eval_batch's loss and logits with return_logits, and eval_batch's outputs with compute_loss=False."""
     config = parse(f"{GPT2_FLAGS} --logits-chunk-size {chunk}".split())
     initialize_megatron(config)
     model = GPT2ModelPipe(config)

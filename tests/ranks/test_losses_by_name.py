@@ -33,7 +33,7 @@ def _images_and_text(out: torch.Tensor, labels: torch.Tensor) -> dict[str, torch
 def _named(steps: list[list[list[int]]], stages: int) -> list[dict[str, float]]:
     """Return the named losses of each step.
 
-    steps: for each step and replica the labels of its micro-batches (see `_images_and_text`).
+    steps: for each step, and in it for each replica, the labels of the micro-batches (0 text, 1 image, 2 both).
     """
     engine, found = _engine(_images_and_text, stages), []
     for kinds in steps:
@@ -68,7 +68,7 @@ def _label(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _evaluated(stages: int) -> tuple[float, float]:
-    """Return the evaluation's loss and the error of its mean output, 0 if this rank does not know the output."""
+    """Return the evaluation's loss, and the error of its mean output or 0 if this rank does not get the output."""
     engine = _engine(_label, stages)
     count = 1 if engine.grid.data_parallel_id == 0 else 3
     batches = [(torch.full((1, 2), float(count)), torch.full((1, 2), 6.0 + count)) for _ in range(count)]
@@ -82,7 +82,7 @@ def _evaluated(stages: int) -> tuple[float, float]:
 
 
 def test_replicas_that_evaluate_more_or_fewer_micro_batches() -> None:
-    """Evaluation averages over micro-batches, not replicas: one of loss 7 and three of loss 9 give 8.5."""
+    """Evaluation averages over micro-batches, not replicas: losses 7 on one replica and 9, 9, 9 on another give 8.5."""
     for stages in (1, 2):
         for loss, distance in on_ranks(2 * stages, _evaluated, stages):
             assert loss == 8.5 and distance < 1e-6

@@ -1,4 +1,4 @@
-"""Mistakes in a user's loop or model give one sentence in `tds`, and no rank hangs."""
+"""For a mistake in a user's training loop or model, `tds` raises an error of one sentence, and no rank hangs."""
 
 import os
 import socket

@@ -292,7 +292,7 @@ def _streams() -> list[list[float]]:
 
 
 def test_streams_agree_where_replicated_and_differ_where_split() -> None:
-    """Unsplit random streams are equal on the tensor-parallel ranks of a replica and differ between replicas."""
+    """Without `split`, random streams are equal on a replica's tensor-parallel ranks and differ between replicas."""
     a, b, c, d = on_ranks(4, _streams)
     assert a[0] == b[0] != c[0] == d[0]  # a and b are ranks of one replica, c and d of the other
     assert a[2] == b[2]
@@ -387,9 +387,9 @@ def test_a_grid_that_does_not_fit_is_refused() -> None:
 
 
 def _two_meshes() -> None:
-    """Check that a process can run a model on a mesh of two tensor-parallel ranks and one on a mesh without.
+    """Check that one process can run a tensor-parallel model and a model without parallelism, each on its own mesh.
 
-    Losses, gradients and logits of the two models are equal.
+    Both have the same losses, gradients and logits.
     """
     grids = {
         "split": (mpu.Mesh.build(mpu.Topology(model=2)), mpu.Options(sequence_parallel=True)),
@@ -400,7 +400,7 @@ def _two_meshes() -> None:
         with mpu.built_with(mesh, options, seed=3):
             assert mpu.get_mesh() is mesh and mpu.get_options() is options
             models[name] = GPT2Model(MODEL_OF_TWO).double()
-    mpu.initialize_model_parallel(1)  # changes the process's current mesh, on which no built model may depend
+    mpu.initialize_model_parallel(1)  # changes the process's current mesh, which must not affect built models
     split, single = models["split"], models["single"]
     assert split.steps[2][1].attention.heads * 2 == single.steps[2][1].attention.heads
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(4))

@@ -43,7 +43,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def _tasks(stages: int, rules: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Yield (case, pipeline settings): every schedule with plain layers, then each other case with one schedule."""
+    """Yield (case, pipeline settings): every schedule with plain layers, then each further case with one schedule."""
     plain = BY_NAME[NAMES[0]]
     for pipeline in SCHEDULES:
         # The interleaved schedule needs a multiple of `stages` micro-batches if kernels load lazily (docs/tds.md).
@@ -60,7 +60,7 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 
 @contextmanager
 def _told_of_one_queue(rules: str) -> Iterator[None]:
-    """Make the engine choose its communication for NCCL, and for one hardware queue if `rules` emulate it."""
+    """Make the engine communicate as it would over NCCL, and with one hardware queue if `rules` emulate one."""
     with pytest.MonkeyPatch.context() as patch:
         for home in (tds.neighbours, tds.queues):
             patch.setattr(home, "in_queues", lambda device: True)
@@ -106,7 +106,7 @@ WAITS: list[tuple[str, int, list[Moment]]] = [
         "1f1b",
         3,
         [(1, 0, 1)],
-    ),  # hangs if even one receive is posted early: micro-batch 0's gradient arrives after forward pass 1
+    ),  # would hang if even one receive were posted early: micro-batch 0's gradient arrives after forward pass 1
     ("1f1b", 2, [(1, 0, 1), (1, 1, 0)]),  # both stages wait at the same time
     ("zb-h1", 3, [(1, 0, 1), (1, 1, 1)]),
     ("gpipe", 3, [(1, 0, 2), (1, 2, 0)]),

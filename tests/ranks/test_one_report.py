@@ -111,7 +111,7 @@ def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
 
 @FULL
 def test_a_frozen_process_that_keeps_the_store(tmp_path: Path) -> None:
-    """A frozen process that hosts torch's store ends the other ranks with an error that names it."""
+    """If the process that hosts torch's store freezes, the other ranks end with an error that names this process."""
     ranks = _start(tmp_path, "freeze", "0")
     try:
         assert [p.wait(120) for p in ranks[1:]] == [1, 1]
@@ -142,5 +142,5 @@ def test_ctrl_c_is_one_line(tmp_path: Path, who: str) -> None:
 
 
 def test_a_script_that_simply_ends_ends_well(tmp_path: Path) -> None:
-    """A script that ends without cleaning up exits with code 0; a thread killed within C++ would make it -6."""
+    """A script that ends without cleaning up exits with code 0; if a thread died within C++, the code would be -6."""
     assert _ends(_start(tmp_path, "end", "0")) == [(0, "")] * RANKS

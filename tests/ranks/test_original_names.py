@@ -74,7 +74,7 @@ def _draws(ranks: int) -> tuple[list[float], list[float], list[float]]:
     once, again = draw(), draw()
     assert once == again
     torch.manual_seed(5)
-    assert once[1] == torch.rand(3).tolist(), "drawing inside left torch's own generator as it was"
+    assert once[1] == torch.rand(3).tolist(), "draws within fork() must not change torch's default generator"
     mpu.model_parallel_cuda_manual_seed(6)
     with tracker.fork():
         other = torch.rand(3).tolist()

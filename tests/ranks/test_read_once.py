@@ -1,4 +1,4 @@
-"""Each rank reads only the corpora and the checkpoint elements that it needs, and draws no weights to overwrite."""
+"""Each rank reads only corpora and checkpoint elements that it needs, and does not initialise weights that it loads."""
 
 import math
 import os
@@ -66,7 +66,7 @@ def test_only_ranks_that_read_open_the_corpus(
 ) -> None:
     """Only ranks that read data open the corpus, and only rank 0 checks its index.
 
-    Of each stage that needs data, one tensor-parallel rank reads.
+    In each stage that needs data, only one of the tensor-parallel ranks reads it.
     """
     told = on_ranks(6, _trains, model, layout, str(tmp_path), tiny_data, vocab_file)
     for rank, (read_here, calls, elsewhere) in enumerate(told):
@@ -79,7 +79,7 @@ def test_only_ranks_that_read_open_the_corpus(
 
 
 def _of_all(folder: str, data: str, vocab_file: str) -> int:
-    """Return how often this rank builds datasets in a task with `reads_alone = False`.
+    """Train a task with `reads_alone = False`; return how often this rank builds datasets.
 
     Such a task builds them collectively, on all ranks, as Megatron-LM's dataset builders do.
     """
@@ -126,7 +126,7 @@ def test_what_one_process_has_checked_others_take_over(tiny_data: str) -> None:
 
 
 def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[int, int, int]:
-    """Train and resume; return how many elements this rank read, and the parameters initialised at each start."""
+    """Train and resume; return elements read on resuming, and parameters initialised at the first and second start."""
     calls: Counter[str] = Counter()
     numbers = [0]
     honest = CheckpointReader._piece
@@ -158,7 +158,7 @@ def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
 
 
 def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
-    """Check that, if all ranks are on one machine, each reads all elements it needs, and losses are the same."""
+    """Check that ranks on one machine each read all elements they need, with the same losses as on several machines."""
     losses = losses_of(folder)
     shutil.rmtree(folder / "checkpoints")
     (folder / "metrics.jsonl").unlink()
@@ -186,6 +186,6 @@ def test_each_number_of_a_checkpoint_is_read_once(
     whole = whole_tensors(tmp_path / "checkpoints" / "iter_0000002")
     held = sum(tensor.size for tensor in whole.values())
     tied = sum(tensor.size for key, tensor in whole.items() if "word_embeddings" in key) if pipe else 0
-    assert held <= sum(read for read, _, _ in told) <= held + tied, "embedding and output are on two stages"
+    assert held <= sum(read for read, _, _ in told) <= held + tied, "tied embeddings are read by two stages"
     assert all(drawn and not again for _, drawn, again in told)
     assert all(torch.tensor(losses_of(tmp_path)).isfinite())

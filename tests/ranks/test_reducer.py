@@ -1,4 +1,4 @@
-"""Gradients all-reduced over replicas during the backward pass equal those all-reduced after it."""
+"""Gradients that are all-reduced over replicas during the backward pass equal those all-reduced after it."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from .nccl import nccl
 
 
 class Model(nn.Module):
-    """A model with four kinds of weights: used twice, never used, used only on rank 0, and frozen."""
+    """A model whose weights are of four kinds: used twice, never used, used only on rank 0, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_sums_that_complete_late() -> None:
 
 
 def test_sums_over_accumulated_gradients() -> None:
-    """Buckets of one weight each are sent during the backward pass from the second step on; one big bucket is not."""
+    """From step 1 on, buckets of one weight each are sent during the backward pass; one big bucket is sent after it."""
     assert on_ranks(2, _body, 10**6) == [(1, [0, 0, 0])] * 2
     assert on_ranks(3, _body, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4]), (6, [0, 4, 4])]
 

@@ -1,4 +1,4 @@
-"""Weights or layers that a user replaces between steps train as in plain torch, or one sentence refuses them."""
+"""Weights or layers that users replace between steps train as in plain torch, or are refused in one sentence."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -64,13 +64,13 @@ TAKEN_IN: list[Change] = [half_of_each, one_weight, transposed, one_vector, in_p
 
 
 def plain(change: Change, stage: slice, replicas: int) -> list[Tensor]:
-    """Train in plain torch, with `change` before step 1; return the weights of the stage's layers after each step."""
+    """Train in plain torch, with `change` after step 0; return the weights of the stage's layers after each step."""
     every = layers()
     model, found = nn.Sequential(*every), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         if step == 1:
-            for at in (0, 2):  # like the two stages, each with its two layers
+            for at in (0, 2):  # like two stages, each of which changes its own two layers
                 change(nn.Sequential(*every[at : at + 2]))
         optimizer.zero_grad()
         for replica in range(replicas):
@@ -124,7 +124,7 @@ def test_a_replaced_storage_is_taken_in(dtype: torch.dtype) -> None:
 def _swapped(dtype: torch.dtype) -> None:
     """Check that replacing all weights for an evaluation and restoring them does not change training.
 
-    A checkpoint in between would contain the replacements.
+    A checkpoint that is saved during the evaluation would contain the replacements.
     """
     engine, same = _engine(1, dtype), _engine(1, dtype)
     for step in range(2):
@@ -223,7 +223,7 @@ def test_what_cannot_be_taken_in_is_named() -> None:
 
 
 def _layer_followed() -> None:
-    """Check that a pipeline trains a layer that replaced another one, also in place of a tied layer."""
+    """Check that a pipeline trains a layer that replaced another one, also if the replaced layer was tied."""
     tied = tds.pipe.TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH)
     net = tds.PipelineModule([*layers()[:2], tied], num_stages=1, loss_fn=mse)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -253,7 +253,7 @@ def test_a_replaced_layer_runs_without_a_pipeline() -> None:
 
 
 def _added_later() -> float:
-    """Add a layer after the first step, without ZeRO; return how far its weight differs between replicas."""
+    """Add a layer after the first step, without ZeRO; return how far the new weight differs between replicas."""
     engine = _engine(1, torch.float32, own=False, zero=0)
     _step(engine, 0, torch.float32)
     new = nn.Linear(WIDTH, WIDTH)

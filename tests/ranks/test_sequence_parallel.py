@@ -163,7 +163,7 @@ def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(recompute: bool) -> None:
     """A tensor-parallel layer calls two all-reduces forward and two backward, as in Shoeybi et al. 2019.
 
-    Recomputing attention adds none.
+    Recomputing attention adds no all-reduce.
     """
     for there, back in on_ranks(2, _count, False, False, recompute):
         assert there == {"all_reduce": 2}

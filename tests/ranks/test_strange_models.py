@@ -1,4 +1,4 @@
-"""Unusual models and training loops of users train as in plain torch, or one sentence refuses them."""
+"""Unusual models and training loops of users train as in plain torch, or are refused in one sentence."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ Layers = Callable[[], list[nn.Module]]
 
 
 class Conjugate(nn.Module):
-    """A layer on complex tensors whose input gradient is a lazy conjugate view of the output's."""
+    """A layer on complex tensors whose input gradient is a lazy conjugate view of the output gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.conj()
@@ -315,7 +315,7 @@ def _without_gradient(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _tie_that_learns_at_the_end(bf16: bool) -> float:
-    """Return how far a step moves the copy of a tied weight that has a gradient on the last stage only.
+    """Return how far a step moves this stage's copy of a tied weight; only the last stage has a gradient for it.
 
     The gradient norm is clipped to 0.01, and the learning rate is 1.
     """
@@ -335,7 +335,7 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
         "zero_allow_untested_optimizer": True,
         "pipeline": {"timeout": 60},
     }
-    if bf16:  # use DeepSpeed's ZeRO-1 optimizer for bf16
+    if bf16:  # DeepSpeed then uses its ZeRO-1 optimizer for bf16
         config |= {
             "bf16": {"enabled": True},
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -353,4 +353,4 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
     first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
-    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # above 0.01, since bf16 weights are rounded
+    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # not < 0.01, since bf16 weights are rounded

@@ -1,4 +1,4 @@
-"""Each optimisation of the model code can be switched off by a flag, and then gives the same numbers."""
+"""Losses and gradients stay the same if a flag switches off an optimisation of the model code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def _graph(loss: Tensor) -> set[str]:
 def _listening() -> Iterator[list[str]]:
     """Yield a list of a backward pass's events, in order.
 
-    "start": an asynchronous all-reduce begins. "settle": it is awaited. "matmul": a matmul.
+    "start": an asynchronous all-reduce begins. "settle": the pass waits for that all-reduce. "matmul": a matmul.
     """
     said: list[str] = []
 
@@ -72,7 +72,7 @@ OURS = {
     "rope": "_SplitBackward",
     "swiglu": "_GatedBackward",
 }
-IN_LLAMA = ("rope", "swiglu")  # optimisations of Llama; those of T5 are all the others
+IN_LLAMA = ("rope", "swiglu")  # optimisations that are tested with Llama; all others are tested with T5
 
 
 LLAMA = (

@@ -1,6 +1,6 @@
-"""tds as users of DeepSpeed call it: the pipeline tutorial, training loops, checkpoints and error messages.
+"""tds works as DeepSpeed's users call it: the pipeline tutorial, training loops, checkpoints and error messages.
 
-tests/conformance compares its losses with other engines in more depth.
+tests/conformance compares losses with plain torch's in more depth.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
 
 
 def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
-    """Return how many messages this stage copied before sending, and how many it sent, in one step."""
+    """Make one step; return how many messages this stage copied before sending, and how many it sent."""
     import tds
 
     copied = sent = 0
@@ -329,7 +329,7 @@ def test_data_are_read_when_the_schedule_wants_them() -> None:
 
 
 def _auto_cast(schedule: str) -> list[float]:
-    """Return the losses of an fp16 pipeline that is given fp32 batches, with auto_cast."""
+    """Return the losses of an fp16 pipeline that gets fp32 batches and whose config enables auto_cast."""
     config = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 1},
               "zero_allow_untested_optimizer": True, "pipeline": {"schedule": schedule}}  # fmt: skip
     engine = build(2, {"chunks": 2 if schedule == "interleaved" else 1}, **config)
@@ -449,7 +449,7 @@ def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], lis
     [pytest.param("1f1b", 2, 2, marks=FULL), ("interleaved", 2, 1), pytest.param("zb-h1", 3, 1, marks=FULL)],
 )
 def test_the_pipeline_tutorial(tmp_path: Path, schedule: str, stages: int, ranks: int) -> None:
-    """DeepSpeed's pipeline tutorial learns, steps its scheduler, prints progress and times, and writes its monitor."""
+    """DeepSpeed's pipeline tutorial works: it learns, steps its scheduler, and writes progress, times and a monitor."""
     (found, lr, printed), *others = on_ranks(stages * ranks, _tutorial, str(tmp_path), schedule, stages)
     assert all(other[0] == found for other in others)
     assert found[-1] < 0.6 * found[0]
@@ -510,7 +510,7 @@ def test_a_hand_written_loop_with_client_state(tmp_path: Path) -> None:
 
 
 def _checkpoint(folder: str, chunks: int) -> tuple[list[float], list[float]]:
-    """Return the losses after save_checkpoint, and those of a new engine after load_checkpoint.
+    """Return the losses that follow save_checkpoint, and a new engine's losses after load_checkpoint.
 
     The checkpoint has DeepSpeed's pipeline format and a client state.
     """
@@ -546,7 +546,7 @@ def _evaluate() -> Any:
         engine.set_dataloader(loader * 2)
     first = engine.train_batch().item()
     loss, logits = engine.eval_batch(iter(loader), return_logits=True)
-    second = engine.train_batch().item()  # reads on from the training data loader, not the evaluation's
+    second = engine.train_batch().item()  # continues to read the training data loader, not the evaluation data
     left = len(engine._step.microbatches)
     return first, loss.item(), second, None if logits is None else tuple(logits.shape), left
 
@@ -562,7 +562,7 @@ def test_eval_batch_returns_loss_and_logits_and_keeps_nothing() -> None:
 
 
 def _overridden() -> tuple[list[str], float]:
-    """Return the order in which an engine calls a subclass's `_forward` and `_backward`, and its second loss."""
+    """Return (calls of a subclass's `_forward` and `_backward` in step 1, such as "F0", in order; loss of step 2)."""
     import tds
     from tds.schedule import Instruction
 
@@ -693,7 +693,7 @@ def _bytes(micros: int) -> list[int]:
 
 @pytest.mark.parametrize(("micros", "words"), [(4, 0), (9, 2)])
 def test_bytes_on_the_wire_are_the_tensors_one_header_and_few_words(micros: int, words: int) -> None:
-    """Traffic is 4 x 6 floats a message, one header at the start, and one word for every 3 micro-batches ahead."""
+    """Bytes sent are those of tensors, 4 x 6 floats a message, of one header and of `words` 8-byte continuations."""
     from tds.channel import CONTINUATION_SIZE, HEADER_SIZE
 
     message, more = 4 * WIDTH * 4, HEADER_SIZE + words * CONTINUATION_SIZE
@@ -731,7 +731,7 @@ assert type(engine).__module__ == "tds.engine" and last < 0.1 * first, (first, l
 
 
 def test_the_folder_works_when_copied_alone(tmp_path: Path) -> None:
-    """A copy of the folder tds/ works alone, with DeepSpeed's PipelineModule and its old argument config_params."""
+    """A copy of the folder tds/ works alone, with DeepSpeed's PipelineModule and the old argument config_params."""
     _alone(tmp_path, ALONE)
 
 

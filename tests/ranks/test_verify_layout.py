@@ -35,7 +35,7 @@ class Faulty(nn.Module):
 
 
 class NoGather(Faulty):
-    """A layer that takes the mean over its own output shard for the mean over all shards."""
+    """A layer that uses the mean over its own output shard instead of the mean over all shards."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -75,7 +75,7 @@ class OwnValues(Faulty):
 class NoGradientSum(Faulty):
     """A layer with a replicated weight that is applied to this rank's shard only.
 
-    Its gradient is a partial sum, and the layer lacks the all-reduce.
+    The weight's gradient is a partial sum, and the layer lacks its all-reduce.
     """
 
     def __init__(self, hidden_size: int) -> None:
