@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .mesh import Axis, current
 
-AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, Axis or, in a compiled graph, group name)
+AxisFunction = Callable[[Tensor, Any], Tensor]  # arguments: a tensor; its Axis, or its group's name in a compiled graph
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -85,7 +85,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 
 def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce x [...] over several ranks in its own memory; the caller must not use `x` afterwards."""
+    """All-reduce x [...] in place, over several ranks; the caller must not use `x` afterwards."""
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -117,7 +117,7 @@ def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Te
 def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [..., n/t] -> [..., n]; the backward pass sums the ranks' gradients and keeps this rank's part.
 
-    For regions in which each rank computes something else from the gathered tensor.
+    For regions in which each rank computes something different from the gathered tensor.
     """
     return _apply(x, axis, all_gather, _own_part_of_sum)
 

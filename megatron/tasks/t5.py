@@ -28,10 +28,10 @@ def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
 
 
 def _without_needless_ids(data: Batch) -> Batch:
-    """Return `data` with all documents merged into one, and with empty document ids if it has no padding.
+    """Return `data` with all documents merged into one, and with empty document ids if `data` has no padding.
 
-    Padding is rare, and empty ids need not be sent. The check for padding runs on the reader's CPU tensors, because on
-    an accelerator it would synchronise in every micro-batch.
+    Padding is rare, and empty ids need not be sent. The check for padding runs on the CPU tensors of the reading
+    rank, because on an accelerator it would synchronise in every micro-batch.
     """
     names = ["encoder_document_ids", "decoder_document_ids"]
     ids = {name: data[name].clamp(max=1) for name in names}
@@ -52,7 +52,7 @@ class T5(Task):
         return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the datasets, whose samples have the fields of `KEYS`: k encoder tokens, q decoder tokens."""
+        """Return the datasets and notes to print; a sample has fields `KEYS`, of k encoder and q decoder tokens."""
         data, seed, words = config.data, config.train.seed, cast(SentinelTokenizer, tokenizer)
         lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
         specials = Specials(words.eod, words.pad, words.sentinels)
@@ -78,10 +78,11 @@ class T5(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """Return (encoder [b, k], decoder [b, q], document ids of both), (labels, loss mask), both [b, q].
+        """Return (encoder [b, k], decoder [b, q], encoder and decoder document ids), (labels, loss mask), both [b, q].
 
-        The layers build attention masks from the document ids; padding has id 0. No decoder token attends to padding
-        after it, so this padding may have any document id (1 is used). A label without loss becomes padding.
+        The layers build attention masks from the document ids; padding has id 0. Padding that this method
+        appends to the decoder gets id 1: any id would do, because no decoder token attends to later tokens. A label
+        without loss becomes padding.
         """
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
