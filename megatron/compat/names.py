@@ -1,8 +1,8 @@
-"""Modules and names of CPM-Pretrain ("the original"): where each is in this project, or what replaces it.
+"""Modules and names of CPM-Pretrain: where each is in this project, or what replaces it.
 
-`install()` makes `import` follow these tables, so this project needs no files with the original's names. A name
-that exists only in another form raises ImportError, which says what replaces it. docs/reference/imports.md shows
-the tables.
+`install()` makes `import` follow these tables, so this project needs no files with CPM-Pretrain's names. Importing a
+name that exists only in another form raises ImportError, which names the replacement. docs/reference/imports.md
+shows the tables.
 """
 
 import importlib
@@ -26,7 +26,7 @@ _RESUMES = "SIGTERM saves and ends a run, and the same command continues it"
 _TOKENIZERS = "megatron.tokenizer.load_tokenizer(path)"
 _MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans, megatron.data.t5_dataset masks them while reading"
 
-# Module of the original -> module of this project that has its names; None if only HOMES and COUNTERPARTS have them.
+# Module of CPM-Pretrain -> module here that has its names; None if only HOMES and COUNTERPARTS list these names.
 MODULES: dict[str, str | None] = {
     "megatron.arguments": None,
     "megatron.data.T5_dataset": "megatron.compat.data",
@@ -55,7 +55,7 @@ MODULES: dict[str, str | None] = {
     "megatron.tokenizer.t5_tokenization": None,
     "megatron.tokenizer.tokenizer": None,
 }
-# Module of the original that nothing replaces -> reason, which the ImportError shows.
+# Module of CPM-Pretrain that nothing replaces -> reason, which the ImportError shows.
 GONE_MODULES = {
     "megatron.data.bert_dataset": _BERT,
     "megatron.data.helpers": "the sample index needs no compiled helpers; remove this import",
@@ -72,7 +72,7 @@ GONE_MODULES = {
     "megatron.tokenizer.bert_tokenization": _BERT,
     "megatron.tokenizer.file_utils": "nothing is downloaded; give --vocab-file",
 }
-# (module, name) of the original -> module of this project that has the name.
+# (module, name) of CPM-Pretrain -> module of this project that has the name.
 HOMES = {
     ("megatron.utils", "get_masks_and_position_ids_for_t5"): "megatron.compat.masks",
     ("megatron.model", "get_params_for_weight_decay_optimization"): "megatron.compat.transformer",
@@ -87,7 +87,7 @@ _INDEXED = "megatron.data.indexed_dataset.IndexedDataset(prefix)"
 _CASTS = "tds.initialize casts a model as --precision says"
 _WRAPS = "tds.initialize wraps an optimizer as --precision says"
 _METRICS = "--tensorboard writes events; metrics.jsonl has all numbers"
-# Module of the original -> names that this project lacks in this form, separated by spaces -> what replaces them.
+# Module of CPM-Pretrain -> names that exist only in another form, separated by spaces -> what replaces them.
 _COUNTERPARTS = {
     "megatron": {
         "get_adlr_autoresume": _RESUMES,
@@ -236,10 +236,10 @@ _EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} -
 
 
 def find(module: str, name: str) -> Any:
-    """Return the object of this project that replaces `module.name` of the original.
+    """Return this project's object for `module.name` of CPM-Pretrain.
 
-    Raises ImportError with what replaces the name, if only another form of it exists, and AttributeError for an
-    unknown name.
+    Raises ImportError, which names the replacement, if the object exists only in another form, and AttributeError
+    for an unknown name.
     """
     if (module, name) in HOMES:
         return getattr(importlib.import_module(HOMES[module, name]), name)
@@ -260,13 +260,13 @@ def find(module: str, name: str) -> Any:
 
 
 def install() -> None:
-    """Let imports of the original's modules and names follow the tables."""
+    """Make imports of CPM-Pretrain's modules and names follow the tables of this module."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finder of the original's modules, which also adds names of the original to modules of this project."""
+    """Finder of CPM-Pretrain's modules, which also adds CPM-Pretrain's names to modules of this project."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in GONE_MODULES:
@@ -285,7 +285,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Names(Loader):
-    """Loader of a module of the original, which resolves each of its names on first use."""
+    """Loader of a module of CPM-Pretrain, which resolves each of the module's names on first use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -302,7 +302,7 @@ class _Names(Loader):
 
 
 class _Extended(Loader):
-    """Loader of a module of this project that also has names of the original, by `find`."""
+    """Loader of a module of this project, which adds CPM-Pretrain's names to the module."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
