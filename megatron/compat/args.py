@@ -54,8 +54,9 @@ WITHOUT_VALUE = {
 class Args:
     """Flat, read-only view of the settings of a run: args.hidden_size is config.model.hidden_size.
 
-    It also has CPM-Pretrain's attributes of CONSTANTS and ATTRIBUTES. `config` is the whole configuration. The
-    tokenizer and the number of ranks are known only after start-up: use `get_tokenizer()` and `torch.distributed`.
+    It also has the attributes in CONSTANTS and ATTRIBUTES, which CPM-Pretrain's scripts read. `config` is the whole
+    configuration. The tokenizer and the number of ranks are known only after start-up: use `get_tokenizer()` and
+    `torch.distributed`.
     """
 
     config: Config

@@ -31,7 +31,7 @@ FAMILIES = {"T5Tokenizer": "t5"}  # model family by the tokenizer type of args_d
 
 
 def is_original(provider: Callable[..., Any]) -> bool:
-    """Return whether `provider` of data sets requires an argument, which in CPM-Pretrain is the numbers of samples."""
+    """Return whether the data-set function `provider` requires an argument, as CPM-Pretrain's numbers of samples."""
     try:
         parameters = inspect.signature(provider).parameters.values()
     except (TypeError, ValueError):  # a callable without a signature

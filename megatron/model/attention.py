@@ -109,8 +109,8 @@ class Attention(nn.Module):
         """Compute attention: query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
         mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may
-        attend, or None. With context parallelism it says which keys of all ranks this rank's queries may attend
-        to; key and value are this rank's.
+        attend, or None. With context parallelism the mask says which keys of all ranks this rank's queries may
+        attend to; key and value are this rank's.
         bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0

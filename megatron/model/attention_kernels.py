@@ -28,7 +28,7 @@ class Call(NamedTuple):
     """One attention call: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
 
     mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may attend, or None.
-    With context parallelism it says which keys of all ranks this rank's queries may attend to.
+    With context parallelism the mask says which keys of all ranks this rank's queries may attend to.
     bias: [1, n, q, k], added to the scores, or None. p: dropout probability.
     causal: without a mask, a query sees itself and the keys before it. scale: factor of the scores.
     by_document, fused_bias: whether --reference-ops permits the kernels for documents and for a bias.

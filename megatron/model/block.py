@@ -122,7 +122,7 @@ class TransformerLayer(nn.Module):
 class Block(TransformerLayer):
     """Layer of a decoder-only model. `name` is its name in the whole model.
 
-    role: whether document ids restrict attention or restart positions; by default only attention.
+    role: whether document ids restrict attention or restart positions; by default they only restrict attention.
     """
 
     def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:

@@ -103,7 +103,7 @@ class LanguageModel(LayerStack):
     def compute(self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
         """Run the layers and return logits, [b, s, v/t] or [b, s, v].
 
-        With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, their sum.
+        With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, the masked sum.
         """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:

@@ -78,7 +78,7 @@ def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk:
 
 
 def _end_of_group(layers: Sequence[Layer], at: int, chunk: int) -> int:
-    """Return the end of the group of layers recomputed together from `at` on, with at most `chunk` repeated layers."""
+    """Return the end of the recomputed group that starts at layer `at` and has at most `chunk` repeated layers."""
     end, count = at, 0
     while end < len(layers) and count < chunk and (layers[end].repeated or layers[end].prelude):
         count += layers[end].repeated

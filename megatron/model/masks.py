@@ -40,8 +40,8 @@ class Documents(NamedTuple):
         for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
             if tuple(ids.shape) != (tokens.shape[0], tokens.shape[2]):
                 raise ValueError(
-                    f"document ids {list(ids.shape)} do not fit {name} of {tokens.shape[0]} samples of "
-                    f"{tokens.shape[2]} tokens: give an id for each token, or an empty tensor for one document "
+                    f"document ids {list(ids.shape)} do not fit {name} [{tokens.shape[0]} samples, "
+                    f"{tokens.shape[2]} tokens]: give an id for each token, or an empty tensor for one document "
                     "without padding"
                 )
 
@@ -166,7 +166,7 @@ def causal_window(queries: int, keys: int, window: int, device: torch.device) ->
 def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Return the position of each token in its document, from 0, for document ids [b, s] -> [b, s].
 
-    A prefix is part of its document.
+    Ids -n of a prefix and n of the tokens after it are one document.
     """
     document_ids = document_ids.abs()
     place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)

@@ -148,7 +148,7 @@ def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: 
     """Merge neighbouring documents of one row into pieces of at most SMALL x SMALL scores.
 
     ids, others: document ids [b, s] of the queries and the keys. shift: number to add to a
-    token's index in `ids` for its index among the queries.
+    token's index in `ids` to get its index among the queries.
     """
     found: list[Piece] = []
     merged: set[int] = set()

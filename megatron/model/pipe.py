@@ -87,6 +87,7 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
 def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:
     """Return the start of each layer range, then the number of layers, minimising the work of the heaviest range.
 
+    stretches: number of ranges. recomputed: whether repeated layers run forward twice.
     Layers without counted work (an embedding, a norm, a table of positions) stay with the layer after them,
     unless there are more ranges than layers with work. If no layer has counted work, all layers weigh the
     same.

@@ -51,7 +51,7 @@ def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 
 
 class StackStart(ModelStart):
-    """Start of the encoder or the decoder. ids_at: index of its document ids among the inputs.
+    """Start of the encoder or the decoder. ids_at: index of the stack's document ids among the inputs.
 
     restart: positions are counted from 0 in each document.
     """
@@ -137,7 +137,7 @@ class DecoderNorm(StackNorm):
 def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     """Return the layers in order. Raises ValueError for settings of another family.
 
-    A checkpoint with such settings could not be loaded again.
+    Otherwise a run could save a checkpoint that cannot be loaded again.
     """
     m = config.model
     if not config.is_t5:

@@ -162,7 +162,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of ranks on the data axis, which hold copies of the same weights; it includes context ranks."""
+    """Return the number of ranks on the data axis, context-parallel ranks included; all hold the same weights."""
     return _mesh.current().data.size
 
 

@@ -49,7 +49,7 @@ def _losses_over_ranks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors [n]: this rank's share of each token's probability mass, the token's loss, and log Z.
 
-    Z is the token's sum of exp(logit) over the logits of all ranks, and the loss is over all ranks, too.
+    Z, the sum of exp(logit), and the loss are over the logits of all ranks.
     x: this rank's logits without padding.
     target: the local row of each target, -1 if another rank holds it.
     Each rank runs torch's softmax, one fast pass over its own logits, and then rescales the result by the maximum
@@ -94,9 +94,9 @@ class LossState(NamedTuple):
 
 
 def _on_this_rank(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
-    """Return the targets' local rows [...], whether this rank holds each target [...], and its rows without padding.
+    """Return each target's local row [...], whether this rank holds it [...], and the rank's number of unpadded rows.
 
-    A target that another rank holds gets row 0 and False. The third result is a number of vocabulary rows.
+    A target that another rank holds gets row 0 and False.
     """
     rows = logits.shape[-1]
     first = axis.rank * rows

@@ -170,7 +170,7 @@ class ColumnParallelLinear(_Sharded):
             self.bias = declare(nn.Parameter(torch.zeros(columns)), dim=0, full_size=output_size, axis=self.axis)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply the layer: x [..., i] -> [..., o/t] or [..., o]; with sequence parallelism x is [s/t, b, i]."""
+        """Apply the layer: x [..., i] (or its shard [s/t, b, i]) -> [..., o/t], or with gather_output [..., o]."""
         y = linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis, self.options)
         if self.gather_output:
             y = gather_from_model_parallel_region(y, self.axis)
@@ -214,7 +214,7 @@ class RowParallelLinear(_Sharded):
             )  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply the layer: x [..., i/t] or [..., i] -> [..., o]; with sequence parallelism [s/t, b, o]."""
+        """Apply the layer: x [..., i/t], or [..., i] if not parallel -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
         y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)

@@ -49,8 +49,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
 def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
     """Return the weight's `ParamSpec.accumulate_wgrad`, or None if autograd must accumulate the weight's gradient.
 
-    Autograd accumulates under autocast, torch.compile and oneDNN, and for a weight tied to an embedding: it sums the
-    gradients of look-up and matmul before it accumulates them.
+    Autograd accumulates under autocast, torch.compile and oneDNN. It also accumulates for a weight tied to an
+    embedding, because it must first sum the gradients of look-up and matmul.
     """
     if torch.compiler.is_compiling() or options.onednn:
         return None

@@ -55,7 +55,8 @@ class DeferredLogits:
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted sums of cross entropy and z-loss over all tokens, a scalar each, in nats.
 
-        Both are fp32 (fp64 for fp64 hidden states). The first has the gradient of both losses, the second has none.
+        Both are fp32 (fp64 for fp64 hidden states). The first sum has the gradient of both losses, the
+        second has none.
         target: ids [s, b] < vocab_size. weights: [s, b], factors of the tokens' losses, without gradient.
         The matmul runs in autocast's dtype. The backward pass may run once, or once for the hidden states and
         once for the weight. A further backward pass raises RuntimeError.
@@ -160,6 +161,6 @@ def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
 def _given(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise RuntimeError(
-            "logits that are computed in chunks allow one backward pass: use --logits-chunk-size 0 for a second one"
+            "logits that are computed in chunks allow only one backward pass; set --logits-chunk-size 0 to run two"
         )
     return gradient

@@ -17,7 +17,7 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Axis:
-    """Process group of this rank along some axes of the grid.
+    """Process group of this rank along one or more axes of the grid.
 
     group: the process group, None for a single rank, which never communicates.
     ranks: global ranks of the group.

@@ -100,7 +100,7 @@ class ParamSpec:
         return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
 
     def without_padding(self, part: Tensor) -> Tensor:
-        """Return a view of `part`, this rank's part in any shape, as [local] without padding rows."""
+        """Return a view of `part`, this rank's part in any shape, without padding rows, shaped as the parameter."""
         dim, begin, end = self.rows
         return part.view(self.local_shape).narrow(dim, 0, end - begin)
 

@@ -94,7 +94,7 @@ class GPT2(Task):
         return (tokens, position_ids, document_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the summed loss, a scalar. The model computes it itself, so that it can compute logits in chunks."""
+        """Return the summed loss, a scalar. The model computes the loss, so that it can compute logits in chunks."""
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total

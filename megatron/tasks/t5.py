@@ -41,7 +41,7 @@ def _without_needless_ids(data: Batch) -> Batch:
 
 
 class T5(Task):
-    """Task of an encoder that reads --enc-seq-length tokens and a decoder that predicts the missing ones."""
+    """Task of an encoder that reads --enc-seq-length tokens and a decoder that predicts the missing tokens."""
 
     name = "t5"
     defaults = DEFAULTS["t5"]
@@ -52,7 +52,10 @@ class T5(Task):
         return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the datasets and notes to print; a sample has fields `KEYS`, of k encoder and q decoder tokens."""
+        """Return the datasets, and notes to print.
+
+        A sample is a dict with the keys `KEYS`, of k encoder tokens and q decoder tokens.
+        """
         data, seed, words = config.data, config.train.seed, cast(SentinelTokenizer, tokenizer)
         lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
         specials = Specials(words.eod, words.pad, words.sentinels)
@@ -105,7 +108,7 @@ class T5(Task):
         return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the summed loss, a scalar. The model computes it itself, so that it can compute logits in chunks."""
+        """Return the summed loss, a scalar. The model computes the loss, so that it can compute logits in chunks."""
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total
