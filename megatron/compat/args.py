@@ -45,7 +45,7 @@ ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
 _SCALE = 'DeepSpeed holds the loss scale, see "fp16" of --deepspeed-config'
 # Attribute of CPM-Pretrain that has no value here -> reason, which the error message gives.
 WITHOUT_VALUE = {
-    "adlr_autoresume_interval": "SIGTERM saves and ends a run",
+    "adlr_autoresume_interval": "SIGTERM makes a run save and end",
     **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _SCALE),
     "iteration": "a run counts its iterations itself; metrics.jsonl has them",
 }

@@ -17,14 +17,14 @@ _BUFFERS = "recomputed activations need no separate buffers; remove this import"
 _BERT = "there is no BERT model"
 _REALM = "there are no retrieval models"
 _SCALER = 'DeepSpeed scales losses ("fp16" of --deepspeed-config); remove this import'
-_KERNELS = "torch's attention is one kernel and --compile fuses the rest; remove this import"
+_KERNELS = "torch's attention is one kernel and --compile fuses other operations; remove this import"
 _LAYERS = "megatron.model.block.Block is one transformer layer; gpt2_layers and t5_layers list the layers of a model"
 _SAVES = (
     "runs save and load by --save, --load and --save-interval; megatron.checkpointing.save_checkpoint in a custom loop"
 )
-_RESUMES = "SIGTERM saves and ends a run, and the same command continues it"
+_RESUMES = "SIGTERM makes a run save and end, and the same command resumes it"
 _TOKENIZERS = "megatron.tokenizer.load_tokenizer(path)"
-_MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans, megatron.data.t5_dataset masks them while reading"
+_MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans in advance, megatron.data.t5_dataset on reading"
 
 # Module of CPM-Pretrain -> module here that has its names; None if only HOMES and COUNTERPARTS list these names.
 MODULES: dict[str, str | None] = {
@@ -138,7 +138,7 @@ _COUNTERPARTS = {
     "megatron.fp16.fp16util": {
         "BN_convert_float FP16Model convert_module convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists tofp16": "--precision fp16 converts weights "
-        "and keeps fp32 masters; remove this import",
+        "and keeps fp32 master weights; remove this import",
         "clip_grad_norm": "megatron.mpu.clip_grad_norm",
         "to_python_float": "tensor.item()",
     },
@@ -150,7 +150,7 @@ _COUNTERPARTS = {
         "get_adlr_autoresume": _RESUMES,
         "get_tensorboard_writer": _METRICS,
         "rebuild_tokenizer": _TOKENIZERS,
-        "set_global_variables": "pretrain() sets up what get_args() and the like return",
+        "set_global_variables": "pretrain() sets what get_args(), get_tokenizer() and get_timers() return",
     },
     "megatron.initialize": {
         "initialize_megatron": "pretrain(...), or megatron.training.start_engine in a custom loop",
@@ -195,7 +195,7 @@ _COUNTERPARTS = {
     },
     "megatron.mpu.utils": {
         "VocabUtility": "VocabParallelEmbedding.first_row and .rows",
-        "ensure_divisibility": "mpu.divide(numerator, denominator), which checks",
+        "ensure_divisibility": "mpu.divide(numerator, denominator), which rejects a remainder",
     },
     "megatron.package_info": {
         "__contact_names__ __description__ __download_url__ "
@@ -205,11 +205,11 @@ _COUNTERPARTS = {
         "build_tokenizer": _TOKENIZERS,
     },
     "megatron.tokenizer.gpt2_tokenization": {
-        "GPT2Tokenizer": f"{_TOKENIZERS} of a vocab.json with merges.txt",
+        "GPT2Tokenizer": f"{_TOKENIZERS} for a vocab.json with merges.txt",
     },
     "megatron.tokenizer.t5_tokenization": {
-        "GPT2TokenizerwoMerge": f"{_TOKENIZERS} of a vocab.txt",
-        "T5Tokenizer": f"{_TOKENIZERS}, which pretrain_t5.py gives sentinels",
+        "GPT2TokenizerwoMerge": f"{_TOKENIZERS} for a vocab.txt",
+        "T5Tokenizer": f"{_TOKENIZERS}, to which pretrain_t5.py adds sentinels",
     },
     "megatron.tokenizer.tokenizer": {
         "build_tokenizer": _TOKENIZERS,

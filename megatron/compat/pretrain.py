@@ -42,8 +42,8 @@ def pretrain(
     """
     if extra_args_provider is not None:
         raise ValueError(
-            "pretrain() takes no extra_args_provider: parse the flags of the script with a parser of its own, "
-            "parser.parse_known_args(), and pass the rest as argv="
+            "pretrain() takes no extra_args_provider: parse the script's own flags by "
+            "parser.parse_known_args(), and pass the remaining flags as argv="
         )
     functions = train_valid_test_datasets_provider, model_provider, forward_step
     defaults, more = args_defaults or {}, (count_targets, tokenizer_provider)
