@@ -214,7 +214,7 @@ class RowParallelLinear(_Sharded):
             )  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply the layer: x [..., i/t], or [..., i] if not parallel -> [..., o], or its shard [s/t, b, o]."""
+        """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
         y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)
