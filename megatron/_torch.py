@@ -1,7 +1,7 @@
 """All private or undocumented torch names that this package uses, each with its reason.
 
-If torch lacks a name, functions that have an alternative use it. The docstrings of the other functions say why
-there is no alternative.
+If torch lacks a name, the function that uses it takes an alternative, where one exists. Otherwise the function's
+docstring says why no public function would do.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 def will_run(node: Any, otherwise: bool) -> bool:
     """Return whether this backward pass executes `node`; for a leaf's node, whether it accumulates into `.grad`.
 
-    otherwise: the result if torch cannot say. It cannot within torch.autograd.grad, which returns gradients instead of
+    otherwise: the result if torch cannot tell, as within torch.autograd.grad, which returns gradients instead of
     accumulating them.
     """
     asked = getattr(torch._C, "_will_engine_execute_node", None)
@@ -45,7 +45,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
-    """Return the gradient of the input of p = softmax over the last dimension; grad and p have one shape and dtype.
+    """Return the gradient of the input of p = softmax over the last dimension; grad and p have equal shape and dtype.
 
     This takes one kernel; torch's public functions need an autograd graph.
     """
@@ -84,7 +84,7 @@ def flash_on_cpu_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given that of `out`; out, sums: results of `flash_on_cpu`."""
+    """Return the gradients of query, key and value. grad: gradient of `out`. out, sums: results of `flash_on_cpu`."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(grad, query, key, value, out, sums, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
 
@@ -122,7 +122,7 @@ def version(tensor: Tensor) -> int:
 
 
 def amx_tiles() -> bool:
-    """Return whether this CPU has AMX tiles; False if torch cannot say, so that bf16 is not chosen automatically."""
+    """Return whether this CPU has AMX tiles; False if torch cannot tell, so that bf16 is not chosen automatically."""
     asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return bool(asked()) if asked else False
 

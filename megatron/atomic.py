@@ -14,7 +14,7 @@ _TOKEN = secrets.token_hex(4)
 
 
 def process_name() -> str:
-    """Return a name unique to this process. A process id is not enough, because each container counts from 1."""
+    """Return a name unique to this process. A process id is not unique: each container counts from 1."""
     return f"{os.getpid()}-{_TOKEN}"
 
 

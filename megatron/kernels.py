@@ -12,7 +12,7 @@ from torch import nn
 
 
 def _apex(module: str, name: str) -> Any:
-    """Return a class of apex; None if apex is missing, lacks its kernels, or `apex` is some other package."""
+    """Return a class of apex; None if apex is missing, lacks its kernels, or `apex` is an unrelated package."""
     try:
         return getattr(importlib.import_module(f"apex.{module}"), name, None)
     except (ImportError, RuntimeError, OSError):

@@ -1,7 +1,7 @@
 """Location of the JSON files of configs/: in the checkout, or where pip installed them.
 
-A wheel carries them as data files (share/megatron-tds/configs). Only pip's record knows their place for
-certain, because environments, --user and --target differ.
+A wheel carries them as data files (share/megatron-tds/configs). Only pip's record of installed files
+reliably gives their place, because environments, --user and --target differ.
 """
 
 import importlib.metadata
@@ -13,7 +13,7 @@ _CHECKOUT = Path(__file__).resolve().parents[1] / "configs"
 
 @cache
 def folder(kind: str) -> Path:
-    """Return the folder of `kind`, models or clusters. It may not exist if the installation lost it."""
+    """Return the folder of presets of `kind`, "models" or "clusters". It may be missing in a damaged installation."""
     here = _CHECKOUT / kind
     if here.is_dir():
         return here

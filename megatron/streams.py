@@ -64,7 +64,7 @@ class Guarded:
 
 
 class Named:
-    """Standard output of a tool that prints its result; an OSError names the stream."""
+    """Wrapper of standard output, for tools that print a result; its OSErrors name the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

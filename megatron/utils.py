@@ -40,7 +40,7 @@ def get_ltor_documents_and_position_ids(
 def get_ltor_masks_and_position_ids(
     data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute inputs for a model that takes a mask, as in Megatron-LM and CPM-Pretrain. Our models take document ids.
+    """Compute inputs for a model that takes an attention mask, as in Megatron-LM, instead of document ids.
 
     Returns (attention mask, loss mask, position ids). The mask is bool, True where a query (row) must not
     attend to a key (column): [b, 1, s, s] if `reset_attention_mask`, else [1, 1, s, s]. Loss mask and

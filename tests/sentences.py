@@ -24,8 +24,8 @@ SENTENCES = {
     "resumed_at_iteration_2": "resumed at iteration 2",
     "no_such_host_invalid": "no-such-host.invalid",
     "2_ranks_on_cpu": "2 ranks on cpu",
-    "the_attention_mask_differs_from_that": "the attention mask cannot be expressed by document ids, "
-    "first in sample 0 where token 0",
+    "the_attention_mask_differs_from_that": "the attention mask cannot be expressed by document ids: "
+    "first mismatch in sample 0, where token 0",
     "nowhere_holds_no_checkpoint": "nowhere holds no checkpoint",
     "empty_has_no_model": "Empty has no model\\(\\)",
     "2_ranks_on_cpu_pipe_2": "2 ranks on cpu: pipe 2 x data 1 x model 1 (pipeline), fp32, ZeRO 0, global batch 2",

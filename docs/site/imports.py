@@ -10,30 +10,31 @@ CHINESE = {
     "there is no BERT model": "这里没有 BERT",
     "the sample index needs no compiled helpers; remove this import": "样本不需要编译的辅助代码，去掉即可",
     "there are no retrieval models": "这里没有检索",
-    "torch's attention is one kernel and --compile fuses the rest; remove "
+    "torch's attention is one kernel and --compile fuses other operations; remove "
     "this import": "torch 的注意力是一个核函数，其余由 --compile 融合，去掉即可",
     "recomputed activations need no separate buffers; remove this import": "保留的激活值不需要专门的缓冲区，去掉即可",
     "DeepSpeed or tds.DistributedOptimizer reduces gradients; "
     "remove this import": "梯度由 DeepSpeed 或 tds.DistributedOptimizer 规约，去掉即可",
     "nothing is downloaded; give --vocab-file": "不下载任何文件，用 --vocab-file 给出",
-    "SIGTERM saves and ends a run, and the same command continues it": "SIGTERM 会保存并结束运行，同样的命令继续它",
+    "SIGTERM makes a run save and end, and the same command resumes it": "SIGTERM 会保存并结束运行，同样的命令继续它",
     "--tensorboard writes events; metrics.jsonl has all numbers": "--tensorboard 写事件文件，metrics.jsonl 有全部数值",
     "runs save and load by --save, --load and --save-interval; megatron.checkpointing.save_checkpoint in a custom "
     "loop": "保存和加载由 --save、--load、--save-interval 决定；自己的循环里用 megatron.checkpointing.save_checkpoint",
     "megatron.data.t5_dataset.T5Dataset, or "
     "cpm_triples.CPMTripleDataset": "megatron.data.t5_dataset.T5Dataset，或 cpm_triples.CPMTripleDataset",
     "tools/preprocess_data.py --objective cpm-t5 masks "
-    "spans, megatron.data.t5_dataset masks them while reading": "tools/preprocess_data.py --objective cpm-t5 "
+    "spans in advance, megatron.data.t5_dataset on reading": "tools/preprocess_data.py --objective cpm-t5 "
     "预先遮盖片段，megatron.data.t5_dataset 在读取时遮盖",
     "megatron.data.sampler.ConsecutiveSampler; data sets "
     "shuffle by --seed": "megatron.data.sampler.ConsecutiveSampler；数据集按 --seed 打乱",
     "tds.initialize casts a model as --precision says": "tds.initialize 按 --precision 转换模型",
     "tds.initialize wraps an optimizer as --precision says": "tds.initialize 按 --precision 包装优化器",
-    "--precision fp16 converts weights and keeps fp32 masters; remove "
+    "--precision fp16 converts weights and keeps fp32 master weights; remove "
     "this import": "--precision fp16 会转换权重并保留 fp32 主权重，去掉即可",
     'DeepSpeed scales losses ("fp16" of --deepspeed-config); '
     "remove this import": 'DeepSpeed 负责损失缩放（--deepspeed-config 的 "fp16"），去掉即可',
-    "pretrain() sets up what get_args() and the like return": "pretrain() 会准备好 get_args() 等函数的返回值",
+    "pretrain() sets what get_args(), get_tokenizer() "
+    "and get_timers() return": "pretrain() 会准备好 get_args()、get_tokenizer() 和 get_timers() 的返回值",
     "pretrain(...), or megatron.training.start_engine in a "
     "custom loop": "pretrain(...)；自己的循环里用 megatron.training.start_engine",
     "--lr-decay-style, --warmup and --min-lr; "
@@ -42,12 +43,13 @@ CHINESE = {
     "layer; gpt2_layers and t5_layers list the layers of a model": "megatron.model.block.Block 是一个 Transformer "
     "层；gpt2_layers 和 t5_layers 列出模型的各层",
     "VocabParallelEmbedding.first_row and .rows": "VocabParallelEmbedding.first_row 和 .rows",
-    "mpu.divide(numerator, denominator), which checks": "mpu.divide(numerator, denominator)，它会检查",
-    "megatron.tokenizer.load_tokenizer(path) of a "
+    "mpu.divide(numerator, denominator), which rejects a remainder": "mpu.divide(numerator, denominator)，有余数时报错",
+    "megatron.tokenizer.load_tokenizer(path) for a "
     "vocab.json with merges.txt": "megatron.tokenizer.load_tokenizer(path)，给出旁边有 merges.txt 的 vocab.json",
-    "megatron.tokenizer.load_tokenizer(path) of a vocab.txt": "megatron.tokenizer.load_tokenizer(path)，给出 vocab.txt",
-    "megatron.tokenizer.load_tokenizer(path), which "
-    "pretrain_t5.py gives sentinels": "megatron.tokenizer.load_tokenizer(path)，pretrain_t5.py 再加上哨兵词元",
+    "megatron.tokenizer.load_tokenizer(path) for a "
+    "vocab.txt": "megatron.tokenizer.load_tokenizer(path)，给出 vocab.txt",
+    "megatron.tokenizer.load_tokenizer(path), to which "
+    "pretrain_t5.py adds sentinels": "megatron.tokenizer.load_tokenizer(path)，pretrain_t5.py 再加上哨兵词元",
     "pretrain() builds loaders; "
     "megatron.data.sampler.build_loader in a custom loop": "pretrain() 会构建读取器；自己的循环里用 "
     "megatron.data.sampler.build_loader",

@@ -1,4 +1,4 @@
-"""Thin adapters for code written for CPM-Pretrain ("the original"): its names, signatures and masks.
+"""Thin adapters for code written for CPM-Pretrain: its names, signatures and masks.
 
 names.py     modules and names of CPM-Pretrain: where each is in this project, or what replaces it
 models.py    models that read `get_args()` and accept attention masks

@@ -8,7 +8,7 @@ from ..config import Config
 from ..config.command_line import HOME, RENAMED, nearest
 from ..config.foreign.translate import settings_for
 
-# Attributes that have the same value in every run.
+# Attributes of CPM-Pretrain that are False in every run.
 _OFF = (
     "adlr_autoresume apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
     "bias_dropout_fusion bias_gelu_fusion contigious_checkpointing cpu_optimizer cpu_torch_adam "
@@ -42,10 +42,10 @@ ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "use_checkpoint_lr_scheduler": lambda args: not args.override_lr_schedule,
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
 }
-_SCALE = 'see "fp16" of --deepspeed-config, whose scale DeepSpeed keeps'
-# Attribute without a value -> reason, for the error message.
+_SCALE = 'DeepSpeed holds the loss scale, see "fp16" of --deepspeed-config'
+# Attribute of CPM-Pretrain that has no value here -> reason, which the error message gives.
 WITHOUT_VALUE = {
-    "adlr_autoresume_interval": "SIGTERM saves and ends a run",
+    "adlr_autoresume_interval": "SIGTERM makes a run save and end",
     **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _SCALE),
     "iteration": "a run counts its iterations itself; metrics.jsonl has them",
 }
@@ -54,8 +54,9 @@ WITHOUT_VALUE = {
 class Args:
     """Flat, read-only view of the settings of a run: args.hidden_size is config.model.hidden_size.
 
-    It also has the attributes of CONSTANTS and ATTRIBUTES. `config` is the whole configuration. The tokenizer and the
-    number of ranks are known only after start-up: use `get_tokenizer()` and `torch.distributed`.
+    It also has the attributes in CONSTANTS and ATTRIBUTES, which CPM-Pretrain's scripts read. `config` is the whole
+    configuration. The tokenizer and the number of ranks are known only after start-up: use `get_tokenizer()` and
+    `torch.distributed`.
     """
 
     config: Config
@@ -91,7 +92,7 @@ def _on_cuda() -> bool:
 
 
 def _params_dtype(args: Args) -> Any:
-    """Return the dtype to which DeepSpeed casts weights for the forward pass: that of --precision, by default fp32."""
+    """Return the dtype to which DeepSpeed casts weights for the forward pass: --precision's, by default fp32."""
     import torch
 
     names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}

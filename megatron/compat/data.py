@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -> Any:
-    """Return the settings of the run, with the arguments of a builder in place of the flags."""
+    """Return the settings of the run, with the arguments of a dataset builder in place of the flags."""
     from ..config.command_line import with_values
     from ..training.global_vars import get_args
 
@@ -22,7 +22,7 @@ def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -
 
 
 def by_original_keywords(family: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a builder also accept CPM-Pretrain's keywords, such as `data_prefix=`, and then return three data sets."""
+    """Make a builder also accept CPM-Pretrain's keywords; a call with `data_prefix=` then returns three data sets."""
 
     def decorate(build: Callable[P, R]) -> Callable[P, R]:
         @wraps(build)
@@ -69,8 +69,8 @@ def build_train_valid_test_datasets(
 ) -> tuple[Any, ...]:
     """Return the training, validation and test data sets of a T5, None if empty; see `T5Samples` for a sample.
 
-    data_prefix: path without .bin and .idx of one corpus of plain text, or PREFIX of CPM's masked corpora
-    PREFIX_context, PREFIX_target and PREFIX_target_offset.
+    data_prefix: path of one plain-text corpus without .bin and .idx, or the common PREFIX of the paths of CPM's masked
+    corpora, PREFIX_context, PREFIX_target and PREFIX_target_offset.
     The last three arguments are ignored: any number of samples can be read, and files are always memory-mapped.
     """
     from ..ranks.rank_0 import print_notes
@@ -88,8 +88,8 @@ _BUILDERS: dict[str, Callable[..., Any]] = {"gpt2": _gpt2}
 class T5Samples(Dataset[dict[str, Tensor]]):
     """Samples of `dataset` with the keys of CPM-Pretrain, int64.
 
-    contexts [k] are the token ids of the encoder, targets [q] those that the decoder reads, and labels [q] those that
-    it predicts. ctx_eod_mask [k] is 1 at the last token of each document of the encoder.
+    contexts [k] are the encoder's token ids. targets [q] are the token ids that the decoder reads, labels [q]
+    those that it predicts. ctx_eod_mask [k] is 1 at the last token of each document of the encoder.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -63,7 +63,7 @@ def get_masks_and_position_ids_for_t5(
 
 
 def _ids(ends: Tensor, padding: Tensor) -> Tensor:
-    """Number each token's document from 1, and padding 0: ends, padding bool [b, s] -> int64 [b, s]."""
+    """Return each token's document number, from 1, and 0 for padding: ends, padding bool [b, s] -> int64 [b, s]."""
     numbers = torch.ones_like(ends, dtype=torch.int64)
     numbers[:, 1:] += ends[:, :-1].cumsum(dim=1)
     return numbers.masked_fill_(padding, 0)
@@ -100,16 +100,17 @@ def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
 
 
 def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
-    """Return document ids int16 [b, k] and [b, q] equivalent to the masks of a T5, both empty for one document.
+    """Return encoder and decoder document ids, int16 [b, k] and [b, q], equivalent to T5's masks.
 
-    given: nonzero where attention is allowed. Raises ValueError for masks that no document ids express.
+    Both are empty for one document. given: nonzero where attention is allowed. Raises ValueError for masks that no
+    document ids express.
     """
     encoder, decoder, cross = (mask != 0 for mask in given)
     encoder_ids, own = _groups(encoder), _groups(decoder)
     found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
     other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)
-    decoder_ids = found.masked_fill(sees_all & other, 0)  # id 0, unknown to the encoder, sees all tokens
+    decoder_ids = found.masked_fill(sees_all & other, 0)  # no encoder token has id 0, so id 0 sees all
     expected = _t5_masks(encoder_ids, decoder_ids)
     for name, ours, theirs in zip(("encoder mask", "decoder mask", "cross mask"), expected, given, strict=True):
         _compare(name, theirs != 0, ours)
@@ -130,7 +131,7 @@ def refuse_other_positions(name: str, given: Tensor, document_ids: Tensor, reset
 
 
 def _groups(allowed: Tensor) -> Tensor:
-    """Number the rows of allowed [b, 1, s, s] by the first column that each may attend to: int64 [b, s], from 1."""
+    """Number groups of neighbouring rows of `allowed` [b, 1, s, s] with the same first True column: int64 [b, s]."""
     first = allowed[:, 0].int().argmax(-1)
     return begins(first).cumsum(1)
 
@@ -140,6 +141,6 @@ def _compare(name: str, given: Tensor, expected: Tensor | None) -> None:
         return
     sample, _, query, key = (given != expected).nonzero()[0].tolist()
     raise ValueError(
-        f"the {name} cannot be expressed by document ids, first in sample {sample} where token {query} "
+        f"the {name} cannot be expressed by document ids: first mismatch in sample {sample}, where token {query} "
         f"{'attends' if bool(given[sample, 0, query, key]) else 'does not attend'} to token {key}; {ADVICE}"
     )

@@ -1,6 +1,6 @@
 """Models with CPM-Pretrain's signatures: built from `get_args()` and called with attention masks.
 
-They are the models of `megatron.model.gpt2` and `t5`, which get the document ids that a mask is equivalent to.
+They subclass the models of `megatron.model.gpt2` and `t5`, and turn each mask into the equivalent document ids.
 """
 
 from collections.abc import Container
@@ -33,7 +33,7 @@ def t5_inputs(inputs: Any, reset_positions: bool) -> Any:
     """Replace CPM-Pretrain's seven inputs of a T5 by tokens and document ids; return other inputs unchanged.
 
     The seven are encoder tokens, positions and mask, decoder tokens, positions and mask, and the cross mask.
-    Raises ValueError for masks that no document ids express and for positions that the model would not count.
+    Raises ValueError for masks that no document ids express and for positions that do not count from 0.
     """
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 7:
         return inputs

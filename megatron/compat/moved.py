@@ -1,4 +1,4 @@
-"""Old import paths of modules that have moved to another package. They work, with a warning, until the next version."""
+"""Old import paths of moved modules. They still work, with a warning; the next version drops them."""
 
 import importlib
 import sys
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder of modules at their old paths, last in `sys.meta_path`, so that it gets only imports that would fail."""
+    """Finder of modules at their old paths, last in `sys.meta_path`: it gets only imports that would otherwise fail."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in _GONE:

@@ -1,8 +1,8 @@
-"""Modules and names of CPM-Pretrain ("the original"): where each is in this project, or what replaces it.
+"""Modules and names of CPM-Pretrain: where each is in this project, or what replaces it.
 
-`install()` makes `import` follow these tables, so this project needs no files with the original's names. A name
-that exists only in another form raises ImportError, which says what replaces it. docs/reference/imports.md shows
-the tables.
+`install()` makes `import` follow these tables, so this project needs no files with CPM-Pretrain's names. Importing a
+name that exists only in another form raises ImportError, which names the replacement. docs/reference/imports.md
+shows the tables.
 """
 
 import importlib
@@ -17,16 +17,16 @@ _BUFFERS = "recomputed activations need no separate buffers; remove this import"
 _BERT = "there is no BERT model"
 _REALM = "there are no retrieval models"
 _SCALER = 'DeepSpeed scales losses ("fp16" of --deepspeed-config); remove this import'
-_KERNELS = "torch's attention is one kernel and --compile fuses the rest; remove this import"
+_KERNELS = "torch's attention is one kernel and --compile fuses other operations; remove this import"
 _LAYERS = "megatron.model.block.Block is one transformer layer; gpt2_layers and t5_layers list the layers of a model"
 _SAVES = (
     "runs save and load by --save, --load and --save-interval; megatron.checkpointing.save_checkpoint in a custom loop"
 )
-_RESUMES = "SIGTERM saves and ends a run, and the same command continues it"
+_RESUMES = "SIGTERM makes a run save and end, and the same command resumes it"
 _TOKENIZERS = "megatron.tokenizer.load_tokenizer(path)"
-_MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans, megatron.data.t5_dataset masks them while reading"
+_MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans in advance, megatron.data.t5_dataset on reading"
 
-# Module of the original -> module of this project that has its names; None if only HOMES and COUNTERPARTS have them.
+# Module of CPM-Pretrain -> module here that has its names; None if only HOMES and COUNTERPARTS list these names.
 MODULES: dict[str, str | None] = {
     "megatron.arguments": None,
     "megatron.data.T5_dataset": "megatron.compat.data",
@@ -55,7 +55,7 @@ MODULES: dict[str, str | None] = {
     "megatron.tokenizer.t5_tokenization": None,
     "megatron.tokenizer.tokenizer": None,
 }
-# Module of the original that nothing replaces -> reason, which the ImportError shows.
+# Module of CPM-Pretrain that nothing replaces -> reason, which the ImportError shows.
 GONE_MODULES = {
     "megatron.data.bert_dataset": _BERT,
     "megatron.data.helpers": "the sample index needs no compiled helpers; remove this import",
@@ -72,7 +72,7 @@ GONE_MODULES = {
     "megatron.tokenizer.bert_tokenization": _BERT,
     "megatron.tokenizer.file_utils": "nothing is downloaded; give --vocab-file",
 }
-# (module, name) of the original -> module of this project that has the name.
+# (module, name) of CPM-Pretrain -> module of this project that has the name.
 HOMES = {
     ("megatron.utils", "get_masks_and_position_ids_for_t5"): "megatron.compat.masks",
     ("megatron.model", "get_params_for_weight_decay_optimization"): "megatron.compat.transformer",
@@ -87,7 +87,7 @@ _INDEXED = "megatron.data.indexed_dataset.IndexedDataset(prefix)"
 _CASTS = "tds.initialize casts a model as --precision says"
 _WRAPS = "tds.initialize wraps an optimizer as --precision says"
 _METRICS = "--tensorboard writes events; metrics.jsonl has all numbers"
-# Module of the original -> names that this project lacks in this form, separated by spaces -> what replaces them.
+# Module of CPM-Pretrain -> names that exist only in another form, separated by spaces -> what replaces them.
 _COUNTERPARTS = {
     "megatron": {
         "get_adlr_autoresume": _RESUMES,
@@ -138,7 +138,7 @@ _COUNTERPARTS = {
     "megatron.fp16.fp16util": {
         "BN_convert_float FP16Model convert_module convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists tofp16": "--precision fp16 converts weights "
-        "and keeps fp32 masters; remove this import",
+        "and keeps fp32 master weights; remove this import",
         "clip_grad_norm": "megatron.mpu.clip_grad_norm",
         "to_python_float": "tensor.item()",
     },
@@ -150,7 +150,7 @@ _COUNTERPARTS = {
         "get_adlr_autoresume": _RESUMES,
         "get_tensorboard_writer": _METRICS,
         "rebuild_tokenizer": _TOKENIZERS,
-        "set_global_variables": "pretrain() sets up what get_args() and the like return",
+        "set_global_variables": "pretrain() sets what get_args(), get_tokenizer() and get_timers() return",
     },
     "megatron.initialize": {
         "initialize_megatron": "pretrain(...), or megatron.training.start_engine in a custom loop",
@@ -195,7 +195,7 @@ _COUNTERPARTS = {
     },
     "megatron.mpu.utils": {
         "VocabUtility": "VocabParallelEmbedding.first_row and .rows",
-        "ensure_divisibility": "mpu.divide(numerator, denominator), which checks",
+        "ensure_divisibility": "mpu.divide(numerator, denominator), which rejects a remainder",
     },
     "megatron.package_info": {
         "__contact_names__ __description__ __download_url__ "
@@ -205,11 +205,11 @@ _COUNTERPARTS = {
         "build_tokenizer": _TOKENIZERS,
     },
     "megatron.tokenizer.gpt2_tokenization": {
-        "GPT2Tokenizer": f"{_TOKENIZERS} of a vocab.json with merges.txt",
+        "GPT2Tokenizer": f"{_TOKENIZERS} for a vocab.json with merges.txt",
     },
     "megatron.tokenizer.t5_tokenization": {
-        "GPT2TokenizerwoMerge": f"{_TOKENIZERS} of a vocab.txt",
-        "T5Tokenizer": f"{_TOKENIZERS}, which pretrain_t5.py gives sentinels",
+        "GPT2TokenizerwoMerge": f"{_TOKENIZERS} for a vocab.txt",
+        "T5Tokenizer": f"{_TOKENIZERS}, to which pretrain_t5.py adds sentinels",
     },
     "megatron.tokenizer.tokenizer": {
         "build_tokenizer": _TOKENIZERS,
@@ -236,10 +236,10 @@ _EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} -
 
 
 def find(module: str, name: str) -> Any:
-    """Return the object of this project that replaces `module.name` of the original.
+    """Return this project's object for `module.name` of CPM-Pretrain.
 
-    Raises ImportError with what replaces the name, if only another form of it exists, and AttributeError for an
-    unknown name.
+    Raises ImportError, which names the replacement, if the object exists only in another form, and AttributeError
+    for an unknown name.
     """
     if (module, name) in HOMES:
         return getattr(importlib.import_module(HOMES[module, name]), name)
@@ -260,13 +260,13 @@ def find(module: str, name: str) -> Any:
 
 
 def install() -> None:
-    """Let imports of the original's modules and names follow the tables."""
+    """Make imports of CPM-Pretrain's modules and names follow the tables of this module."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finder of the original's modules, which also adds names of the original to modules of this project."""
+    """Finder of CPM-Pretrain's modules, which also adds CPM-Pretrain's names to modules of this project."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in GONE_MODULES:
@@ -285,7 +285,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Names(Loader):
-    """Loader of a module of the original, which resolves each of its names on first use."""
+    """Loader of a module of CPM-Pretrain, which resolves each of the module's names on first use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -302,7 +302,7 @@ class _Names(Loader):
 
 
 class _Extended(Loader):
-    """Loader of a module of this project that also has names of the original, by `find`."""
+    """Loader of a module of this project, which adds CPM-Pretrain's names to the module."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

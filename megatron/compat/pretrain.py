@@ -29,8 +29,8 @@ def pretrain(
     of tensors for any n >= 0.
     model_provider() -> the model: a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0; its
     `_megatron_batch_fn` turns a batch of the dataset into (inputs, targets).
-    forward_step(data_iterator, model) -> (loss, anything), used without a pipeline: the loss is the sum over
-    target tokens if `count_targets` is given, else their mean.
+    forward_step(data_iterator, model) -> (loss, anything), used without a pipeline. The loss is summed over
+    target tokens if `count_targets` is given, else averaged over them.
     count_targets(batch) -> the number of target tokens of a micro-batch.
     tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
     args_defaults: defaults that this script changes; flags still override them.
@@ -42,8 +42,8 @@ def pretrain(
     """
     if extra_args_provider is not None:
         raise ValueError(
-            "pretrain() takes no extra_args_provider: parse the flags of the script with a parser of its own, "
-            "parser.parse_known_args(), and pass the rest as argv="
+            "pretrain() takes no extra_args_provider: parse the script's own flags by "
+            "parser.parse_known_args(), and pass the remaining flags as argv="
         )
     functions = train_valid_test_datasets_provider, model_provider, forward_step
     defaults, more = args_defaults or {}, (count_targets, tokenizer_provider)

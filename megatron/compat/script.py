@@ -31,7 +31,7 @@ FAMILIES = {"T5Tokenizer": "t5"}  # model family by the tokenizer type of args_d
 
 
 def is_original(provider: Callable[..., Any]) -> bool:
-    """Return whether a provider of data sets has a required argument, the numbers of samples, as in CPM-Pretrain."""
+    """Return whether the data-set function `provider` requires an argument, as CPM-Pretrain's numbers of samples."""
     try:
         parameters = inspect.signature(provider).parameters.values()
     except (TypeError, ValueError):  # a callable without a signature
@@ -96,14 +96,14 @@ class FunctionsTask(Task):
         return loss
 
     def _note_what_is_not_logged(self, named: Any) -> None:
-        """Print once which values that `forward_step` returns besides the loss are not logged."""
+        """Print, once, the names of values that `forward_step` returns besides the loss, which are not logged."""
         if self._noted or not isinstance(named, dict):
             return
         self._noted = True
         if others := [str(name) for name in named if name != "lm loss"]:
             print_rank_0(
-                f"note: forward_step returns {', '.join(others)} besides the loss, which are not logged; let the "
-                f"model return such values from get_additional_losses()"
+                f"note: forward_step returns {', '.join(others)} besides the loss; these values are not logged; "
+                f"let the model return them from get_additional_losses()"
             )
 
 
@@ -139,7 +139,7 @@ class ScriptTokenizer(SentinelTokenizer):
 
 
 class _Counted(NamedTuple):
-    """A micro-batch as it was read, and its number of targets, a scalar in fp64."""
+    """A micro-batch as the data loader returns it, and its number of targets, a scalar in fp64."""
 
     data: Batch | None
     targets: Tensor
@@ -191,7 +191,7 @@ class ScriptTask(FunctionsTask):
     checked_batch = batch
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Return the loss summed over the targets if `batch` has their number, else the script's mean over them."""
+        """Return the loss summed over the targets if `batch` has the number of targets, else the script's mean loss."""
         if not isinstance(batch, _Counted):
             return super().loss(model, batch)
         return super().loss(model, batch.data) * batch.targets.float()

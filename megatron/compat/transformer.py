@@ -28,7 +28,7 @@ class ParallelMLP(MegatronModule):
     """The feed-forward part of a transformer block with the sizes of `get_args()`; calls return (output, bias).
 
     init_method, output_layer_init_method: functions that fill the first and the second weight in place, by default
-    from a normal distribution by --init-method-std.
+    from a normal distribution with standard deviation --init-method-std.
     """
 
     def __init__(self, init_method: Any = None, output_layer_init_method: Any = None) -> None:
@@ -47,12 +47,15 @@ class ParallelMLP(MegatronModule):
 
 
 def init_method_normal(sigma: float) -> mpu.InitMethod:
-    """Return a function that fills a weight from N(0, sigma)."""
+    """Return a function that fills a weight with normal values of mean 0 and standard deviation `sigma`."""
     return mpu.normal(sigma)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int) -> mpu.InitMethod:
-    """Return a function that fills a weight from N(0, sigma / sqrt(2 num_layers)) (Radford et al. 2019)."""
+    """Return a function that fills a weight with normal values of standard deviation sigma / sqrt(2 * num_layers).
+
+    This is GPT-2's initialisation of output projections (Radford et al. 2019).
+    """
     return mpu.normal(sigma / math.sqrt(2.0 * num_layers))
 
 

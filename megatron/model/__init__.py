@@ -1,4 +1,4 @@
-"""Models as lists of layers, which the sharded layers of `megatron.mpu` distribute over the model-parallel ranks."""
+"""Models as lists of layers, built from the sharded layers of `megatron.mpu`."""
 
 from importlib import import_module
 from typing import Any
@@ -8,7 +8,7 @@ from .layers import Layer, LayerStack, global_parameters
 from .t5 import t5_layers
 
 # Entry scripts import these models from `megatron.model`; those of `megatron.compat` accept Megatron-LM's arguments.
-# Pipeline models import DeepSpeed, which takes seconds, so all are imported on first use.
+# Pipeline models import DeepSpeed, which takes seconds, so each name below is imported on first use.
 _HOMES = {
     "GPT2Model": "megatron.compat.models",
     "GPT2ModelPipe": "megatron.compat.pipes",

@@ -36,7 +36,7 @@ class KeyValueCache:
         return 0 if self.key is None else self.key.shape[2]
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens, [b, g, q, d] each; return all, [b, g, k, d]."""
+        """Append keys and values of new tokens, [b, g, q, d] each; return all cached ones, [b, g, k, d]."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
         self.key, self.value = key, value
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.inner = config.num_attention_heads * config.head_size
         scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
-        # A model that does not divide scores by sqrt(d) initialises its queries smaller by this factor instead
+        # A model that does not divide scores by sqrt(d) multiplies the initial query weights by this factor instead
         # (Raffel et al. 2020).
         self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
         self.dropout, self.rng = config.attention_dropout, mpu.get_rng()
@@ -94,7 +94,7 @@ class Attention(nn.Module):
     ) -> mpu.ColumnParallelLinear:
         """Build the projection h -> len(factors) x n x d, its rows ordered by head, so that each rank gets whole heads.
 
-        factors: one for each of query, key and value that is projected; scale its initial values. heads: n, by
+        factors: for each projected part (query, key or value), the factor of its initial weights. heads: n, by
         default the number of attention heads. bias: whether to add a bias, by default the value of --hidden-bias.
         """
         return mpu.ColumnParallelLinear(
@@ -109,8 +109,8 @@ class Attention(nn.Module):
         """Compute attention: query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
         mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may
-        attend, or None. With context parallelism it says which keys of all ranks this rank's queries may attend
-        to; key and value are this rank's.
+        attend, or None. With context parallelism the mask says which keys of all ranks this rank's queries may
+        attend to; key and value are this rank's.
         bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
@@ -134,7 +134,7 @@ class Attention(nn.Module):
     def _projected(
         self, projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None
     ) -> tuple[Tensor, Recipe | None]:
-        """Return `projection(x)`, and how to recompute it if --recompute-modules names qkv, else None.
+        """Return `projection(x)`, and a recipe to recompute it if --recompute-modules names qkv, else None.
 
         recipe: how to recompute x; None if autograd saves x.
         """
@@ -170,7 +170,7 @@ class SelfAttention(Attention):
         recipe: Recipe | None = None,
         angles: Rotation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply self-attention: [s, b, h] -> ([s, b, h], its bias, which the caller must add).
+        """Apply self-attention: [s, b, h] -> ([s, b, h], output bias, which the caller must add).
 
         mask, bias: see `attend`. recipe: how to recompute `hidden`; None if autograd saves it. angles: rotation of
         queries and keys.
@@ -178,7 +178,7 @@ class SelfAttention(Attention):
         qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, (n/t + 2 g) * d]
         with save_recipe_for((again, qkv)):
             query, key, value = self._cut(qkv, angles)
-        if again is not None and self.in_groups:  # key and value share the memory of `query`
+        if again is not None and self.in_groups:  # query, key and value are in one buffer
             again, qkv = Recipe(lambda given: self._cut(given, angles)[0], again), query
         if cache is not None:
             key, value = cache.extend(key, value)
@@ -201,7 +201,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Cross-attention from decoder tokens to encoder tokens. The fused rows are key and value head by head."""
+    """Cross-attention from decoder to encoder. Rows of `key_value` are key and value of head 0, then of head 1."""
 
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, f"{name}.cross_attention", output_std, causal=False)

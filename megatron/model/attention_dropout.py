@@ -26,7 +26,7 @@ def attention_with_dropout(
 ) -> Tensor:
     """Compute attention with dropout: query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d].
 
-    added: [1 or b, 1 or n, q, k], added to the scores, or None. turn: see `mpu.Stream.drop`.
+    added: [1 or b, 1 or n, q, k], added to the scores, or None. turn: number of this draw, see `mpu.Stream.drop`.
     """
     return _attend(query, key, value, added, scale, lambda weights: stream.drop(weights, p, turn))
 
@@ -36,8 +36,8 @@ def by_document(
 ) -> Tensor:
     """Compute attention with dropout piece by piece: query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d].
 
-    pieces: every key must be in exactly one piece. Each piece uses its part of one mask for all q x k weights, so
-    dropout does not depend on the pieces.
+    pieces: blocks of queries and keys; every key must be in exactly one block. A single dropout mask is drawn for all
+    q x k weights, and each block uses its part of the mask, so dropout does not depend on the blocks.
     """
     kept = stream.keep_mask((*query.shape[:3], key.shape[2]), p, query.device, torch.bool)
     rows = []

@@ -28,14 +28,15 @@ class Call(NamedTuple):
     """One attention call: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
 
     mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may attend, or None.
-    With context parallelism it says which keys of all ranks this rank's queries may attend to.
+    With context parallelism the mask says which keys of all ranks this rank's queries may attend to.
     bias: [1, n, q, k], added to the scores, or None. p: dropout probability.
     causal: without a mask, a query sees itself and the keys before it. scale: factor of the scores.
     by_document, fused_bias: whether --reference-ops permits the kernels for documents and for a bias.
-    packs: whether queries, keys and values may be copied; not if they are recomputed, which finds them by address.
-    pieces: how to compute documents or slices piece by piece; None if they need a mask, and always on
-    accelerators and in compiled code.
-    turn: see `mpu.Stream.drop`.
+    packs: whether queries, keys and values may be copied. If they are recomputed they may not, because recomputation
+    recognises them by their address.
+    pieces: blocks of queries and keys to compute one by one, for documents or context-parallel slices; None if a mask
+    is needed. Always None on accelerators and in compiled code.
+    turn: number of this draw of dropout, see `mpu.Stream.drop`.
     """
 
     query: Tensor
@@ -77,7 +78,7 @@ class Call(NamedTuple):
 
 
 def flash_in_pieces(c: Call) -> Tensor:
-    """Run torch's flash attention for a CPU piece by piece -> [b, n, q, d]."""
+    """Run torch's flash attention for CPUs on one block of queries and keys after another -> [b, n, q, d]."""
     assert c.pieces is not None
     axis = c.mask.axis if isinstance(c.mask, Views) else None
     return flash_attention(c.query, c.key, c.value, c.pieces, c.scale, axis)
@@ -141,8 +142,8 @@ def torchs(c: Call) -> Tensor:
 def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
     """Return a context that selects torch's attention kernels for query [b, n, q, d].
 
-    With a mask on CUDA it excludes cuDNN's, which torch prefers on Hopper: its masked gradients are not
-    finite for some lengths.
+    With a mask on CUDA it excludes cuDNN's kernel. torch prefers that kernel on Hopper, but with a mask some of
+    its gradients are NaN or Inf for some lengths.
     """
     if mask is None or query.device.type != "cuda":
         return nullcontext()
@@ -159,7 +160,7 @@ def _differentiates_bias(c: Call) -> bool:
 
 
 Kernel = Callable[[Call], Tensor]
-# The first kernel whose condition holds computes the call. Only context parallelism uses Views, and it has no bias.
+# The first kernel whose condition holds computes the call. Views come only with context parallelism, without a bias.
 KERNELS: tuple[tuple[Callable[[Call], Any], Kernel], ...] = (
     (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
     (lambda c: isinstance(c.mask, Views), slice_by_slice),
@@ -178,7 +179,7 @@ def choose_kernel(c: Call) -> Kernel:
     for serves, kernel in KERNELS:
         if serves(c):
             return kernel
-    raise AssertionError("the last row serves every call")
+    raise AssertionError("the last kernel of KERNELS must accept every call")
 
 
 def attend(c: Call) -> Tensor:

@@ -21,9 +21,10 @@ from .pieces import Piece, Pieces
 
 
 def serves(query: Tensor, bias: Tensor) -> bool:
-    """Return whether torch would save the probabilities of query [b, n, q, d] and bias [1, n, q, k].
+    """Return whether torch would save the attention probabilities of query [b, n, q, d] and bias [1, n, q, k].
 
-    Accelerators have a fused kernel that differentiates the bias, too.
+    It saves them on a CPU if the bias requires a gradient. Accelerators have a fused kernel that computes this
+    gradient, too.
     """
     return query.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
 
@@ -33,15 +34,16 @@ def biased_attention(
 ) -> Tensor:
     """Compute attention: query [b, n, q, d], key, value [b, n, k, d], bias [1, n, q, k] -> [b, n, q, d].
 
-    sees: bool mask [1 or b, 1, q, k], or the pieces of self-attention within documents, or None.
+    sees: what queries may attend to: a bool mask [1 or b, 1, q, k], or the blocks of queries and keys of self-attention
+    within documents, or None for all keys.
     """
     return _BiasedAttention.apply(query, key, value, bias, sees, scale)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_row: bool) -> Sequence[Piece]:
-    """Return the pieces to compute one after another.
+    """Return the blocks of queries and keys to compute one after another.
 
-    Without documents the only piece is the whole batch, or (by_row) each row of the batch is one.
+    Without documents (pieces is None) the only block is the whole batch, or with by_row each row of the batch is one.
     """
     if pieces is not None:
         return pieces.found

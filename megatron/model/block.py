@@ -51,7 +51,7 @@ class Caches:
         self.own, self.cross = KeyValueCache(), KeyValueCache()
 
 
-# (normalised hidden states [s, b, h], their recipe) -> (output, its bias, which is still to be added)
+# (normalised hidden states [s, b, h], how to recompute them or None) -> (output, bias to add to it or None)
 Sublayer = Callable[[Tensor, Recipe | None], tuple[Tensor, Tensor | None]]
 
 
@@ -59,8 +59,8 @@ class TransformerLayer(nn.Module):
     """Pre-norm transformer layer (Radford et al. 2019), optionally with cross-attention.
 
     name: name of the layer in the whole model.
-    branches: number of residual branches of the whole stack, by whose square root the initial weights of output
-    projections are divided.
+    branches: number of residual branches of the whole stack. The initial weights of output projections are divided by
+    its square root.
     """
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
@@ -122,7 +122,7 @@ class TransformerLayer(nn.Module):
 class Block(TransformerLayer):
     """Layer of a decoder-only model. `name` is its name in the whole model.
 
-    role: whether document ids restrict attention or restart positions; by default only attention.
+    role: whether document ids restrict attention or restart positions; by default they only restrict attention.
     """
 
     def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:
@@ -134,7 +134,8 @@ class Block(TransformerLayer):
         """Run the layer on (hidden [s, b, h], document ids [b, s] or empty) and return both.
 
         caches: keys and values of the text generated so far; positions continue after the cached tokens. With
-        context parallelism hidden is this rank's part of the sequence, [s/c, b, h], and caches raise ValueError.
+        context parallelism hidden is this rank's part of the sequence, [s/c, b, h] for c ranks, and passing
+        caches raises ValueError.
         """
         if caches and self.context.size > 1:
             raise ValueError(

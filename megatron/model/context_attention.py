@@ -1,4 +1,4 @@
-"""Causal attention with context parallelism: from this rank's two slices of a sequence to all tokens before them.
+"""Causal attention with context parallelism: this rank's two slices of a sequence attend to all earlier tokens.
 
 All context ranks gather keys and values. With grouped heads these are a small part of a layer, so gathering
 costs little and works for any number of heads (Grattafiori et al. 2024).
@@ -24,7 +24,7 @@ class Views(NamedTuple):
     used.
     apart: whether attention is restricted to documents.
     window: number of last tokens that a query sees, None for all.
-    slices: begin and end of each slice.
+    slices: begin and end of each slice that this rank holds.
     """
 
     ids: Tensor

@@ -31,16 +31,16 @@ class WordEmbedding(nn.Module):
         self.chunk = config.logits_chunk_size if "cross-entropy" not in config.reference_ops else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], the others).
+        """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], position ids, document ids).
 
-        With context parallelism tokens and hidden states are this rank's, [b, s/c] and [s/c, b, h]; position and
-        document ids are those of the whole sequence.
+        On each of c context-parallel ranks, tokens and hidden states are the rank's own, [b, s/c] and [s/c, b, h];
+        position and document ids are those of the whole sequence.
         """
         tokens, position_ids, document_ids = inputs
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
     def output(self, hidden: Tensor) -> Tensor | mpu.DeferredLogits:
-        """Return logits [s, b, v/t] of hidden [s, b, h], padding included; deferred if they exceed one chunk."""
+        """Return logits [s, b, v/t] of hidden [s, b, h], padding included; deferred if over --logits-chunk-size."""
         hidden = hidden * self.factor if self.factor != 1.0 else hidden
         if self.chunk and mpu.whole_length(hidden, self.sequence) * hidden.shape[1] > self.chunk:
             return self.word_embeddings.deferred_logits(hidden, self.chunk)
@@ -68,7 +68,7 @@ class ModelStart(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, name)
 
     def refuse_more_than(self, length: int) -> None:
-        """Raise ValueError if a sequence of `length` tokens has more positions than the table."""
+        """Raise ValueError if a sequence of `length` tokens has more positions than the learned table."""
         if length > self.positions:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than the {self.positions} learned positions of the model; "

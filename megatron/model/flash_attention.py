@@ -1,8 +1,8 @@
-"""Flash attention piece by piece (pieces.py) on a CPU: within documents, and over context-parallel ranks.
+"""Flash attention on a CPU, one block of queries and keys at a time: within documents and over context ranks.
 
-A query's results from several pieces are combined by their log-sum-exps (Milakov and Gimelshein 2018). The backward
-pass of a piece needs only the combined result. Gathered keys and values are not saved; the backward pass gathers them
-again.
+The blocks are the `Pieces` of pieces.py. A query's results from several blocks are combined by their log-sum-exps
+(Milakov and Gimelshein 2018). The backward pass of a block needs only the combined result. Gathered keys and values are
+not saved; the backward pass gathers them again.
 
 Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this rank, d width of a head, c context
 ranks.
@@ -26,14 +26,15 @@ def flash_attention(
 ) -> Tensor:
     """Compute attention piece by piece: query [b, n, q, d], key, value [b, g, k, d] -> [b, n, q, d].
 
-    axis: the context-parallel ranks, if there are several. key and value are then this rank's, [b, g, k/c, d], and
+    pieces: blocks of queries and keys.
+    axis: the c context-parallel ranks, if there are several. key and value are then this rank's, [b, g, k/c, d], and
     all ranks must run the forward and the backward pass together.
     """
     return _FlashAttention.apply(query, key, value, pieces, scale, axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _laid_out(like: Tensor) -> Tensor:
-    """Return an empty tensor [b, n, s, d] like `like`, stored as [s, b, n, d], the layout of the layers around it."""
+    """Return an empty tensor [b, n, s, d] like `like`, stored as [s, b, n, d], the layout of the linear layers."""
     b, n, s, d = like.shape
     return like.new_empty(s, b, n, d).permute(1, 2, 0, 3)
 

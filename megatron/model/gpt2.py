@@ -25,7 +25,7 @@ from .work import block_work, lengths
 
 
 def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
-    """Return the layers in order; with tied embeddings the last shares the weight of the first.
+    """Return the layers in order; with tied embeddings the last layer shares the weight of the first layer.
 
     Raises ValueError for T5 settings.
     """
@@ -55,7 +55,7 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
 def role_of(config: Config) -> DocumentRole:
     """Return whether document ids restrict attention and whether they restart positions.
 
-    In a rotary model, --reset-position-ids alone makes them only restart positions.
+    In a rotary model, --reset-position-ids alone makes document ids only restart positions.
     """
     d, rotary = config.data, config.model.position_embedding == "rope"
     apart = d.reset_attention_mask or config.objective != "lm"
@@ -103,7 +103,7 @@ class LanguageModel(LayerStack):
     def compute(self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
         """Run the layers and return logits, [b, s, v/t] or [b, s, v].
 
-        With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, their sum.
+        With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, the masked sum.
         """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
@@ -128,14 +128,15 @@ class GPT2Model(LanguageModel):
     ) -> Tensor:
         """Return the logits of tokens [b, s], or the loss if labels are given.
 
-        With labels [b, s] it is the loss of every token, [b, s] in fp32; with a loss_mask [b, s] as well, the sum of
-        these losses. A loss can be differentiated only once, because its backward pass overwrites the logits.
+        With labels [b, s] the result is the loss of every token, [b, s] in fp32; with a loss_mask [b, s] as well, the
+        sum of the losses weighted by it. A loss can be differentiated only once, because its backward pass overwrites
+        the logits.
         position_ids: [b, s], by default counted from 0. A rotary model computes its positions itself and uses the
         position ids only to find where they restart at 0, see `DecoderStart`.
         document_ids: [b, s], the number of the document to which each token's attention is restricted; by
         default one document.
-        With context parallelism tokens, labels and loss mask are this rank's, [b, s/c]; position and document
-        ids are those of the whole sequence.
+        On each of c context-parallel ranks, tokens, labels and loss mask are the rank's own, [b, s/c]; position and
+        document ids are those of the whole sequence.
         """
         if position_ids is None:
             b, own = tokens.shape

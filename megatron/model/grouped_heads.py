@@ -5,7 +5,7 @@ value, as in Megatron-LM. With as many key-value heads as query heads, the rows 
 then those of head 1. A contiguous shard holds whole groups, or part of a group if there are more ranks than groups.
 In that case the ranks that share a group gather its projections (`own_queries`), so no weight is replicated.
 
-With the weight seen as [g, p + 2, d, h], Hugging Face's q_proj, k_proj and v_proj are [:, :p], [:, p] and
+With the weight viewed as [g, p + 2, d, h], Hugging Face's q_proj is [:, :p], its k_proj is [:, p] and its v_proj is
 [:, p + 1].
 Shapes: s sequence, b batch, n query heads of this rank, g groups (key-value heads) of this rank, p = n / g
 queries per group, d width of a head.
@@ -24,7 +24,7 @@ from .rotary import Rotation, rotate, rotate_into
 
 
 def repeat_heads(query: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
-    """Repeat keys or values [b, g, s, d] to [b, n, s, d], once per head of query [b, n, q, d]."""
+    """Repeat keys or values [b, g, s, d] to [b, n, s, d], so that each of the n heads of `query` has its own."""
     each = query.shape[1] // heads[0].shape[1]
     return heads if each == 1 else tuple(x.repeat_interleave(each, dim=1) for x in heads)
 
@@ -37,14 +37,15 @@ def sum_repeated(groups: int, *gradients: Tensor) -> tuple[Tensor, ...]:
 
 
 def by_head(fused: Tensor, groups: int, size: int) -> Tensor:
-    """View [s, b, g (p + 2) d] as [s, b, g, p + 2, d]. groups, size: g and d."""
+    """View `fused` [s, b, g * (p + 2) * d] as [s, b, g, p + 2, d], with p queries per group. groups: g. size: d."""
     return fused.view(*fused.shape[:2], groups, -1, size)
 
 
 def own_queries(fused: Tensor, size: int, sharers: mpu.Axis) -> Tensor:
-    """Gather a group over its t sharers, [s, b, (p + 2) d / t] each, and keep this rank's queries, key and value.
+    """Gather a group's projections from the t ranks that share it; keep this rank's queries, the key and the value.
 
-    Returns [s, b, (p / t + 2) d]. size: d. The backward pass sums the gradients of key and value over the
+    fused: [s, b, (p + 2) * d / t], with p queries per group. size: d, the width of a head. Returns
+    [s, b, (p / t + 2) * d]. The backward pass sums the gradients of key and value over the
     sharers.
     """
     whole = by_head(mpu.gather_partial_from_model_parallel_region(fused, sharers), 1, size).squeeze(2)
@@ -62,9 +63,10 @@ def split_heads(
     one_buffer: bool = False,
     plain: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Split [s, b, g sum(parts) d] into one tensor [b, g part, s, d] for each part.
+    """Split `fused` [s, b, g * sum(parts) * d] into one tensor [b, g * part, s, d] for each part.
 
-    groups, size: g and d. parts: heads of each part in a group: (p, 1, 1) for queries, keys and values.
+    groups: g. size: d, the width of a head. parts: number of heads of each part in a group, (p, 1, 1) for p queries,
+    a key and a value.
     angles: rotation of the first two parts.
     one_buffer: copy the parts into one buffer, so that one recipe can recompute all three (`recompute.py`).
     Otherwise they are views, which requires that each part has one head in a group.
@@ -81,7 +83,7 @@ def split_heads(
 
 
 def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, one_buffer: bool) -> tuple[Tensor, ...]:
-    """Split [s, b, g, sum(parts), d] into one tensor [s, b, g part, d] for each part."""
+    """Split [s, b, g, sum(parts), d] into one tensor [s, b, g * part, d] for each part."""
     cut = list(_cut(by_group, parts))
     if one_buffer:
         memory = torch.split(by_group.new_empty(by_group.numel()), [part.numel() for part in cut])
@@ -93,7 +95,7 @@ def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, on
 
 
 def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
-    """Yield a view [s, b, g, part, d] of each part, when asked: autograd permits writes to a view just made."""
+    """Lazily yield a view [s, b, g, part, d] of each part: autograd permits writes to a view that was just made."""
     for part, end in zip(parts, accumulate(parts), strict=True):
         yield by_group.narrow(3, end - part, part)
 
@@ -103,7 +105,7 @@ def _angles_of(parts: tuple[int, ...], angles: Rotation | None) -> tuple[Rotatio
 
 
 class _Split(torch.autograd.Function):
-    """Split of a projection whose backward pass rotates each gradient back, straight into the gradient of the whole.
+    """Split of a projection; its backward pass rotates each part's gradient back, straight into the whole gradient.
 
     torch's own operations would stack the gradients and then rearrange the stack, which copies each gradient twice.
     """

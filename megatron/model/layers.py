@@ -21,11 +21,11 @@ class Layer:
     """Layer that is not built yet.
 
     name: global name of the layer, a dotted path. `cls(*args)` builds it.
-    tied: layers with the same key share one module, which has the name of the first.
+    tied: layers with the same key share one module, which has the first layer's name.
     call: replaces the call of the module by `call(module, inputs)`.
     puts_out: names of the tensors that the layer returns, for the stage boundary after it.
-    repeated: belongs to the stack of equal layers, whose activations may be recomputed.
-    prelude: recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
+    repeated: one of the equal layers of a stack, whose activations may be recomputed.
+    prelude: recomputed together with the layer after it, but not counted in `checkpoint_num_layers`.
     work: multiply-adds of its forward pass over a sample, see work.py.
     """
 
@@ -62,8 +62,8 @@ def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk:
     """Pass `inputs` through all steps in order.
 
     steps: (layer, function that calls its module).
-    chunk: 0 keeps all activations; n keeps the inputs of every n-th repeated layer and recomputes the rest in
-    the backward pass.
+    chunk: 0 saves all activations; n saves only the input of each group of n repeated layers and recomputes the
+    group in the backward pass.
     rng: the dropout streams of the steps.
     """
     at = 0
@@ -78,7 +78,7 @@ def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk:
 
 
 def _end_of_group(layers: Sequence[Layer], at: int, chunk: int) -> int:
-    """Return the end of the group of layers recomputed together from `at` on, with at most `chunk` repeated layers."""
+    """Return the end of the recomputed group that starts at layer `at` and has at most `chunk` repeated layers."""
     end, count = at, 0
     while end < len(layers) and count < chunk and (layers[end].repeated or layers[end].prelude):
         count += layers[end].repeated
@@ -97,7 +97,7 @@ def _elsewhere(inputs: Any, *more: Any) -> Any:
 
 
 def global_names(layers: Sequence[Layer]) -> list[str]:
-    """Return the global name of each layer's module; tied layers share that of the first."""
+    """Return the global name of each layer's module; tied layers share the name of the first of them."""
     first = {layer.tied: layer.name for layer in reversed(layers)}
     return [first[layer.tied] if layer.tied else layer.name for layer in layers]
 
@@ -108,7 +108,7 @@ class AuxLossMixin:
     loss_fn: Any = None
 
     def get_additional_losses(self) -> dict[str, Tensor]:
-        """Return what the loss function reported besides the loss of the last micro-batch, a scalar each, by name.
+        """Return the values that the loss function reported for the last micro-batch besides the loss: name -> scalar.
 
         DeepSpeed calls this method on pipeline modules.
         """
@@ -149,7 +149,7 @@ class LayerStack(AuxLossMixin, nn.Module):
         return module
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (global name, module) of every layer built in this process, tied ones once."""
+        """Yield (global name, module) of every layer built in this process, tied layers once."""
         yield from self._built
 
     def output(self, logits: Tensor | mpu.DeferredLogits, vocab_size: int, parallel: bool) -> Tensor:
@@ -209,7 +209,7 @@ def init_weights(model: Any, seed: int) -> None:
 
 
 def count_parameters(model: Any) -> int:
-    """Return the number of parameters of the whole model over all stages, tied ones once, without padding."""
+    """Return the number of parameters of the whole model over all stages, tied parameters once, without padding."""
     line = mpu.get_mesh().pipe
     sizes: list[Any] = [{name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}]
     if line.group is not None:

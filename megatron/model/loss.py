@@ -23,14 +23,14 @@ def count_targets(targets: Targets) -> Tensor:
 
 
 class TokenLoss:
-    """Sum over the target tokens of a micro-batch; the engine divides by the count over the global batch.
+    """Loss summed over a micro-batch's target tokens; the engine divides it by the global batch's number of targets.
 
     A mean per micro-batch would give every micro-batch the same weight whatever its number of targets. The
     loss would then depend on how the global batch is cut.
     is_text: maps labels to a mask of those that are text, not special tokens; evaluation reports their loss
     separately.
     z_loss: the factor c of c (log Z)^2, added for each target (Chowdhery et al. 2022). The sum has the value
-    of the cross entropy and the gradient of both. Without gradients no z-loss is computed.
+    of the cross entropy and the gradient of cross entropy and z-loss. Without gradients no z-loss is computed.
     consumes_logits: the backward pass overwrites the logits with their gradient, see
     `mpu.vocab_parallel_losses`.
     """
@@ -56,7 +56,7 @@ class TokenLoss:
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
     def of_labels(self, logits: Logits, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Return the loss [b, s] of every token, or with a loss mask [b, s] the sum over its tokens, a scalar."""
+        """Return the loss [b, s] of every token, or with a loss mask [b, s] the sum over targets, a scalar."""
         return self.per_token(logits, labels) if loss_mask is None else self(logits, (labels, loss_mask))
 
     def per_token(self, logits: Logits, labels: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class TokenLoss:
         return {name: each.sum(dtype=torch.float64) for name, each in found.items()}
 
     def _gathered(self, logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        """Compute both losses by torch, from a copy of all logits on every rank."""
+        """Compute cross entropy and z-loss by torch's functions, from a copy of all logits on every rank."""
         whole = mpu.gather_from_model_parallel_region(logits, self.axis)[..., : self.vocab_size]
         wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
         losses = F.cross_entropy(wide.permute(1, 2, 0), labels, reduction="none")

@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 class Documents(NamedTuple):
     """Restriction of attention to documents: ids of the queries, int [b, q], and of the keys, [b, k].
 
-    keys: None if they are the queries' tokens. causal: a token attends to nothing after itself.
+    keys: None if keys and queries are of the same tokens. causal: a token attends to no later token.
     """
 
     queries: Tensor
@@ -40,8 +40,8 @@ class Documents(NamedTuple):
         for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
             if tuple(ids.shape) != (tokens.shape[0], tokens.shape[2]):
                 raise ValueError(
-                    f"document ids {list(ids.shape)} do not fit {name} of {tokens.shape[0]} samples of "
-                    f"{tokens.shape[2]} tokens: give an id for each token, or an empty tensor for one document "
+                    f"document ids {list(ids.shape)} do not fit {name} [{tokens.shape[0]} samples, "
+                    f"{tokens.shape[2]} tokens]: give an id for each token, or an empty tensor for one document "
                     "without padding"
                 )
 
@@ -67,7 +67,7 @@ def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = F
     if queries.dim() != 2 or queries.dtype == torch.bool:
         raise ValueError(
             f"document ids must be the document number of each token, int [b, s], but got {queries.dtype} "
-            f"{list(queries.shape)}, as of an attention mask: for GPT-2 compute document ids by "
+            f"{list(queries.shape)}, as if it were an attention mask: for GPT-2 compute document ids by "
             f"megatron.utils.get_ltor_documents_and_position_ids"
         )
     return Documents(queries, keys, causal)
@@ -89,7 +89,7 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
     """Return the mask of document ids [b, q] and [b, k]: bool [b, 1, q, k], True where a query may attend, or None.
 
     None means that every query sees all keys.
-    keys: None if they are the queries' tokens. causal: a query also attends to nothing after itself.
+    keys: None if keys and queries are of the same tokens. causal: a query also attends to no later token.
     A query without any visible key, which padding may cause, sees all keys; its result is not used.
     Raises ValueError if the ids are in fact a mask.
     """
@@ -110,10 +110,11 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
     """Return `make()`, cached on the tensor `owner` [...] until `owner` or `other` is changed in place."""
-    if torch.compiler.is_compiling():  # torch.compile fuses it into one kernel
+    if torch.compiler.is_compiling():  # torch.compile fuses `make` into one kernel
         return make()
     found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
-    kept = None if other is owner else other  # avoids a reference cycle; keeping it alive keeps its id unique
+    # A reference to `other` keeps its id unique; a reference to `owner` from its own cache would be a cycle.
+    kept = None if other is owner else other
     key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
     if key not in found:
         found[key] = kept, make()
@@ -140,7 +141,7 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 def window_mask(
     document_ids: Tensor, queries: int, seen: int, window: int, mask: Documents | None
 ) -> Documents | Tensor | None:
-    """Restrict a causal `mask`, or None, to the last `window` tokens, the token itself included.
+    """Restrict a causal `mask` (None: no documents) to the last `window` tokens, the query's own token included.
 
     Returns a bool mask [1 or b, 1, q, k], True where a query may attend.
     queries: q. seen: number of cached tokens before the queries, k - q. Returns `mask` itself if the window covers
@@ -165,7 +166,7 @@ def causal_window(queries: int, keys: int, window: int, device: torch.device) ->
 def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Return the position of each token in its document, from 0, for document ids [b, s] -> [b, s].
 
-    A prefix is part of its document.
+    Ids -n of a prefix and n of the tokens after it are one document.
     """
     document_ids = document_ids.abs()
     place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)

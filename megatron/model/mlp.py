@@ -15,7 +15,7 @@ from megatron.config import ModelConfig
 
 from .recompute import Recipe, save_recipe_for
 
-# (gradient of a function's output, the function's input) -> gradient of its input
+# (gradient of a function's output, the function's input) -> gradient of that input
 Slope = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -111,7 +111,7 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply the MLP: [s, b, h] -> ([s, b, h], its bias, which the caller must add)."""
+        """Apply the MLP: [s, b, h] -> ([s, b, h], output bias, which the caller must add)."""
         inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t] or [s, b, 2 f/t]
         active = self.activation(inner)
         recipe = Recipe(self.activation, inner) if self.activation_again else None

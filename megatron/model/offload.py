@@ -77,7 +77,8 @@ def copy_streams(device: torch.device) -> CopyStreams:
 class OffloadedStorage:
     """Accelerator storage copied to the host.
 
-    It is copied back once for all tensors in it, and freed after each of them has been requested.
+    The storage is copied back once for all tensors in it. The copy on the device is freed after the last of these
+    tensors has been requested.
     """
 
     def __init__(self, storage: torch.UntypedStorage, streams: CopyStreams) -> None:
@@ -112,7 +113,7 @@ class LayerActivations:
         self.in_backward = False
 
     def begin_backward(self) -> None:
-        """Start copying back what this layer saved, needed now, then what the layer before it saved, needed next."""
+        """Start copying back this layer's activations, needed now, then the previous layer's, needed next."""
         if self.in_backward:
             return
         self.in_backward = True
@@ -150,7 +151,7 @@ class OffloadedTensor(NamedTuple):
 
 @contextmanager
 def offloaded() -> Iterator[None]:
-    """Offload what autograd saves inside the block, the forward pass of one layer, to pinned host memory.
+    """Offload to pinned host memory what autograd saves inside the block, which must be one layer's forward pass.
 
     Weights, small tensors and tensors on the host are not offloaded. Raises RuntimeError at the end of the block if an
     offloaded tensor was changed in place.

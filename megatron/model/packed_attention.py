@@ -43,9 +43,9 @@ def kernel() -> Callable[..., Any] | None:
 def borders(documents: Documents) -> Tensor | None:
     """Return the start of each document among all tokens, and the number of tokens: int32 [documents + 1].
 
-    The rows of the batch follow each other. None if a document is split or has a prefix.
-    This reads the number of documents from the device, once for all layers. A list of fixed length would need room
-    for as many documents as tokens, and the kernel launches blocks for each entry.
+    Tokens are numbered row after row of the batch. Returns None if a document is split or has a prefix.
+    This function waits for the device to learn the number of documents, once for all layers. A tensor of fixed length
+    would avoid the wait, but it would need an entry per token, and the kernel launches blocks for each entry.
     """
     return cached_on(documents.queries, ("borders",), None, lambda: _borders(documents.queries))
 

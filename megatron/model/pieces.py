@@ -1,11 +1,11 @@
-"""Pieces of attention on a CPU, blocks of queries and keys that kernels compute one by one.
+"""Pieces of attention on a CPU: blocks of queries and keys that kernels compute one by one.
 
 The pieces are found once per batch for all layers.
 
 Attention within documents takes one piece per document, so work falls from the square of a row's length to the
 sum of the squares of its documents' lengths, and no [b, 1, q, k] mask is built. Tiny documents share a piece.
-With context parallelism, a slice of the sequence cuts the document in which it begins. Its queries then have two
-pieces: the slice itself, and the document's keys before the slice.
+With context parallelism, a slice of the sequence cuts the document in which it begins. The document's queries then have
+two pieces: the slice itself, and the document's keys before the slice.
 
 Shapes: b batch, q queries, k keys, s sequence, n heads, d width of a head. Document ids: see masks.py.
 """
@@ -26,10 +26,10 @@ SMALL = 64  # tokens; calling a kernel for a smaller piece costs more than compu
 
 
 class Piece(NamedTuple):
-    """Queries of one row or of all rows of the batch, and the keys they attend to.
+    """Block of attention: queries of one row or of all rows of the batch, and the keys that these queries attend to.
 
-    mask: bool [1, 1, q, k] of several tiny documents. None: the queries see all keys, or (causal) none after
-    themselves.
+    mask: bool [1, 1, q, k] of several tiny documents. None: the queries see all keys, or if causal no later
+    keys.
     more: an earlier piece has the same queries, so the results are combined.
     """
 
@@ -64,14 +64,14 @@ class Pieces(NamedTuple):
 
 
 def pieces_for(query: Tensor, scope: Documents | Views) -> Pieces | None:
-    """Return the pieces by which to compute query [b, n, q, d]; None if a mask is faster or required."""
+    """Return the pieces (blocks) by which to compute query [b, n, q, d]; None if a mask is faster or required."""
     if query.device.type != "cpu" or torch.compiler.is_compiling() or not has_flash_on_cpu():
         return None
     return pieces_of(scope) if isinstance(scope, Documents) else _pieces_of_views(scope, len(query))
 
 
 def pieces_of(documents: Documents) -> Pieces | None:
-    """Return the pieces of document ids [b, q] and [b, k] on a CPU; None if a document is split or has a prefix.
+    """Return the attention pieces (blocks) of ids [b, q] and [b, k]; None if a document is split or has a prefix.
 
     Layers that receive the same ids share the result.
     """
@@ -124,9 +124,9 @@ def _of_views(views: Views, rows: int) -> Pieces | None:
 
 
 def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> list[Piece]:
-    """Return the pieces of this rank's two slices. documents: begin and end of each document.
+    """Return the pieces of attention from this rank's two slices. documents: begin and end of each document.
 
-    Queries are numbered within this rank, keys within the sequence; `shift` is the difference.
+    Queries are numbered within this rank's tokens, keys within the whole sequence; `shift` is the difference.
     """
     found: list[Piece] = []
     for at, (begin, end) in enumerate(views.slices):
@@ -145,10 +145,10 @@ def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> li
 
 
 def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: int = 0) -> list[Piece]:
-    """Merge neighbouring documents of one row as long as a piece has at most SMALL x SMALL scores.
+    """Merge neighbouring documents of one row into pieces of at most SMALL x SMALL scores.
 
     ids, others: document ids [b, s] of the queries and the keys. shift: number to add to a
-    token's index in `ids` for its index among the queries.
+    token's index in `ids` to get its index among the queries.
     """
     found: list[Piece] = []
     merged: set[int] = set()

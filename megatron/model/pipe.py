@@ -1,4 +1,4 @@
-"""Pipeline versions of the models, from the same lists of layers; no other module of the models imports `tds`."""
+"""Pipeline versions of the models, built from the same lists of layers; no other module of the models imports `tds`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
 
-FORWARD_AND_BACKWARD, RECOMPUTED = 3, 4  # multiples of a layer's forward work
+FORWARD_AND_BACKWARD, RECOMPUTED = 3, 4  # work of a layer, in units of its forward work
 
 # Hidden states are replicated on all model-parallel ranks, so each rank sends only its share of them. With
 # sequence parallelism each rank holds a different shard and sends all of it.
@@ -71,7 +71,7 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         init_weights(self, config.train.seed)
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (global name, module) of every layer of this stage, tied ones once."""
+        """Yield (global name, module) of every layer of this stage, tied layers once."""
         calls = [call.args[0] if isinstance(call, partial) else call for call in self.forward_funcs]
         yield from dict(zip(self._names, calls, strict=True)).items()
 
@@ -85,8 +85,9 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
 
 
 def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:
-    """Return the start of each layer range and the number of layers, minimising the work of the heaviest range.
+    """Return the start of each layer range, then the number of layers, minimising the work of the heaviest range.
 
+    stretches: number of ranges. recomputed: whether repeated layers run forward twice.
     Layers without counted work (an embedding, a norm, a table of positions) stay with the layer after them,
     unless there are more ranges than layers with work. If no layer has counted work, all layers weigh the
     same.
@@ -144,7 +145,7 @@ class GPT2ModelPipe(LayerStackPipe):
 class T5ModelPipe(LayerStackPipe):
     """T5 over pipeline stages.
 
-    Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], document ids of both or empty).
+    Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], encoder and decoder document ids or empty).
     Encoder stages exchange the encoder's hidden states, the decoder's tokens and the document ids (int16).
     Decoder stages exchange the hidden states of encoder and decoder, and the document ids.
     is_text: maps labels to a mask of those that are text, see TokenLoss.

@@ -1,8 +1,8 @@
 """Selective recomputation of cheap results in the backward pass (Korthikanti et al. 2022).
 
 torch's fused attention saves no scores. So most of what a layer saves are the outputs of its norms, its
-queries, keys and values, and the output of its activation function. The inputs of all these are saved anyway.
-In place of such a result autograd saves a `Recipe`, by which the backward pass recomputes the result.
+queries, keys and values, and the output of its activation function. The inputs of these operations are
+saved anyway. So autograd saves, in place of such a result, a `Recipe` by which the backward pass recomputes it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Recipe:
-    """Recomputation of a tensor, which caches the result until its last use.
+    """Function and input that recompute a tensor, which is cached until its last use.
 
     source: the input of `function`, or the recipe of that input if it is not saved either.
     """
@@ -32,12 +32,12 @@ class Recipe:
             return self._function(source)
 
     def view(self, tensor: Tensor) -> "_View":
-        """Register `tensor` [...], a view of the result, and return what to save for it."""
+        """Register `tensor` [...], a view of the result, and return what autograd saves in place of this tensor."""
         self._uses += 1
         return _View(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def ask(self) -> Tensor:
-        """Return the result [...], computed once for all views."""
+        """Return the result [...], recomputed once for all registered views."""
         if self._found is None:
             self._found, self._left = self.recompute(), self._uses
         found, self._left = self._found, self._left - 1

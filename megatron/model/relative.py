@@ -16,8 +16,8 @@ from megatron.config import ModelConfig
 def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor:
     """Map distance, key position - query position, int64 [...], to buckets 0 to count - 1.
 
-    Half of the buckets are single distances. The others grow logarithmically up to `furthest`. Each direction
-    has half of the buckets; if causal, the past has all, since nothing else is visible.
+    Each direction has half of the buckets; if causal, the past has all of them, because later keys are not visible.
+    Half of a direction's buckets hold one distance each. The others widen logarithmically up to `furthest`.
     """
     found = torch.zeros_like(distance)
     if not causal:
@@ -34,7 +34,7 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
 class RelativePositions(nn.Module):
     """Table of relative positions: one per stack, tied and placed before each layer of the stack, or one per layer.
 
-    weight: [r, n/t]
+    weight: [r, n/t], for r buckets and this rank's heads.
     """
 
     def __init__(self, config: ModelConfig) -> None:

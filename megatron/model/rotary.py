@@ -27,7 +27,7 @@ class Rotation(NamedTuple):
 
 
 def frequencies(m: ModelConfig, device: torch.device) -> Tensor:
-    """Return the angle of each pair between adjacent positions, fp32 [r/2], scaled by --rope-scaling."""
+    """Return the angle by which each pair rotates per position, fp32 [r/2], scaled by --rope-scaling."""
     r = m.rotary_size
     turns = 1.0 / m.rope_theta ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r)
     if m.rope_scaling == "linear":  # position interpolation (Chen et al. 2023)
@@ -65,7 +65,7 @@ def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
 
 
 def attention_factor(m: ModelConfig) -> float:
-    """Return the factor of queries and keys under YaRN: longer contexts need sharper attention."""
+    """Return YaRN's factor of queries and keys, else 1: longer contexts need sharper attention."""
     if m.rope_scaling != "yarn":
         return 1.0
     if m.rope_attention_factor is not None:

@@ -33,7 +33,7 @@ DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
 
 
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Embed encoder tokens: (tokens [b, k], decoder tokens [b, q], document ids) -> (hidden [k, b, h], the others).
+    """Embed (encoder tokens [b, k], decoder tokens [b, q], document ids) -> (hidden [k, b, h], tokens, ids).
 
     Raises ValueError if only one of encoder and decoder has document ids.
     """
@@ -51,7 +51,7 @@ def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 
 
 class StackStart(ModelStart):
-    """Start of the encoder or the decoder. ids_at: index of its document ids among the inputs.
+    """Start of the encoder or the decoder. ids_at: index of the stack's document ids among the inputs.
 
     restart: positions are counted from 0 in each document.
     """
@@ -81,7 +81,8 @@ class StackStart(ModelStart):
 class EncoderBlock(TransformerLayer):
     """Encoder layer, in which every token attends to all tokens of its document.
 
-    Inputs and outputs are the tensors of ENCODING. A table of relative positions may follow the inputs.
+    Inputs and outputs are those of ENCODING: hidden states, decoder tokens and document ids. A table of relative
+    positions may follow the inputs.
     """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -89,9 +90,10 @@ class EncoderBlock(TransformerLayer):
         self.config = config
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the layer on (hidden [k, b, h], decoder tokens [b, q], document ids, document ids, optional table).
+        """Run the layer on (hidden [k, b, h], decoder tokens [b, q], encoder ids, decoder ids, optional table).
 
-        Ids of encoder and decoder are [b, k] and [b, q] or empty; the table is [r, n/t].
+        Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
+        positions is [r, n/t].
         """
         hidden, tokens, encoder_ids, decoder_ids, *table = inputs
         s = mpu.whole_length(hidden, self.sequence)
@@ -102,7 +104,8 @@ class EncoderBlock(TransformerLayer):
 class DecoderBlock(TransformerLayer):
     """Decoder layer, causal within its document, with cross-attention to the same document of the encoder.
 
-    Inputs and outputs are the tensors of DECODING. A table of relative positions may follow the inputs.
+    Inputs and outputs are those of DECODING: hidden states, encoder output and document ids. A table of relative
+    positions may follow the inputs.
     """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -110,9 +113,10 @@ class DecoderBlock(TransformerLayer):
         self.config = config
 
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
-        """Run the layer on (hidden [q, b, h], encoded [k, b, h], document ids, document ids, optional table).
+        """Run the layer on (hidden [q, b, h], encoded [k, b, h], encoder ids, decoder ids, optional table).
 
-        Ids of encoder and decoder are [b, k] and [b, q] or empty; the table is [r, n/t].
+        Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
+        positions is [r, n/t].
         """
         hidden, encoded, encoder_ids, decoder_ids, *table = inputs
         seen = caches.own.length if caches else 0
@@ -133,7 +137,7 @@ class DecoderNorm(StackNorm):
 def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     """Return the layers in order. Raises ValueError for settings of another family.
 
-    A checkpoint with such settings could not be loaded again.
+    Otherwise a run could save a checkpoint that cannot be loaded again.
     """
     m = config.model
     if not config.is_t5:
@@ -197,8 +201,9 @@ class T5Model(LanguageModel):
     ) -> Tensor:
         """Return the logits of encoder tokens [b, k] and decoder tokens [b, q], or the loss if labels are given.
 
-        With labels [b, q] it is the loss of every token, [b, q] in fp32; with a loss_mask [b, q] as well, the sum of
-        these losses. A loss can be differentiated only once, because its backward pass overwrites the logits.
+        With labels [b, q] the result is the loss of every token, [b, q] in fp32; with a loss_mask [b, q] as well, the
+        sum of the losses weighted by it. A loss can be differentiated only once, because its backward pass overwrites
+        the logits.
         encoder_document_ids, decoder_document_ids: [b, k] and [b, q], the number of each token's document, 0 for
         padding; tokens attend only within their document. Give both or neither; neither means one document without
         padding.

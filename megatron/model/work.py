@@ -20,9 +20,9 @@ def block_work(m: ModelConfig, tokens: int, encoded: int = 0) -> int:
 
 
 def lengths(config: Config) -> tuple[int, int]:
-    """Return the tokens of a sample: (of the encoder or of the whole model, of the decoder or 0).
+    """Return a sample's numbers of tokens: (encoder, decoder) for a T5, else (sequence length, 0).
 
-    If the objective decides the decoder's length, the second is an estimate.
+    If the objective decides the decoder's length, the number of decoder tokens is an estimate.
     """
     data = config.data
     if not config.is_t5:

@@ -1,7 +1,7 @@
-"""Model-parallel utilities: this rank's place in the (pipe, data, model) grid, and layers sharded over it.
+"""Model-parallel utilities: this rank's place in the (pipe, data, model) grid, and sharded layers.
 
-`initialize_model_parallel` builds the grid once. A layer takes its process groups from the grid when it is built
-and keeps them. Functions take plain values instead of a configuration object.
+`initialize_model_parallel` builds the grid once. The constructor of a layer takes the layer's process groups from
+the grid. Functions take plain values instead of a configuration object.
 """
 
 import warnings
@@ -74,7 +74,7 @@ def initialize_model_parallel(
     seed: seed of the dropout streams.
     options: communication and kernel options of layers built from now on.
     context_parallel_size: number of data-parallel ranks over which the tokens of each sample are sharded.
-    Raises ValueError unless the three sizes, multiplied, divide the number of ranks.
+    Raises ValueError unless the product of the three sizes divides the number of ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
     if world % (cell * context_parallel_size):
@@ -121,7 +121,7 @@ def get_rng() -> RngStreams:
 def sequence_axis() -> Axis:
     """Return the sequence-parallel axis of layers built now.
 
-    It is the model axis, or without sequence parallelism an axis of this rank alone.
+    With sequence parallelism this is the model axis, otherwise an axis of this rank alone.
     """
     return _mesh.parallel_context().sequence
 
@@ -152,17 +152,17 @@ def get_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_model_parallel_src_rank() -> int:
-    """Return the global rank of the first rank of this model-parallel group, which reads the data."""
+    """Return the global rank of this model-parallel group's first rank, the rank that reads the data."""
     return _mesh.current().model.first
 
 
 def get_data_parallel_rank() -> int:
-    """Return this rank's index on the data axis, on which the ranks of a context-parallel group are adjacent."""
+    """Return this rank's index on the data axis; ranks of one context-parallel group have consecutive indices."""
     return _mesh.current().data.rank
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of ranks on the data axis: all that replicate the same weights, context ranks included."""
+    """Return the number of ranks on the data axis, context-parallel ranks included; all hold the same weights."""
     return _mesh.current().data.size
 
 
@@ -189,9 +189,9 @@ def get_pipe_parallel_group() -> dist.ProcessGroup:
 def get_io_parallel_group() -> dist.ProcessGroup:
     """Return the process group of the ranks that read data.
 
-    With a pipeline, these are the ranks with model-parallel rank 0 on the first and the last stage. They must make
-    the first call together, because it creates the group. Without a pipeline, returns this rank's data-parallel
-    group. Raises RuntimeError on a pipeline rank that reads no data.
+    With a pipeline, these are the ranks with model-parallel rank 0 on the first and the last stage. The first
+    call creates the group, so all these ranks must make it together. Without a pipeline, returns this rank's
+    data-parallel group. Raises RuntimeError on a pipeline rank that reads no data.
     """
     grid = get_topology()
     if grid.pipe == 1:
@@ -225,7 +225,7 @@ _HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return the object of an old name, with a DeprecationWarning; old names go in the next minor version."""
+        """Return the object that a deprecated `name` means, and warn; the next minor version drops these names."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         warnings.warn(f"mpu.{name} is now mpu.{_HOMES[name]}", DeprecationWarning, stacklevel=2)

@@ -1,11 +1,11 @@
 """Context parallelism: each context rank holds some tokens of each sample; only attention reads all tokens.
 
-A sequence is cut into 2c equal slices. Rank i holds slices i and 2c - 1 - i, counted from 0. With causal attention
-early slices attend to few keys and late ones to many, so this pairing balances the work of the ranks
-(Megatron-LM, Llama 3: Grattafiori et al. 2024).
+For c context ranks a sequence is cut into 2c equal slices. Rank i holds slices i and 2c - 1 - i,
+counted from 0. With causal attention early slices attend to few keys and late ones to many, so this pairing balances
+the work of the ranks (Megatron-LM, Llama 3: Grattafiori et al. 2024).
 
                      forward                      backward
-    own tokens       keep the two slices          (integers without gradient)
+    own tokens       keep the two slices          none: token ids have no gradient
     gather context   all-gather, in order         reduce-scatter
 
 Shapes: s tokens of the whole sequence, c context ranks.
@@ -20,10 +20,10 @@ from .sequence import start_all_gather, start_reduce_scatter
 
 
 def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
-    """Return (begin, end) of each slice that this rank holds of a sequence of `length` tokens, in order.
+    """Return (begin, end) of each slice that this rank holds, in order, for a sequence of `length` tokens.
 
-    On an axis of one rank this is the whole sequence. Raises ValueError, naming the flags, unless 2c divides the
-    length.
+    On an axis of one rank the only slice is the whole sequence. Raises ValueError, naming the flags, unless
+    2 * axis.size divides the length.
     """
     if axis.size == 1:
         return [(0, length)]
@@ -37,9 +37,9 @@ def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
 
 
 def own_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Return this rank's tokens of `x` along `dim`: [..., s, ...] -> [..., s/c, ...].
+    """Return this rank's tokens of `x` along `dim`: [..., s, ...] -> [..., s/c, ...] on c ranks.
 
-    Returns `x` itself on an axis of one rank. Raises ValueError unless 2c divides the length.
+    Returns `x` itself on an axis of one rank. Raises ValueError unless 2c divides the length s.
     """
     if axis.size == 1:
         return x
@@ -47,18 +47,18 @@ def own_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def all_gather_context(x: Tensor, axis: Axis) -> Tensor:
-    """All-gather [s/c, ...] of each rank into [s, ...] in token order; not differentiable."""
+    """All-gather [s/c, ...] of each of c ranks into [s, ...] in token order; not differentiable."""
     gathered = start_all_gather(x, axis).wait()
     first, second = gathered.view(axis.size, 2, -1, *x.shape[1:]).unbind(1)
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
 
 def reduce_scatter_context(x: Tensor, axis: Axis) -> Tensor:
-    """Reduce-scatter partial sums [s, ...] into this rank's tokens [s/c, ...]: the gradient of `all_gather_context`."""
+    """Reduce-scatter partial sums [s, ...] into this rank's tokens [s/c, ...]: the backward of `all_gather_context`."""
     first, second = x.view(2, axis.size, -1, *x.shape[1:])
     return start_reduce_scatter(torch.stack([first, second.flip(0)], 1).flatten(0, 2), axis).wait()
 
 
 def gather_context(x: Tensor, axis: Axis) -> Tensor:
-    """All-gather [s/c, ...] into [s, ...] on every rank; the backward pass sums the ranks' gradients."""
+    """All-gather [s/c, ...] into [s, ...] on each of c ranks; the backward pass reduce-scatters the gradients."""
     return over_ranks(x, axis, all_gather_context, reduce_scatter_context)

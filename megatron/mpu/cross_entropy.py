@@ -23,7 +23,7 @@ def _total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
-CHUNK, CPU_CHUNK = 1 << 24, 1 << 20  # logits held in fp32 at a time: 64 MiB, or 4 MiB to fit a CPU's cache
+CHUNK, CPU_CHUNK = 1 << 24, 1 << 20  # logits in fp32 at a time: 64 MiB; on a CPU 4 MiB, to fit its cache
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -33,7 +33,7 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 def _losses_on_one_rank(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Compute the losses and log Z, [n] each, when this rank holds all logits [n, v]."""
+    """Return each token's loss and log Z, [n] each, when this rank holds all logits x [n, v]. Z: sum of exp(logit)."""
     loss, log_z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
     for chunk in _chunks(x):
         logs, at = torch.log_softmax(x[chunk], dim=-1, dtype=dtype), target[chunk].unsqueeze(-1)
@@ -47,8 +47,9 @@ def _losses_on_one_rank(x: Tensor, target: Tensor, dtype: torch.dtype, label_smo
 def _losses_over_ranks(
     x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute this rank's share of each token's probability mass, the losses and log Z, [n] each, over all ranks.
+    """Return three tensors [n]: this rank's share of each token's probability mass, the token's loss, and log Z.
 
+    Z, the sum of exp(logit), and the loss are over the logits of all ranks.
     x: this rank's logits without padding.
     target: the local row of each target, -1 if another rank holds it.
     Each rank runs torch's softmax, one fast pass over its own logits, and then rescales the result by the maximum
@@ -79,9 +80,9 @@ def _losses_over_ranks(
 class LossState(NamedTuple):
     """Values that `gradient` needs in addition to the logits, for n tokens.
 
-    share: [n] this rank's share of each token's probability mass; with the z-loss c (log Z)^2 multiplied by
-    1 + 2 c log Z.
-    target: [n] the target's row on this rank, 0 if another rank holds it.
+    share: [n] this rank's share of each token's probability mass. With the z-loss c (log Z)^2, where Z is the sum of
+    exp(logit), it is multiplied by 1 + 2 c log Z.
+    target: [n] the target's index among this rank's vocabulary rows, 0 if another rank holds the target.
     mine: [n] whether this rank holds the target.
     real: number of this rank's rows that are not padding.
     """
@@ -93,9 +94,9 @@ class LossState(NamedTuple):
 
 
 def _on_this_rank(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
-    """Locate targets [...] on this rank: return their local rows, a mask, and the number of rows without padding.
+    """Return each target's local row [...], whether this rank holds it [...], and the rank's number of unpadded rows.
 
-    A target that another rank holds gets row 0 and False in the mask.
+    A target that another rank holds gets row 0 and False.
     """
     rows = logits.shape[-1]
     first = axis.rank * rows
@@ -110,8 +111,8 @@ def compute_losses(
 ) -> tuple[Tensor, Tensor, LossState]:
     """Compute the losses and z-losses, [n] each, and the values that `gradient` needs.
 
-    logits: [n, v/t]. target: [n]. The z-loss is c (log Z)^2 with c = z_loss. Both losses are fp32 (fp64 for
-    fp64 logits).
+    logits: [n, v/t]. target: [n]. The z-loss is z_loss * (log Z)^2, where Z is the sum of exp(logit). Both
+    losses are fp32 (fp64 for fp64 logits).
     """
     local, mine, real = _on_this_rank(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -136,17 +137,17 @@ def gradient(
     label_smoothing: float = 0.0,
     overwrite: bool = False,
 ) -> Tensor:
-    """Return the gradient of the losses with respect to logits [n, v/t], in their shape and dtype.
+    """Return the gradient of the losses with respect to logits [n, v/t], in the logits' shape and dtype.
 
-    grad: [n] gradient of the losses, z-losses included.
-    smoothed: label_smoothing / v, which label smoothing subtracts from the gradient of every logit.
+    grad: [n] incoming gradient of each token's loss, which is cross entropy plus z-loss.
+    smoothed: label_smoothing / vocabulary size, which label smoothing subtracts from the gradient of every logit.
     overwrite: write the result into the memory of the logits.
     """
     real = found.real
     out = logits if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
     out[:, real:] = 0.0
     for chunk in _chunks(logits) if real else []:
-        same = out.dtype == grad.dtype and not overwrite  # then softmax writes straight into `out`
+        same = out.dtype == grad.dtype and not overwrite  # if so, softmax writes straight into `out`
         d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype, out=out[chunk, :real] if same else None)
         d *= (grad[chunk] * found.share[chunk]).unsqueeze(-1)
         if smoothed:
@@ -247,7 +248,7 @@ def vocab_parallel_right(
     """
     axis = axis or current().model
     local, mine, real = _on_this_rank(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)
-    # The largest logit and the target's logit among those that this rank holds.
+    # best[0]: this rank's largest logit. best[1]: the target's logit, minus infinity if another rank holds it.
     best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
     if real:
         x = logits[..., :real]

@@ -26,7 +26,7 @@ def broadcast_data(
     sizes: the shape of each tensor, if all ranks know them. By default shapes are sent first, and ranks on an
     accelerator must wait for these shapes.
     Raises ValueError on every rank for a missing key, a wrong dtype or a wrong size. With `sizes` on an
-    accelerator only the first rank raises, because checking on the others would synchronise with the device.
+    accelerator only the first rank raises, because a check on the other ranks would synchronise with the device.
     """
     axis = axis or current().model
     device = torch.device(device) if device is not None else default_device(axis)
@@ -56,7 +56,7 @@ def _sent_shapes(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, problem: str, device: torch.device, axis: Axis
 ) -> list[torch.Size]:
     """Broadcast and return the shapes of the first rank's data. Raises ValueError on all ranks for invalid data."""
-    header = torch.full((1 + len(keys), 1 + MAX_DIMS), -1, dtype=torch.int64)  # row 0: validity; then a shape each
+    header = torch.full((1 + len(keys), 1 + MAX_DIMS), -1, dtype=torch.int64)  # row 0: validity; others: shapes
     if axis.rank == 0 and not problem and data is not None:
         header[0] = 1
         for row, key in zip(header[1:], keys, strict=True):

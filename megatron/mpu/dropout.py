@@ -1,8 +1,8 @@
 """Dropout that draws from a named random stream, in eager and in compiled code alike.
 
 torch.compile cannot trace a random generator. So the custom operation `megatron::keep_mask` draws each mask, and
-the compiler fuses only the operations that use the mask. A number in a tensor identifies the stream. A name
-in its place would be compiled into the graph, and every layer would need its own graph.
+the compiler fuses only the operations that use the mask. A number in a tensor identifies the stream, because a
+name would become a constant of the graph, and every layer would need its own graph.
 
 Shapes: ... any.
 """
@@ -38,20 +38,20 @@ class Stream:
     def drop(self, x: Tensor, p: float, turn: int = 0) -> Tensor:
         """Set each element of x [...] to 0 with probability p, else divide it by 1 - p (Srivastava et al. 2014).
 
-        turn: index of this draw among several from one stream within a layer. A compiler merges draws with
-        equal arguments.
+        turn: number that distinguishes the draws of one layer from this stream. Without it a compiler would merge
+        them, because their arguments are equal.
         """
         rest = 1 - p or 1.0  # p = 1 drops everything: avoid 0 / 0
-        # Multiplying by a bool mask is half as fast on a CPU.
+        # On a CPU the mask has the dtype of x, because multiplying by a bool mask is half as fast.
         if x.device.type == "cpu":
             return x * self.keep_mask(x.shape, p, x.device, x.dtype, turn).div_(rest)
-        mask = self.keep_mask(x.shape, p, x.device, torch.bool, turn)  # autograd saves the mask: a byte an element
+        mask = self.keep_mask(x.shape, p, x.device, torch.bool, turn)  # bool: autograd saves 1 byte per element
         return (x * mask).mul_(1 / rest)
 
     def keep_mask(
         self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype, turn: int = 0
     ) -> Tensor:
-        """Return a mask [*shape] of `dtype`: 0 with probability p, else 1. turn: index of this draw, as in `drop`."""
+        """Return a mask [*shape] of `dtype`: 0 with probability p, else 1. turn: number of this draw, see `drop`."""
         if torch.compiler.is_compiling():
             found: Tensor = _in_graph(self.number, list(shape), p, device, dtype, turn)
             return found

@@ -12,9 +12,9 @@ from .mesh import Mesh, current
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """Return whether `parameter` is marked as sharded over model-parallel ranks.
+    """Return whether `parameter` is declared as sharded over model-parallel ranks.
 
-    The mark is DeepSpeed's: attribute `tensor_model_parallel` or `model_parallel`.
+    It then has a true attribute `tensor_model_parallel` or `model_parallel`, the names that DeepSpeed reads.
     """
     from tds import clip
 
@@ -36,7 +36,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     """Return the 2-norm of the whole model's gradients, a scalar, equal on every rank, fp32 (fp64 for fp64 gradients).
 
     The gradients must already be reduced over the data-parallel ranks. The norm is NaN or Inf if any
-    gradient on any rank of the model is.
+    gradient on any rank of the model is NaN or Inf.
     """
     from tds.clip import squared_norm_here
 

@@ -61,8 +61,8 @@ class _Sharded(nn.Module):
 class VocabParallelEmbedding(_Sharded):
     """Embedding with its rows sharded over the model-parallel ranks.
 
-    The table has vocab_size rows and padding up to a multiple of `multiple` times the number of ranks. Padding rows
-    are zero, masked out of the softmax and not saved in checkpoints.
+    The table has vocab_size rows, padded with zero rows to a multiple of `multiple` times the number of ranks. The
+    softmax ignores padding rows, and checkpoints do not contain them.
     Raises IndexError for an id outside the vocabulary.
     """
 
@@ -116,11 +116,11 @@ class VocabParallelEmbedding(_Sharded):
             raise IndexError(f"the token id {lowest if lowest < 0 else highest} {words}") from None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits of hidden [..., h] (or [s/t, b, h]) for this rank's rows: [..., v/t], padding included."""
+        """Compute this rank's logits [..., v/t], padding included, of hidden [..., h] (or its shard [s/t, b, h])."""
         return linear(hidden, self.weight, None, self.axis, self.options)
 
     def deferred_logits(self, hidden: Tensor, chunk: int) -> DeferredLogits:
-        """Defer the logits of hidden [s, b, h] (or [s/t, b, h]) to a loss that computes `chunk` tokens at a time."""
+        """Defer the logits of hidden [s, b, h] (or its shard) to a loss that computes `chunk` tokens at a time."""
         return defer_logits(hidden, self.weight, self.axis, self.options, chunk)
 
 
@@ -138,10 +138,11 @@ def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
 class ColumnParallelLinear(_Sharded):
     """Linear layer y = x W^T + b with W sharded by output feature: each rank computes its own columns of y.
 
-    gather_output: return the whole [..., o] on every rank; otherwise each rank keeps its [..., o/t].
+    gather_output: return all o output features, [..., o], on every rank; otherwise each of t ranks keeps its own,
+    [..., o/t].
     skip_bias_add: leave the bias to the caller, who may fuse it with the next operation.
     Returns `(output, bias)`; bias is None without skip_bias_add.
-    Raises ValueError if the ranks do not divide the output features.
+    Raises ValueError unless the number of ranks divides the number of output features.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class ColumnParallelLinear(_Sharded):
             self.bias = declare(nn.Parameter(torch.zeros(columns)), dim=0, full_size=output_size, axis=self.axis)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply the layer: x [..., i] -> [..., o/t] or [..., o]; with sequence parallelism x is [s/t, b, i]."""
+        """Apply the layer: x [..., i] (or its shard [s/t, b, i]) -> [..., o/t], or with gather_output [..., o]."""
         y = linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis, self.options)
         if self.gather_output:
             y = gather_from_model_parallel_region(y, self.axis)
@@ -183,7 +184,7 @@ class RowParallelLinear(_Sharded):
     skip_bias_add: leave the bias (replicated on every rank, added once) to the caller, who may fuse it with
     the next operation.
     Returns `(output, bias)`; bias is None without skip_bias_add.
-    Raises ValueError if the ranks do not divide the input features.
+    Raises ValueError unless the number of ranks divides the number of input features.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class RowParallelLinear(_Sharded):
             )  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply the layer: x [..., i/t] or [..., i] -> [..., o]; with sequence parallelism [s/t, b, o]."""
+        """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
         y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)

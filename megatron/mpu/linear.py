@@ -1,7 +1,7 @@
 """Linear function x W^T + b whose backward pass overlaps communication with computation.
 
-The gradient of the input is summed over the ranks, that of the weight is local to each rank. So the all-reduce runs
-while the weight's gradient is computed (Narayanan et al. 2021; Megatron-LM's
+The input's gradient is all-reduced over the ranks; the weight's gradient is local to each rank. So the all-reduce of
+the input's gradient runs while the weight's gradient is computed (Narayanan et al. 2021; Megatron-LM's
 `LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only the rank's shard of the
 input is saved, and the whole input is gathered again while the input's gradient is computed (Korthikanti et al. 2022).
 
@@ -25,12 +25,12 @@ from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 from .traced import is_traced, traced_gather
 
-# Reading the weights limits matmuls with fewer rows, as in decoding, so oneDNN would not be faster than torch's BLAS.
+# Matmuls with fewer rows, as in decoding, are limited by reading the weights, so oneDNN would be no faster.
 FEWEST_ROWS = 32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
-    """Compute x W^T + b on this rank's columns: x [..., i] -> [..., o/t] of the whole sequence.
+    """Compute this rank's columns of x W^T + b for the whole sequence: x [..., i] -> [..., o/t].
 
     x: replicated on all ranks of `axis`, or with sequence parallelism this rank's shard [s/t, ..., i].
     weight: [o/t, i]. bias: [o/t]. `by_onednn` decides between oneDNN and torch's BLAS.
@@ -49,8 +49,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
 def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
     """Return the weight's `ParamSpec.accumulate_wgrad`, or None if autograd must accumulate the weight's gradient.
 
-    Autograd accumulates under autocast, torch.compile and oneDNN, and for a weight tied to an embedding: it sums the
-    gradients of look-up and matmul before it accumulates them.
+    Autograd accumulates under autocast, torch.compile and oneDNN. It also accumulates for a weight tied to an
+    embedding, because it must first sum the gradients of look-up and matmul.
     """
     if torch.compiler.is_compiling() or options.onednn:
         return None
@@ -61,7 +61,7 @@ def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[
 
 
 def by_onednn(x: Tensor, options: Options) -> bool:
-    """Return whether oneDNN multiplies x [..., i]: if enabled, for fp32 on a CPU and at least FEWEST_ROWS rows."""
+    """Return whether oneDNN multiplies x [..., i]: it is enabled, and x is fp32, on a CPU, with >= FEWEST_ROWS rows."""
     rows = x.shape[:-1].numel()
     return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
 
@@ -76,9 +76,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tens
 def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
 
-    oneDNN copies its first factor unless that is row-major, so a transposed x is copied. If x is so large, as the
-    gradient of logits is, that copying y and the result costs less, y is the first factor and the result is
-    transposed.
+    oneDNN copies its first factor unless that factor is row-major, so it would copy the transposed x. For a large x,
+    such as the gradient of logits, copying y and the result is cheaper: y is then the first factor, and the result
+    is transposed.
     """
     (n, o), i = x.shape, y.shape[1]
     if onednn and n * o > n * i + o * i:
@@ -172,7 +172,7 @@ class _Linear(torch.autograd.Function):
         if summed is not None and not ctx.overlap:
             summed.settle()
         weight_grad = bias_grad = None
-        flat = grad.reshape(-1, grad.shape[-1])  # [s b, o/t]
+        flat = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
         if of_weight:
             x = whole.wait() if whole is not None else x
             weight_grad = _gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
@@ -182,9 +182,9 @@ class _Linear(torch.autograd.Function):
 
 
 def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Return the transpose of grad [s b, o] times x [s b, i]; None if `ctx.accumulate` accepted both factors.
+    """Return the transpose of grad [n, o] times x [n, i], for n tokens; None if `ctx.accumulate` did the work.
 
-    `ctx.accumulate` then runs the matmul and adds its result to the accumulated gradient in one pass over memory.
+    `ctx.accumulate` runs the matmul and adds its result to the accumulated gradient in one pass over memory.
     """
     autograd_adds = ctx.accumulate is None or torch.is_grad_enabled() or not _is_accumulated(ctx, 1)
     if not autograd_adds and ctx.accumulate(grad.t(), x):
@@ -201,7 +201,7 @@ def _is_accumulated(ctx: Any, i: int) -> bool:
 
 
 def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
-    """Start an all-reduce of partial sums [s, ...], with sequence parallelism a reduce-scatter to [s/t, ...]."""
+    """Start an all-reduce of partial sums [s, ...], or with sequence parallelism a reduce-scatter to [s/t, ...]."""
     if sequence.size > 1:
         return start_reduce_scatter(x, sequence)
     return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)
@@ -216,4 +216,4 @@ def needs_grad(ctx: Any, i: int) -> bool:
         # The compiler of torch 2.11 cannot trace `next_functions`, but it removes unused gradients itself.
         return bool(ctx.needs_input_grad[i])
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None has no entry
-    return node is not None and will_run(node, otherwise=True)  # if unknown: autograd drops an unused gradient
+    return node is not None and will_run(node, otherwise=True)  # True if unknown: autograd drops unused gradients

@@ -2,11 +2,11 @@
 
 The method is that of Liger Kernel (Hsu et al. 2024).
 The logits of a large vocabulary and their gradient are larger than all other activations. The loss of a chunk
-needs only the chunk's logits, and gives their gradient up to a factor, by which the loss is scaled later. So the
-forward pass turns each chunk's logits into gradients of hidden states and weight, and frees them. The backward
-pass multiplies these gradients by the factor.
+needs only the chunk's logits. It also determines their gradient, except for the factor by which the loss is scaled
+later. So the forward pass turns each chunk's logits into gradients of hidden states and weight, and frees the logits.
+The backward pass multiplies these gradients by the factor.
 
-Shapes: s sequence, b batch, n = s b tokens, h hidden, v vocabulary, t model-parallel ranks.
+Shapes: s sequence, b batch, n = s * b tokens, h hidden, v vocabulary, t model-parallel ranks.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from .linear import add_matmul, by_onednn, linear, matmul, needs_grad, start_sum
 from .mesh import Axis, Options
 from .sequence import start_all_gather
 
-# The forward pass computes gradients before the loss is scaled, where fp16, whose smallest number is 6e-8, would
-# lose small values. So it multiplies gradients by this factor, and the backward pass divides by it.
+# The forward pass computes gradients before the loss is scaled. In fp16, whose smallest number is 6e-8, small gradients
+# would become 0. So the forward pass multiplies gradients by this factor, and the backward pass divides by it.
 FP16_UNIT = 256.0
 
 
@@ -30,8 +30,8 @@ FP16_UNIT = 256.0
 class DeferredLogits:
     """Inputs of an output layer, for a loss that computes the logits in chunks.
 
-    hidden: [s, b, h], or [s/t, b, h] with sequence parallelism. weight: [v/t, h]. axis, options: model-parallel
-    ranks and options of the layer.
+    hidden: [s, b, h], or [s/t, b, h] with sequence parallelism. weight: [v/t, h]. axis, options: the
+    output layer's model-parallel ranks and its options.
     chunk: number of tokens whose logits exist at the same time.
     """
 
@@ -46,7 +46,7 @@ class DeferredLogits:
         return linear(self.hidden, self.weight, None, self.axis, self.options)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice of the n tokens, logits [c, v/t] of its c tokens), without gradients."""
+        """Yield (slice of the tokens, logits [c, v/t] of the c tokens in this slice), without gradients."""
         with torch.no_grad():
             yield from _chunks(self)
 
@@ -55,8 +55,9 @@ class DeferredLogits:
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted sums of cross entropy and z-loss over all tokens, a scalar each, in nats.
 
-        Both are fp32 (fp64 for fp64 hidden states). The first has the gradient of both losses, the second has none.
-        target: ids [s, b] < vocab_size. weights: [s, b], which get no gradient.
+        Both are fp32 (fp64 for fp64 hidden states). The first sum has the gradient of both losses, the
+        second has none.
+        target: ids [s, b] < vocab_size. weights: [s, b], factors of the tokens' losses, without gradient.
         The matmul runs in autocast's dtype. The backward pass may run once, or once for the hidden states and
         once for the weight. A further backward pass raises RuntimeError.
         """
@@ -66,7 +67,7 @@ class DeferredLogits:
 
 
 def defer_logits(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
-    """Defer the logits of hidden [s, b, h] or [s/t, b, h] times weight [v/t, h].
+    """Defer computing logits: hidden [s, b, h], or its shard [s/t, b, h], times the transpose of weight [v/t, h].
 
     hidden and weight are cast to autocast's dtype now, because autocast may end before the loss is computed.
     """
@@ -160,6 +161,6 @@ def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
 def _given(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise RuntimeError(
-            "logits that are computed in chunks allow one backward pass: use --logits-chunk-size 0 for a second one"
+            "logits that are computed in chunks allow only one backward pass; set --logits-chunk-size 0 to run two"
         )
     return gradient

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .mesh import Axis, current
 
-AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, Axis or, in a compiled graph, group name)
+AxisFunction = Callable[[Tensor, Any], Tensor]  # arguments: a tensor; its Axis, or its group's name in a compiled graph
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -32,7 +32,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Gather [..., n/t] of each rank into [..., n] on every rank."""
+    """Gather [..., n/t] of each of t ranks into [..., n] on every rank."""
     if axis.size == 1:
         return x
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
@@ -41,7 +41,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def own_part(x: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's part of x along the last dimension: [..., n] -> [..., n/t]."""
+    """Return this rank's part of x along the last dimension: [..., n] -> [..., n/t] on t ranks."""
     if axis.size == 1:
         return x
     if x.shape[-1] % axis.size:
@@ -85,7 +85,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 
 def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce x [...] over several ranks in its own memory; the caller must not use `x` afterwards."""
+    """All-reduce x [...] in place, over several ranks; the caller must not use `x` afterwards."""
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -117,7 +117,7 @@ def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Te
 def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [..., n/t] -> [..., n]; the backward pass sums the ranks' gradients and keeps this rank's part.
 
-    For regions in which each rank computes something else from the gathered tensor.
+    Use it where each rank computes something different from the gathered tensor.
     """
     return _apply(x, axis, all_gather, _own_part_of_sum)
 

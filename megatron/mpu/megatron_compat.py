@@ -68,13 +68,13 @@ def _same(name: str, wanted: int, there: int) -> None:
 
 
 class RngTracker:
-    """Dropout streams of this rank under the interface of Megatron-LM's `CudaRNGStatesTracker`.
+    """Dropout streams of this rank, with the interface of Megatron-LM's `CudaRNGStatesTracker`.
 
-    Megatron-LM stores generator states. These streams compute each draw from seed, iteration and a counter.
+    Megatron-LM stores generator states. These streams instead compute each draw from seed, iteration and a counter.
     """
 
     def fork(self, name: str = "model-parallel-rng") -> AbstractContextManager[None]:
-        """Draw inside the block from a stream that differs on each model-parallel rank, as sharded layers need.
+        """Make torch draw from stream `name` inside the block; the stream differs on each model-parallel rank.
 
         Layers that use the same name draw from one stream in turn, so their masks depend on which of these layers
         are on this rank. With a name for each layer (`fork(f"layers.{i}.mlp")`) the masks are the same in all layouts.
@@ -104,7 +104,7 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Reseed torch's generators, with `seed` on every rank, and the dropout streams of this rank."""
+    """Seed torch's generators with `seed`, and this rank's dropout streams with a seed derived from `seed`."""
     rng = _mesh.parallel_context().rng
     rng.seed = derive_seed(seed, "dropout")
     rng.begin(rng.iteration)
@@ -112,7 +112,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None = None) -> Any:
-    """Run `function(*args)` keeping only its inputs; recompute it in the backward pass.
+    """Run `function(*args)`, saving only its inputs, and run it again in the backward pass.
 
     The recomputation repeats all random draws, both from streams and from torch's generators (as in nn.Dropout).
     rng: the dropout streams; by default this rank's.

@@ -17,7 +17,7 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Axis:
-    """Process group of this rank along some axes of the grid.
+    """Process group of this rank along one or more axes of the grid.
 
     group: the process group, None for a single rank, which never communicates.
     ranks: global ranks of the group.
@@ -48,9 +48,9 @@ ALONE = Axis(None, (0,), 0)
 
 
 def neighbours(axis: Axis, count: int) -> Axis:
-    """Return the block of `count` consecutive ranks of `axis` that contains this rank; its ranks must all call.
+    """Return the block of `count` consecutive ranks of `axis` that contains this rank.
 
-    count must divide the size of the axis.
+    All ranks of the block must call this function together. count must divide the size of the axis.
     """
     if count == axis.size:
         return axis
@@ -65,7 +65,7 @@ class Options:
 
     sequence_parallel: between sharded layers, each rank holds only its shard of the sequence
     (Korthikanti et al. 2022).
-    overlap: sum the gradients of a layer's input over the ranks while the gradients of its weight are computed.
+    overlap: all-reduce the gradient of a layer's input while the gradient of the layer's weight is computed.
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
     """
 
@@ -89,7 +89,7 @@ class Share(NamedTuple):
 class Mesh:
     """All process groups of this rank.
 
-    pipe, data, model: groups along one axis.
+    pipe, data, model: this rank's group along each of the three axes.
     replica: the ranks that together hold one copy of the model (pipe x model), over which norms of all
     parameters are summed.
     context: consecutive ranks of the data axis that hold different tokens of the same samples.
@@ -136,7 +136,8 @@ class ParallelContext:
 
     defer_init: declared parameters stay uninitialised; the caller fills them later by global name.
     skip_init: seeded initialisation is skipped, for a model whose weights are all loaded from a file next.
-    Initialisation from torch's generator still happens, so that layers built afterwards draw the usual values.
+    Initialisation from torch's generator still happens, so that layers built afterwards draw the same values as
+    without skip_init.
     after_layer: called with each layer of a model after its initialisation, before the next layer is built.
     """
 
@@ -165,7 +166,7 @@ class _Current:
 
 
 def enter(context: ParallelContext | None) -> None:
-    """Make `context` the current one, which layers built from now on copy; None leaves no context."""
+    """Make `context` the current one, which layers built from now on copy; None removes the current context."""
     _Current.context = context
 
 
@@ -192,7 +193,7 @@ def current() -> Mesh:
 
 
 def context_on(mesh: Mesh, options: Options | None, seed: int) -> ParallelContext:
-    """Return a copy of the current context with `mesh`, `options` and dropout streams of `seed`."""
+    """Return a copy of the current context with `mesh`, `options` and dropout streams seeded by `seed`."""
     before = _Current.context or ParallelContext()
     return replace(before, mesh=mesh, options=options or Options(), rng=mesh.streams(seed))
 
@@ -234,5 +235,8 @@ def skip_init() -> AbstractContextManager[None]:
 
 
 def after_each_layer(then: Callable[[nn.Module], None] | None) -> AbstractContextManager[None]:
-    """Make each LayerStack built inside call `then(layer)`; see `ParallelContext.after_layer`."""
+    """Make each LayerStack built inside the block call `then(layer)` for each of its layers.
+
+    See `ParallelContext.after_layer`.
+    """
     return _changed("after_layer", then)

@@ -33,7 +33,7 @@ _BY_NUMBER = (
     nn.init.uniform_,
     nn.init.trunc_normal_,
 )
-AT_ONCE = 1 << 20  # elements in a block of rows with one seed; a longer row is a block of its own
+AT_ONCE = 1 << 20  # elements of a block of rows drawn from one seed; a longer row forms its own block
 
 
 def normal(std: float) -> InitMethod:
@@ -63,9 +63,9 @@ class ParamSpec:
     rank, size: index of this part, and number of parts.
     shared_along_sequence: every rank holds a copy and sees only its shard of the sequence, so gradients are
     summed over the ranks.
-    used_as_embedding: this rank looks up rows of the parameter, so autograd has a second gradient to add.
+    used_as_embedding: this rank looks up rows of the parameter, so autograd adds a gradient of the look-up.
     accumulate_wgrad: function that an optimizer sets. It gets the two factors of the gradient of a linear layer's
-    weight, [o, n] and [n, i], and adds their product to the gradient, or returns False to leave that to autograd.
+    weight, [o, n] and [n, i], and adds their product to the gradient, or returns False to leave this to autograd.
     """
 
     local_shape: tuple[int, ...]
@@ -100,12 +100,12 @@ class ParamSpec:
         return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
 
     def without_padding(self, part: Tensor) -> Tensor:
-        """Return a view of `part` without padding rows; `part` may have any shape with as many elements as [local]."""
+        """Return a view of `part`, this rank's part in any shape, without padding rows, shaped as the parameter."""
         dim, begin, end = self.rows
         return part.view(self.local_shape).narrow(dim, 0, end - begin)
 
     def with_padding(self, rows: Tensor) -> Tensor:
-        """Pad this rank's rows with zeros to [local]; return them unchanged if there is no padding."""
+        """Pad this rank's `rows` with zeros to `local_shape`; return them unchanged if no padding is needed."""
         if rows.shape == self.local_shape:
             return rows
         part = torch.zeros(self.local_shape, dtype=rows.dtype)
@@ -114,13 +114,13 @@ class ParamSpec:
 
     @torch.no_grad()
     def put(self, whole: Tensor, parameter: Tensor) -> None:
-        """Copy this rank's rows of `whole` [full] into `parameter` [local]; padding becomes zero."""
+        """Copy this rank's rows of a `whole` parameter [full] into `parameter` [local]; padding becomes zero."""
         dim, begin, end = self.rows
         parameter.zero_()
         parameter.narrow(dim, 0, end - begin).copy_(whole.narrow(dim, begin, end - begin))
 
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
-        """Draw the initial values of `parameter` [local] from `seed`, or without a seed from torch's generator.
+        """Draw the initial values of `parameter`, this rank's part, from `seed`, or if None from torch's generator.
 
         A draw from a seed leaves torch's generator unchanged and is skipped inside `skip_init`. Does nothing if no
         initialiser was declared or the parameter is on the meta device.
@@ -152,7 +152,7 @@ class ParamSpec:
 
 
 def spec_of(parameter: Tensor) -> ParamSpec:
-    """Return the record of `parameter` [local]; an undeclared parameter counts as a copy on every rank.
+    """Return the record of `parameter`; an undeclared parameter counts as replicated on every rank.
 
     The record of a parameter that ZeRO-3 has partitioned has the shape before partitioning.
     """
@@ -171,15 +171,16 @@ def declare(
     axis: Axis | None = None,
     sequence: Axis | None = None,
 ) -> nn.Parameter:
-    """Initialise `parameter` [local] and attach its record, `parameter.spec`, which norms and checkpoints use.
+    """Initialise `parameter`, this rank's part, and attach its record `parameter.spec`.
 
+    Gradient norms and checkpoints use the record.
     init_method: fills the whole parameter, on the CPU, from torch's default generator. Ranks that hold parts
-    of it must have the same seed, for instance by `torch.manual_seed(seed)` on all of them.
+    of one parameter must have the same seed, for instance by `torch.manual_seed(seed)` on all of them.
     dim: the dimension that is sharded over `axis`, None for a copy on every rank.
     full_size: size of that dimension over all ranks, without padding; by default there is no padding.
     sequence: the ranks over which the gradients of a copy are summed, because each rank sees only its shard
-    of the sequence or of the heads. It applies to weights of norms, biases added after a reduce-scatter, and
-    learned positions.
+    of the sequence or of the heads. Set it for weights of norms, biases added after a reduce-scatter, and learned
+    positions.
     """
     size, rank = (axis.size, axis.rank) if axis is not None and dim is not None else (1, 0)
     if dim is not None and full_size is None:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-# Step between the seeds of successive draws. It is odd in both halves, so that seeds differ even if a generator uses
+# Step between the seeds of successive draws. Both 32-bit halves are odd, so that seeds differ even if a generator uses
 # only 32 bits (Steele et al. 2014).
 GOLDEN = 0x9E3779B97F4A7C15
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed derived from any parts, the same on every machine and Python version."""
+    """Return a 63-bit seed derived from `parts`, the same on every machine and Python version."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -57,7 +57,7 @@ class RngStreams:
         """Restart every stream for this iteration (one optimizer step) and reseed torch's generators.
 
         Layers that use torch's generators, such as nn.Dropout, thus draw the same values on all ranks of a
-        model-parallel group, and also after a resume. Unlike draws from streams, they depend on the layout.
+        model-parallel group, and also after a resume. Unlike draws from streams, these values depend on the layout.
         """
         self.iteration = iteration
         self._draws.clear()
@@ -108,7 +108,7 @@ class RngStreams:
 
 
 def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any, torchs_own: bool = False) -> Any:
-    """Run `function(*args)` keeping only its inputs; recompute it in the backward pass.
+    """Run `function(*args)`, saving only its inputs, and run it again in the backward pass.
 
     The recomputation draws the same dropout masks as the first run (Chen et al. 2016, with the replay of
     Megatron-LM). torch's non-reentrant checkpoint is used, so inputs need not require gradients.

@@ -27,7 +27,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 
 
 def shard_length(length: int, axis: Axis) -> int:
-    """Return the length s / t of a shard. Raises ValueError, naming the flags, if t does not divide s."""
+    """Return the shard length, `length` / number of ranks. Raises ValueError, naming the flags, for a remainder."""
     if length % axis.size:
         raise ValueError(
             f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; "
@@ -37,7 +37,7 @@ def shard_length(length: int, axis: Axis) -> int:
 
 
 def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None) -> Tensor:
-    """Pad `x` with `filler` along `dim` until t divides its length: [..., s, ...] -> [..., s + padding, ...].
+    """Pad `x` with `filler` along `dim` to a multiple of the ranks: [..., s, ...] -> [..., s + padding, ...].
 
     Returns `x` itself if no padding is needed.
     """
@@ -87,12 +87,12 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     """Start summing [s, ...] over the ranks into this rank's shard [s/t, ...].
 
-    Raises ValueError if t does not divide s.
+    Raises ValueError if the number t of ranks does not divide the length s.
     """
     length = shard_length(x.shape[0], axis)
     x = x.contiguous()
     if x.device.type == "cpu":
-        # gloo's reduce-scatter is a full all-reduce; an all-to-all of the shards moves half of the bytes.
+        # gloo's reduce-scatter is a full all-reduce; an all-to-all of the shards moves half as many bytes.
         parts = torch.empty_like(x)
         return Pending(dist.all_to_all_single(parts, x, group=axis.group, async_op=True), parts, axis.size)
     mine = x.new_empty(length, *x.shape[1:])

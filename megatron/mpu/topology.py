@@ -110,11 +110,11 @@ class Topology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups that communicate along `axis`; none for an unknown axis."""
+        """Return the groups that communicate along `axis`; an empty list for an unknown axis."""
         return self.lines(axis) if axis in AXES else []
 
     def lines(self, *varying: str) -> list[list[int]]:
-        """Return groups of ranks that differ only in the `varying` axes, each in rank order."""
+        """Return the groups of ranks that differ only in the `varying` axes; each group is in rank order."""
         fixed = [axis for axis in AXES if axis not in varying]
         places = product(*(range(getattr(self, axis)) for axis in fixed))
         return [self.filter_match(**dict(zip(fixed, place, strict=True))) for place in places]

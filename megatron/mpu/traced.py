@@ -20,12 +20,12 @@ def is_traced(axis: Axis) -> bool:
 
 
 def traced_gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    """Return the input [s, ...] of a column-parallel matmul: x, or with sequence parallelism x [s/t, ...] gathered."""
+    """Return the input [s, ...] of a column-parallel matmul: x itself, or if `sequence` the all-gathered [s/t, ...]."""
     forward, backward = (gather_in_graph, scatter_sum_in_graph) if sequence else (keep, sum_in_graph)
     return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def traced_reduce(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    """Sum the results of a row-parallel matmul: [s, ...], or with sequence parallelism [s, ...] -> [s/t, ...]."""
+    """All-reduce the results [s, ...] of a row-parallel matmul, or if `sequence` reduce-scatter them to [s/t, ...]."""
     forward, backward = (scatter_sum_in_graph, gather_in_graph) if sequence else (sum_in_graph, keep)
     return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]

@@ -57,8 +57,9 @@ def describe(config: Config) -> str:
     if o.lr_decay_style == "constant":
         return f"{rise}, then constant"
     if o.lr_decay_style == "wsd":
-        return f"{rise}, constant until {total - _falling(config)}, {o.lr_wsd_decay_style} to {o.min_lr:g} at {total}"
-    return f"{rise}, {o.lr_decay_style} to {o.min_lr:g} at {total}"
+        stable = f"constant until iteration {total - _falling(config)}"
+        return f"{rise}, {stable}, {o.lr_wsd_decay_style} to {o.min_lr:g} at iteration {total}"
+    return f"{rise}, {o.lr_decay_style} to {o.min_lr:g} at iteration {total}"
 
 
 def settled(config: Config, saved: Config) -> tuple[Config, str | None]:

@@ -16,7 +16,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups with weight decay for matrices, and without it for biases and norms (one dimension).
 
-    spared: matrices without weight decay.
+    spared: matrices that get no weight decay.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     spared = set(spared)
@@ -29,13 +29,13 @@ def parameter_groups(
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    return len(spec_of(parameter).local_shape) > 1  # ZeRO-3 replaces the parameter's own shape
+    return len(spec_of(parameter).local_shape) > 1  # not parameter.shape, which ZeRO-3 replaces
 
 
 def build_optimizer(
     module: nn.Module, config: OptimConfig, kernels: str = "torch", spared: Collection[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """Build AdamW or SGD with momentum. kernels: the value of --kernels. spared: matrices without weight decay."""
+    """Build AdamW or SGD with momentum. kernels: the value of --kernels. spared: matrices that get no weight decay."""
     groups = parameter_groups(module, config.weight_decay, spared)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)

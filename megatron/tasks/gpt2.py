@@ -29,7 +29,10 @@ class GPT2(Task):
     shares_out_tokens = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the datasets, whose samples are {"text": [s + 1]}, or for --objective sft those of sft.py."""
+        """Return the datasets, and notes to print.
+
+        A sample is {"text": [s + 1]}; for --objective sft it has tokens, labels, loss_mask and document_ids, [s] each.
+        """
         if config.objective == "sft":
             return sft.datasets(config, tokenizer)
         data = config.data
@@ -57,10 +60,10 @@ class GPT2(Task):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return (tokens, positions, document ids), (labels, loss mask), each [b, s].
 
-        data: {"text": [b, s + 1]}, or for --objective sft a batch of sft.py.
+        data: a batch of samples, {"text": [b, s + 1]} or for --objective sft the fields that `datasets` describes.
 
-        Ranks of a context-parallel group each take their own tokens, labels and loss mask, [b, s/c]. Positions
-        and document ids cover the whole sequence on every rank.
+        Each of c context-parallel ranks takes its own tokens, labels and loss mask, [b, s/c]. Positions and
+        document ids cover the whole sequence on every rank.
         """
         (tokens, *others), (labels, loss_mask) = self._whole_batch(data, config, tokenizer)
         tokens, labels, loss_mask = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (tokens, labels, loss_mask))
@@ -71,7 +74,7 @@ class GPT2(Task):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         if config.objective == "sft":
             return sft.batch(data, config)
-        assert tokenizer is not None, "the end of a document is the tokenizer's"
+        assert tokenizer is not None, "batches of GPT-2 need the tokenizer's end-of-document id"
         size = config.train.batch_size, config.data.seq_length + 1
         sizes = {"text": size}
         if config.objective == "prefix-lm":
@@ -91,7 +94,7 @@ class GPT2(Task):
         return (tokens, position_ids, document_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the summed loss, a scalar. The model computes it itself, so that it can compute logits in chunks."""
+        """Return the summed loss, a scalar. The model computes the loss, so that it can compute logits in chunks."""
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total

@@ -1,11 +1,11 @@
-"""Prefix LM for a decoder: bidirectional attention within the prefix, loss on the rest (--objective prefix-lm)."""
+"""Prefix LM for a decoder: bidirectional attention within the prefix, loss after it (--objective prefix-lm)."""
 
 import torch
 from torch import Tensor
 
 
 def with_prefixes(prefixes: Tensor, document_ids: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Mark prefixes in the document ids, and mask out the loss of tokens whose target is within the prefix.
+    """Negate the document ids of prefixes, and mask out the loss of tokens whose target is within the prefix.
 
     prefixes: [b, s], 1 in a prefix. document_ids: [b, s] or empty. loss_mask: [b, s].
     Returns the document ids, negative in prefixes, and the loss mask, both [b, s]. The last token of a prefix keeps

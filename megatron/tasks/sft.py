@@ -18,7 +18,7 @@ KEYS = ("tokens", "labels", "loss_mask", "document_ids")
 
 
 def datasets(config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-    """Return the datasets, whose samples have the fields of `KEYS`, [s] each."""
+    """Return the datasets and notes to print; a sample has tokens, labels, loss_mask and document_ids, [s] each."""
     data, seed = config.data, config.train.seed
     return build_train_valid_test_datasets(
         data.paths, data.split, data.seq_length, tokenizer.eod, seed, tokenizer.vocab_size

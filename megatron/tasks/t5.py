@@ -28,10 +28,10 @@ def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
 
 
 def _without_needless_ids(data: Batch) -> Batch:
-    """Return `data` with all documents merged into one, and with empty document ids if it has no padding.
+    """Return `data` with all documents merged into one, and with empty document ids if `data` has no padding.
 
-    Padding is rare, and empty ids need not be sent. The check for padding runs on the reader's CPU tensors, because on
-    an accelerator it would synchronise in every micro-batch.
+    Padding is rare, and empty ids need not be sent. The check for padding runs on the CPU tensors of the reading
+    rank, because on an accelerator it would synchronise in every micro-batch.
     """
     names = ["encoder_document_ids", "decoder_document_ids"]
     ids = {name: data[name].clamp(max=1) for name in names}
@@ -41,7 +41,7 @@ def _without_needless_ids(data: Batch) -> Batch:
 
 
 class T5(Task):
-    """Task of an encoder that reads --enc-seq-length tokens and a decoder that predicts the missing ones."""
+    """Task of an encoder that reads --enc-seq-length tokens and a decoder that predicts the missing tokens."""
 
     name = "t5"
     defaults = DEFAULTS["t5"]
@@ -52,7 +52,10 @@ class T5(Task):
         return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the datasets, whose samples have the fields of `KEYS`: k encoder tokens, q decoder tokens."""
+        """Return the datasets, and notes to print.
+
+        A sample is a dict with the keys `KEYS`, of k encoder tokens and q decoder tokens.
+        """
         data, seed, words = config.data, config.train.seed, cast(SentinelTokenizer, tokenizer)
         lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
         specials = Specials(words.eod, words.pad, words.sentinels)
@@ -78,10 +81,11 @@ class T5(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """Return (encoder [b, k], decoder [b, q], document ids of both), (labels, loss mask), both [b, q].
+        """Return (encoder [b, k], decoder [b, q], encoder and decoder document ids), (labels, loss mask), both [b, q].
 
-        The layers build attention masks from the document ids; padding has id 0. No decoder token attends to padding
-        after it, so this padding may have any document id (1 is used). A label without loss becomes padding.
+        The layers build attention masks from the document ids; padding has id 0. Padding that this method
+        appends to the decoder gets id 1: any id would do, because no decoder token attends to later tokens. A label
+        without loss becomes padding.
         """
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
@@ -104,7 +108,7 @@ class T5(Task):
         return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the summed loss, a scalar. The model computes it itself, so that it can compute logits in chunks."""
+        """Return the summed loss, a scalar. The model computes the loss, so that it can compute logits in chunks."""
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total

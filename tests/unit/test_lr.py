@@ -45,7 +45,8 @@ def test_wsd_stays_until_the_fall() -> None:
     short = rates("--lr-decay-style", "wsd")
     assert short[89] == 1.0 > short[90]
     config = parse(["--train-iters", "100", "--lr", "1e-3", "--lr-decay-style", "wsd"])
-    assert describe(config) == "up to 0.001 over 1 iterations, constant until 90, minus-sqrt to 0 at 100"
+    words = "up to 0.001 over 1 iterations, constant until iteration 90, minus-sqrt to 0 at iteration 100"
+    assert describe(config) == words
     longer = parse(["--train-iters", "200", "--lr", "1e-3", "--lr-decay-style", "wsd", "--lr-wsd-decay-iters", "20"])
     kept, note = settled(longer, config)
     assert note and [lr_at(n, kept) for n in range(100)] == [lr_at(n, config) for n in range(100)]
@@ -65,8 +66,8 @@ def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
     saved = parse(["--train-iters", "100", "--lr", "1e-3", "--min-lr", "1e-5", "--warmup", "0.1"])
     longer = ["--train-iters", "200", "--lr", "1e-3", "--min-lr", "1e-5", "--warmup", "0.1"]
     config, note = settled(parse(longer), saved)
-    there = "up to 0.001 over 10 iterations, cosine to 1e-05 at 100"
-    here = "up to 0.001 over 20 iterations, cosine to 1e-05 at 200"
+    there = "up to 0.001 over 10 iterations, cosine to 1e-05 at iteration 100"
+    here = "up to 0.001 over 20 iterations, cosine to 1e-05 at iteration 200"
     assert (
         note == f"the learning rate follows the checkpoint's schedule ({there}); "
         f"pass --override-lr-schedule to follow the flags ({here})"
