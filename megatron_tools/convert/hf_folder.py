@@ -91,7 +91,10 @@ class FolderReader:
         return self._opened[name]
 
     def _name(self, name: str) -> str | None:
-        """Return a tensor's name in these files, which may lack the prefix or be a tied matrix's other name."""
+        """Return the name that these files use for tensor `name`, or None if they do not contain it.
+
+        They may omit the prefix, or store a tied matrix under its other name.
+        """
         for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
             for found in (str(each), PREFIX.sub("", each)):
                 if found in self._where:
@@ -110,8 +113,8 @@ class FolderReader:
     def unread(self, ignored: Sequence[str]) -> list[str]:
         """Return the tensors that were not read and are not known to be redundant.
 
-        Redundant are copies of the embedding, constants in files of old versions, and names that match
-        `ignored`.
+        Redundant tensors are copies of the embedding, constants in files of old versions, and tensors whose name
+        matches a pattern in `ignored`.
         """
         known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
         left = sorted(set(self._where) - self._asked - known)
@@ -193,7 +196,7 @@ class Folder:
     """A Hugging Face model: its settings and tensors, checked against each other.
 
     values: config.json with defaults filled in. config: our settings. notes: remarks on the settings for the user.
-    Raises ValueError for what cannot be converted, for contradictions between files, and for unused tensors.
+    Raises ValueError for models that cannot be converted, contradictions between files, and unused tensors.
     """
 
     def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
@@ -210,7 +213,7 @@ class Folder:
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # otherwise text lengths must be multiples of the ranks
+            "sequence_parallel": False,  # it would restrict text lengths to multiples of the ranks
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})

@@ -28,7 +28,7 @@ def _transposed(ours: str, theirs: str) -> Match:
 
 
 def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
-    """Match our rows, (q, k, v) per head, with one Hugging Face tensor of all q, all k, all v."""
+    """Match our rows, (q, k, v) per head, with one Hugging Face tensor: all q rows, then all k, then all v."""
 
     def split(t: Tensor) -> list[Tensor]:
         stacked = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
@@ -42,7 +42,7 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
 
 
 def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
-    """Match rows interleaved by group (a head, or a single feature) with one tensor for each of `theirs`."""
+    """Match the separate tensors `theirs` with our tensor, which interleaves their rows by group (a head or a feature)."""
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])

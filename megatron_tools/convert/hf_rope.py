@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import ModelConfig
 
 ANY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Additional keys that each type reads.
+# Types of rotary scaling, and the keys that each reads besides rope_theta.
 READ_BY = {
     "default": (),
     "linear": ("factor",),
@@ -109,7 +109,7 @@ def _factor(
 
 
 def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
-    """Return yarn's attention factor, or None for the default. It may be given as a quotient of two mscales."""
+    """Return yarn's attention factor, or None for the default; it may be given as mscale and mscale_all_dim."""
     if rope.get("attention_factor") is not None:
         return number("attention_factor")
     scales = rope.get("mscale"), rope.get("mscale_all_dim")

@@ -8,8 +8,8 @@ from megatron_tools.shapes import whole_shapes
 
 from .megatron_lm import RankFiles
 
-# Arguments that change what a GPT computes, with their supported values. All others only affect training or are
-# equivalent.
+# Arguments that change what a GPT computes, with their supported values. All other arguments only affect
+# training or compute the same.
 MUST: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
     "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,),
@@ -80,7 +80,7 @@ def _activation(args: Mapping[str, Any], where: str) -> str:
     if args.get("onnx_safe") and args.get("bias_gelu_fusion"):
         raise ValueError(
             f"{where}: onnx_safe and bias_gelu_fusion are both set, and versions of Megatron-LM differ in which one "
-            f"they follow; save it again with only the one that applies"
+            f"they follow; save the checkpoint again with only the one that applies"
         )
     return "gelu" if args.get("onnx_safe") or args.get("bias_gelu_fusion") is False else "gelu-tanh"
 
