@@ -52,7 +52,7 @@ class Signals:
     def listen(self, group: Any) -> None:
         """Prepare for the start of `group`'s processes.
 
-        They inherit an ignored SIGUSR1, which would otherwise kill them while they import.
+        They inherit that SIGUSR1 is ignored; otherwise it would kill a process that is still importing modules.
         """
         if self.asked:
             raise SystemExit(128 + self.asked)
@@ -77,7 +77,7 @@ class Signals:
     def _stop(self, number: int, _: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.asked:
-            if time.monotonic() - self._since < 0.5:  # the same request arrived twice
+            if time.monotonic() - self._since < 0.5:  # one request that arrived twice
                 return
             say(f"{name} again: killing the ranks")
             self._end(128 + number)
@@ -136,9 +136,9 @@ def _several(args: Any) -> bool:
 
 
 def wait_for_others(args: Any) -> None:
-    """Report the wait for other nodes, and apply the ranks' startup timeout to their rendezvous.
+    """Report that this node waits for the other nodes, and limit the wait to --startup-timeout-minutes.
 
-    Ctrl-C then ends the wait at once.
+    Ctrl-C ends this wait at once.
     """
     if not _several(args) or args.rdzv_backend != "static":
         return
@@ -194,9 +194,9 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _several(args):
-        # Otherwise a new attempt of several nodes would rendezvous over a store that still lists the previous
-        # attempt's ranks. On one node tds separates attempts itself and needs no new port, which another
-        # process might take.
+        # Ranks of several nodes that restart would otherwise rendezvous over a store that still lists the ranks of
+        # the previous attempt. On one node tds separates the attempts itself, and a new port is avoided because
+        # another process might take it.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = install_signals(args)
     # Ranks that exit with code 2 have rejected their arguments and would do so again.

@@ -42,7 +42,7 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
 
 
 def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
-    """Match the separate tensors `theirs` with our tensor, which interleaves their rows by group (a head or a feature)."""
+    """Match the tensors `theirs` with our tensor, which interleaves their rows by group (a head or a feature)."""
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])

@@ -79,7 +79,7 @@ class RankFiles:
         named = self.settings.get("num_layers", layers)
         if named is None and self.by_layer and not _as_cpm_pretrain(stages, list(blocks)):
             raise ValueError(
-                f"{self.folder} does not record the number of layers ({self.layers} are in its files); give --num-layers"
+                f"{self.folder} does not record the number of layers (its files hold {self.layers}); give --num-layers"
             )
         for other in (named, layers):
             if other not in (None, self.layers):
@@ -102,7 +102,7 @@ class RankFiles:
         return found
 
     def _version_of(self, headers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
-        """Return the checkpoint version and its source: the files, the user, or tensor names that only one version has."""
+        """Return the checkpoint version and its source: the files, the user, or tensor names of only one version."""
         versions = [version for each in headers if (version := each.get("checkpoint_version")) is not None]
         if versions:
             found = versions[0]

@@ -12,7 +12,7 @@ SLICES = 64
 
 
 def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Check each corpus that the settings name. tokenizer: None if it could not be loaded."""
+    """Check each corpus that the settings name. tokenizer: the run's tokenizer, None if it could not be loaded."""
     from megatron.data.corpora import prefixes_of
     from megatron.data.indexed_dataset import IndexedDataset
 

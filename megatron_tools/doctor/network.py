@@ -166,7 +166,7 @@ def rank_0_is_here() -> Iterator[Finding]:
         with socket.socket() as probe:
             probe.bind((address, 0))
     except socket.gaierror:
-        return  # `names` reports this
+        return  # the address does not resolve, which `names` reports
     except OSError as error:
         yield failed(
             "MASTER_ADDR",

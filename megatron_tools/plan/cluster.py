@@ -53,7 +53,7 @@ class Cluster:
         return self.peak_tflops[dtype] * 1e12
 
     def link(self, ranks: int, stride: int) -> Link:
-        """Return the slowest link of a group of `ranks` devices with distance `stride`: `between` if it spans nodes."""
+        """Return the slowest link in a group of `ranks` devices, each `stride` after the previous one."""
         return self.inside if (ranks - 1) * stride < self.devices_per_node else self.between
 
 

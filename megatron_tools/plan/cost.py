@@ -138,7 +138,7 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
 
 
 def _width_factor(x: Shapes, e: Efficiency) -> float:
-    """Return the fraction of `e.matmul` that this rank's matmuls reach, from their shortest side."""
+    """Return the fraction of `e.matmul` that this rank's matmuls reach, given the shortest side of their matrices."""
     m = x.config.model
     narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, m.ff_size / x.ranks)
     return narrowest / (narrowest + e.narrow)

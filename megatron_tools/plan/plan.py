@@ -1,8 +1,9 @@
 """Find layouts of a model on a cluster that fit in memory, and predict their speed and training time in days.
 
-Give two of --global-batch-size, --micro-batch-size and --gas, or the first alone. Training flags describe the model
-(--num-layers 24 ...); layout flags (--model-parallel-size 8, --zero-stage 1, --checkpoint-activations ...) fix
-that part of the search. See docs/scaling.md for what is counted and how accurate the predictions are.
+Give two of --global-batch-size, --micro-batch-size and --gas, or --global-batch-size alone. Training flags
+describe the model (--num-layers 24 ...). A layout flag (--model-parallel-size 8, --zero-stage 1,
+--checkpoint-activations ...) sets a value that the search keeps. docs/scaling.md describes what is counted and how
+accurate the predictions are.
 """
 
 import argparse

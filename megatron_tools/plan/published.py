@@ -22,7 +22,7 @@ ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"
 
 @dataclass(frozen=True)
 class Row:
-    """Published run. tflops: per device. micro: micro-batch size, an assumption if `assumed` says so."""
+    """Published run. tflops: per device. micro: micro-batch size. assumed: what was not published."""
 
     source: str
     name: str

@@ -83,7 +83,7 @@ def _ds_config(layout: Layout) -> str:
 def _script(layout: Layout, cluster: Cluster) -> str:
     per_node = next(
         n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0
-    )  # the same on each node
+    )  # every node has equally many ranks
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f"--standalone --nproc-per-node {per_node}"
@@ -125,7 +125,7 @@ def _corpus(size: int) -> str:
     size: vocabulary size of the model.
     """
     words = 4000 if size > 5000 else max(size - 200, size // 2)
-    return f"""# Without DATA_PATH and VOCAB_FILE it trains on the sample corpus of the checkout, with a new tokenizer.
+    return f"""# Without DATA_PATH and VOCAB_FILE, train on the sample corpus of the checkout with a new tokenizer.
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
 if [ -z "${{VOCAB_FILE:-}}" ]; then
     VOCAB_FILE=$HERE/data/tokenizer.model

@@ -106,7 +106,7 @@ def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
     return found
 
 
-# Keys of training rows: key, title, unit, logarithmic scale, factor.
+# Charts of metrics in training rows: key in metrics.jsonl, title, unit, logarithmic scale, factor to the unit.
 OF_TRAINING = (
     ("lr", "Learning rate", "", False, 1.0),
     ("grad_norm", "Gradient norm", "", True, 1.0),

@@ -31,7 +31,7 @@ def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, floa
     """Return unigram entropies in nats per token, by what they describe; {} without validation text."""
     if config["model"]["family"] != "t5":
         if config["data"]["objective"] == "sft":
-            return {}  # the loss covers only some of the tokens
+            return {}  # the loss covers only answers, so the entropy of all tokens is no baseline
         text = of_text(config)
         return {} if text is None else {"validation text": text}
     if not train:

@@ -39,7 +39,7 @@ class Timetable(NamedTuple):
 
 
 def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
-    """Return the instructions of every stage."""
+    """Return the schedule `name` as a list of instructions for each stage."""
     schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
     return [list(schedule(stage, stages, micros)) for stage in range(stages)]
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .records import Place, Records, is_exact_split, join_parts
 
-# Relative to root mean squares. A different summation order gives about 1e-7 in fp32 and 1e-16 in fp64; a bug
-# gives 1e-3 and more.
+# Largest allowed differences, relative to root mean squares. A different summation order gives about 1e-7 in fp32
+# and 1e-16 in fp64; a bug gives 1e-3 and more.
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9}
-FLOOR = 1e-3  # errors of tiny gradients are relative to this share of the model's RMS gradient
+FLOOR = 1e-3  # a gradient's error is relative to its own RMS, or to this share of the model's RMS if that is larger
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Comparison:
         return order
 
     def _when(self, parameter: str) -> tuple[int, str]:
-        """Return a parameter's sort key in network order: the call of its innermost called module, then its name."""
+        """Return a parameter's sort key in network order: when its module returned (`_order`), then its name."""
         name = parameter
         while name := name.rpartition(".")[0]:
             if name in self._order:

@@ -101,7 +101,7 @@ class Records:
 
     @cached_property
     def outputs(self) -> dict[Place, list[Tensor]]:
-        """Each model-parallel rank's part of each output, in the order in which modules returned."""
+        """Place of each output -> its parts by model-parallel rank, in the order in which modules returned."""
         found: dict[Place, dict[int, Tensor]] = {}
         for share in sorted({rank["share"][0] for rank in self.ranks}):
             line = [rank for rank in self.ranks if rank["share"][0] == share]

@@ -124,7 +124,7 @@ def build_parser() -> Parser:
         "--precision",
         choices=("fp32", "fp64"),
         default="fp32",
-        help="fp32, or fp64 to rule out rounding, without ZeRO (default: fp32)",
+        help="fp32, or fp64 to rule out rounding errors; fp64 cannot be used with ZeRO (default: fp32)",
     )
     add(
         "--tolerance",
@@ -137,7 +137,7 @@ def build_parser() -> Parser:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into this tool's, before `--`, and the script's."""
+    """Split the arguments into this tool's, before `--`, and the script's, after it."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
 

@@ -172,7 +172,7 @@ def build_parser() -> Parser:
     add(
         "--stride",
         type=int,
-        help="targets per window; fewer give each more context (default: half the window)",
+        help="tokens that each window scores; with fewer, each has more context (default: half the window)",
     )
     add("--json", help="JSON file to write the results to")
     add("--quiet", action="store_true", help="hide the progress bar")

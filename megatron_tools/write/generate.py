@@ -80,7 +80,7 @@ def load(args: argparse.Namespace) -> Writer:
 
 
 def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
-    """Return a callback that prints an answer token by token. A character appears once all its bytes are there."""
+    """Return a callback that prints an answer token by token. A character appears once all its bytes are known."""
     ids: list[int] = []
     shown = 0
 
@@ -140,7 +140,7 @@ def check(args: argparse.Namespace) -> None:
         ("top_k", args.top_k >= 0, "at least 0 (0: all tokens)"),
         ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1 (1: all tokens)"),
         ("num_beams", args.num_beams >= 0, "at least 0 (0: sampling)"),
-        ("top_lift", args.top_lift >= 0, "at least 0 (0: none)"),
+        ("top_lift", args.top_lift >= 0, "at least 0 (0: prints no tokens)"),
         ("batch_size", args.batch_size >= 1, "at least 1"),
         ("model_parallel_size", args.model_parallel_size >= 1, "at least 1"),
         ("pipe_parallel_size", args.pipe_parallel_size >= 0, "at least 0 (0: no pipeline)"),

@@ -1,7 +1,7 @@
 """User input as model input: text to continue, a conversation to answer, or text for fill-in-the-middle.
 
 Names of special tokens in a text are encoded as text unless the user requests otherwise. In conversations and
-fill-in-the-middle this holds for every token in `Tokenizer.marks`, so that untrusted input cannot forge a turn or
+fill-in-the-middle this holds for every added token (`Tokenizer.marks`), so that untrusted input cannot forge a turn or
 a span.
 """
 
@@ -48,8 +48,8 @@ class Question(NamedTuple):
 class Marks(NamedTuple):
     """Ids of the fill-in-the-middle tokens.
 
-    inside: the tokens that begin a text (bos) follow the first of these tokens, as in `megatron.data.fim`, instead
-    of preceding it. spm: the suffix comes before the prefix.
+    inside: the tokens that begin a text (bos) follow the first fill-in-the-middle token instead of preceding it. spm:
+    the suffix comes before the prefix.
     """
 
     prefix: int
@@ -132,7 +132,7 @@ def _t5_question(asked: str, tokenizer: SentinelTokenizer) -> Question:
 
 
 def _t5_continuation(asked: str, tokenizer: SentinelTokenizer) -> Question:
-    """Return a prefix as a Question, laid out as `megatron.data.t5_dataset` does."""
+    """Return the prefix `asked` as a Question: encoder input as in training, and the id that ends the continuation."""
     source = tokenizer.encode(asked)
     if tokenizer.convention == "t5":
         return Question(asked, [*source, tokenizer.eod], tokenizer.eod, asked)
