@@ -58,6 +58,6 @@ def spread(values: list[float], form: str) -> str:
 
 
 def leave() -> None:
-    """Flush standard output and exit at once, without the noise that gloo's threads make at interpreter shutdown."""
+    """Flush standard output and exit at once, before gloo's threads can print errors at interpreter shutdown."""
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""A custom pipeline schedule: GPipe in waves of two micro-batches, so a stage keeps the activations of only two.
+"""A custom pipeline schedule: GPipe in waves of two micro-batches, so a stage keeps activations of at most two.
 
     python tools/launch.py --standalone --nproc-per-node 2 examples/own_schedule.py
 

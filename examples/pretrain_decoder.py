@@ -1,6 +1,7 @@
 """A custom model as a list of layers: a small decoder with tensor-parallel attention and MLP.
 
-docs/own_model.md walks through it. On one process, and on 2 pipeline stages of 2 model-parallel ranks each:
+docs/own_model.md explains this file step by step. The first command trains in one process, the second on 2 pipeline
+stages of 2 model-parallel ranks each:
 
     python examples/pretrain_decoder.py --data-path ... --vocab-file ... --run-dir runs/decoder
     python tools/launch.py --standalone --nproc-per-node 4 examples/pretrain_decoder.py \
@@ -74,7 +75,7 @@ class TransformerBlock(nn.Module):
 
 
 # ---------------------------------------------------------------------- as a list of layers
-# Each layer's output is the next one's input: (hidden, mask), except before the first and after the last layer.
+# Each layer's output is the next layer's input: (hidden, mask). Only the first input and the last output differ.
 
 
 class EmbeddingPipe(nn.Module):
@@ -144,7 +145,7 @@ def train_valid_test_datasets_provider():
 def get_batch_pipe(data):
     """Return a micro-batch: ((inputs of the first layer), (targets of the loss)).
 
-    Only one rank of a model-parallel group has data; it broadcasts.
+    Only one rank of a model-parallel group has data; it broadcasts the data to the others.
     """
     text = mpu.broadcast_data(["text"], data, torch.int64)["text"]  # [b, s + 1]
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
