@@ -20,7 +20,7 @@ def new_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def on_ranks(ranks: int) -> None:
-    """Relaunch this script on `ranks` gloo processes with one thread each, unless it already runs on them."""
+    """Relaunch this script as `ranks` gloo processes with one thread each, unless this already is one of them."""
     if "RANK" in os.environ:
         return
     launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]

@@ -205,7 +205,7 @@ def _nano(args: argparse.Namespace, split_qkv: bool = False) -> Any:
 
 
 def _kept(step: Step) -> int:
-    """Run a first step; return the bytes of activations that it keeps for the backward pass on this rank."""
+    """Run a first step; return the bytes of activations that this rank keeps for the backward pass."""
     import torch
     from torch import nn
 

@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def stage_class(args: argparse.Namespace, rank: int) -> Any:
-    """Return a module class that only sleeps in its forward pass, for its input's gradient and for its weight's."""
+    """Return a module class that only sleeps: in the forward pass, for the input and for the weight gradient."""
     import torch
     from torch import Tensor, nn
 

@@ -65,8 +65,8 @@ def rates(iters: int, peak: float) -> Iterator[float]:
 def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Train a contender.
 
-    Return its loss in nats and its accuracy on masked text at each evaluation, and the largest gradient norm between
-    two evaluations.
+    Return, for each evaluation, loss in nats and accuracy on masked text, and the largest gradient norm since the
+    evaluation before.
     """
     import torch
     import torch.nn.functional as F

@@ -22,7 +22,7 @@ from megatron.training import run
 
 
 class Sums:
-    """Dataset with sample n = {"text": [s + 1]}: sums such as `37+48=85`, one after the other, filling the window."""
+    """Dataset with sample n = {"text": [s + 1]}: sums such as `37+48=85`, until the window is full."""
 
     def __init__(self, tokenizer, length, seed):
         self.tokenizer, self.length, self.seed = tokenizer, length, seed

@@ -3,8 +3,9 @@
 Takes torchrun's arguments, then the script and its arguments. The ranks report errors themselves; the exit code
 is that of the first rank that failed.
 
-SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (600, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT);
-                  a second signal kills them at once; the exit code is 128 + the signal's number
+SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (default: the variable
+                  TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 600); a second signal kills them at once;
+                  the exit code is 128 + the signal's number
 SIGUSR1           the ranks save and continue
 """
 

@@ -161,7 +161,7 @@ def import_checkpoint(args: argparse.Namespace) -> None:
 
 
 def _write_settings(path: Path, config: Config) -> None:
-    """Write what --config needs to continue training: the model, its tokenizer and sequence lengths."""
+    """Write the settings for --config when training continues: the model's, its tokenizer and sequence lengths."""
     data = config.to_dict()["data"]
     kept = ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels")
     content = {"model": config.to_dict()["model"], "data": {key: data[key] for key in kept if data[key] is not None}}
@@ -211,7 +211,8 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
 def _extra_ids(vocab_file: Path, free: int) -> int:
     """Return how many sentinels T5Tokenizer adds to a vocabulary without any.
 
-    This is `extra_ids` of the tokenizer_config.json beside `vocab_file`, or without it 100, limited to `free`.
+    The number is `extra_ids` in the tokenizer_config.json beside `vocab_file`. If this is missing, it is 100, or `free`
+    if that is smaller.
     free: number of the model's embedding rows without a token.
     """
     nearby = vocab_file.with_name("tokenizer_config.json")
@@ -271,8 +272,8 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
 def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
     """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
 
-    weight: returns our weight by global name. Prints the largest difference. Raises ValueError if it exceeds
-    1e-5 of the logits' range.
+    weight: returns our weight by global name. Prints the largest difference of the logits. Raises ValueError if this
+    difference exceeds 1e-5 of the logits' range.
     """
     try:
         import transformers

@@ -44,9 +44,9 @@ def _name_of(token: Any) -> str:
 def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
     """Return the name of the padding token, or None if there is none.
 
-    This is the token that the source folder names. If that folder has no tokenizer_config.json, it is a special token
-    that is not the end token and never occurs in encoded text. Collators mask padding in the loss. If padding were also
-    the end token, a model would never learn to stop.
+    The source folder's padding token comes first. If the folder has no tokenizer_config.json, the padding token is a
+    special token that is not the end token and never occurs in encoded text. Collators mask padding in the loss. If
+    padding were also the end token, a model would never learn to stop.
     """
     given = _name_of(named_roles(tokenizer, source).get("pad_token"))
     if given in tokenizer.marks:

@@ -120,7 +120,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys that `read_config` accepts but no model class reads, except those whose value disables them."""
+    """Return the keys that `read_config` accepts but no model class reads, unless their value disables a feature."""
     family = FAMILIES[content["model_type"]]
     known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
     return [key for key, value in content.items() if key not in known and not is_off(key, value)]
@@ -182,7 +182,8 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
 def _scales_logits(values: Mapping[str, Any]) -> bool:
     """Return whether logits of tied embeddings are scaled.
 
-    mT5 never scales them, UMT5 always does. For T5, scale_decoder_outputs decides, or without it tie_word_embeddings.
+    mT5 never scales logits, UMT5 always does. For T5, scale_decoder_outputs decides, or tie_word_embeddings if
+    scale_decoder_outputs is missing.
     """
     if values["model_type"] in ("mt5", "umt5"):
         return bool(values["model_type"] == "umt5")

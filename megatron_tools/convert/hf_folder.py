@@ -91,9 +91,9 @@ class FolderReader:
         return self._opened[name]
 
     def _name(self, name: str) -> str | None:
-        """Return the name that these files use for tensor `name`, or None if they do not contain it.
+        """Return the name that the files use for tensor `name`, or None if they do not contain this tensor.
 
-        They may omit the prefix, or store a tied matrix under its other name.
+        Files may omit the prefix, or store a tied matrix under its other name.
         """
         for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
             for found in (str(each), PREFIX.sub("", each)):
@@ -241,7 +241,7 @@ class Folder:
         return True
 
     def _check_tensors(self) -> None:
-        """Raise ValueError unless the files hold every tensor of the model, in its shape, and no others."""
+        """Raise ValueError unless the files hold all tensors of the model, with the right shapes, and no others."""
         shapes = whole_shapes(self.config)
         for match in self.matches:
             for name, part in zip(

@@ -136,9 +136,9 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def _query_scaled(match: Match, m: ModelConfig) -> Match:
-    """Return `match` with its query rescaled if our model divides attention scores by sqrt(head size).
+    """Return `match` with the query weights rescaled if our model divides attention scores by sqrt(head size).
 
-    Hugging Face's T5 does not divide scores, so its query weights are smaller by that factor.
+    Hugging Face's T5 does not divide scores, so its query weights are smaller by the factor sqrt(head size).
     """
     if not m.scale_attention:
         return match

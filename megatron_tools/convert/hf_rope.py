@@ -109,7 +109,7 @@ def _factor(
 
 
 def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
-    """Return yarn's attention factor, or None for the default; it may be given as mscale and mscale_all_dim."""
+    """Return yarn's attention factor, which mscale and mscale_all_dim may imply, or None for the default factor."""
     if rope.get("attention_factor") is not None:
         return number("attention_factor")
     scales = rope.get("mscale"), rope.get("mscale_all_dim")

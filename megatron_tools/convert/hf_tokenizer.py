@@ -15,9 +15,9 @@ _PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u030
 
 
 def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
-    """Return a `tokenizers.Tokenizer` with the same ids, or None if none exists.
+    """Return a `tokenizers.Tokenizer` with the same ids, or None if that is impossible.
 
-    None exists for tokenizers over jieba's words and for sentencepiece models that normalise the text. One
+    It is impossible for tokenizers over jieba's words and for sentencepiece models that normalise the text. One
     difference remains: the converted tokenizer reads a literal U+2581 in the text as a space.
     """
     inner = getattr(tokenizer, "_tokenizer", None)
@@ -69,7 +69,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
 
 
 def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
-    """Return whether transformers' T5Tokenizer, which supports one kind of `.model`, produces this model's ids."""
+    """Return whether transformers' T5Tokenizer would produce the same ids as this sentencepiece model."""
     sp, facts = tokenizer._sp, tokenizer.facts
     return (
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)

@@ -35,8 +35,8 @@ class RankFiles:
     """Tensors of a checkpoint by our names, joined over model-parallel ranks on request.
 
     version: checkpoint version 0 to 3, which determines the layout of query, key and value; needed if the
-    files do not record it. layers: number of layers in the model; needed for a checkpoint with a file per layer that
-    does not record it.
+    files do not record the version. layers: number of layers in the model; needed if the checkpoint has a file per
+    layer and does not record the number.
     Raises ValueError for unknown folders, files or names, and if the version cannot be determined.
     """
 

@@ -96,7 +96,7 @@ def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
 
 
 def check_complete(theirs: RankFiles, config: Config) -> None:
-    """Raise ValueError unless the files hold every parameter of the model, in its shape, and no others."""
+    """Raise ValueError unless the files hold all parameters of the model, with the right shapes, and no others."""
     wanted = whole_shapes(config)
     for name in (*wanted, *theirs.names()):
         if name not in wanted or name not in theirs.names():

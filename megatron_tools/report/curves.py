@@ -43,7 +43,8 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
 def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
     """Return a line of a chart. NaN and infinite values become None, which interrupts the line.
 
-    kind: raw (many points, thin), dots (few points, with markers), dashed, parts or plain.
+    kind: the style. raw: thin, for many points. dots: with markers, for few points. parts: one colour per label, not
+    per run. dashed, plain: as named.
     """
     finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
     kept = thinned(finite)

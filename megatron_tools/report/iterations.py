@@ -15,7 +15,7 @@ class Iteration(NamedTuple):
 
     seconds: from the first stage's start of the step to the last stage's end.
     begin: seconds from the start of the step to the first pass.
-    spans: its passes, with times from the first one.
+    spans: passes, with times counted from the start of the first pass.
     """
 
     number: int

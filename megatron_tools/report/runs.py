@@ -46,7 +46,7 @@ def _rows_of(path: Path) -> list[Row]:
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl, with nan where it has null. Raises ValueError if it is missing or damaged."""
+    """Return the rows of metrics.jsonl, with nan for a null loss. Raises ValueError for a missing or damaged file."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
@@ -58,7 +58,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
 class RunRead:
     """One run.
 
-    given: its settings as saved. config: these settings with paths relocated to where the folder is now.
+    given: its settings as saved. config: these settings, with paths changed to the present location of the folder.
     baselines: unigram entropies in nats per token, by what they describe.
     """
 

@@ -18,8 +18,8 @@ WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a st
 class Timetable(NamedTuple):
     """A traced iteration.
 
-    ideal: the same passes if stages waited only for inputs. usual: seconds of the median iteration. kept:
-    number of iterations in the trace.
+    ideal: the timetable of the same passes if stages waited only for inputs. usual: seconds of the median iteration.
+    kept: number of iterations in the trace.
     """
 
     stages: int
@@ -81,7 +81,7 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
 
 
 def read_timetable(run_dir: Path) -> Timetable | None:
-    """Return the timetable of a pipeline run with timelines, or None if there is none."""
+    """Return the timetable of a pipeline run, or None if the run recorded no timelines."""
     folder = run_dir / timeline.FOLDER
     try:
         ranks = timeline.read(folder)

@@ -43,7 +43,7 @@ def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[C
 
 
 def of_text(config: dict[str, Any]) -> float | None:
-    """Return the unigram loss of the validation text in nats per token; None without this text or a single corpus.
+    """Return the unigram loss of the validation text in nats per token; None unless there is one corpus with such text.
 
     config: settings of a run.
     """

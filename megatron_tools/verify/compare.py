@@ -17,7 +17,10 @@ FLOOR = 1e-3  # a gradient's error is relative to its own RMS, or to this share 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference from one process. name: a module or parameter within `layer`. error: relative."""
+    """Difference of a layout from the run in one process.
+
+    name: a module or parameter in `layer`. error: relative error.
+    """
 
     layer: str
     name: str
@@ -35,11 +38,12 @@ class Difference:
 
 @dataclass
 class Verdict:
-    """Result for one layout. Errors are the largest relative ones, None if nothing could be compared.
+    """Result for one layout, compared with the run in one process.
 
-    initial_values, forward: the first difference in network order. backward: the last one, closest to the loss.
-    state: the first persistent buffer that differs after the last step. others: number of further parameters
-    with different gradients. stopped: why there is nothing to compare.
+    loss, forward_error, gradient_error: largest relative errors, None if nothing could be compared. initial_values,
+    forward: the first difference in network order. backward: the last difference, closest to the loss. state: the first
+    persistent buffer that differs after the last step. others: number of further parameters with different gradients.
+    stopped: the error of a run that left nothing to compare.
     """
 
     layout: str
@@ -57,7 +61,7 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """True if all values agree with those of one process."""
+        """True if all values agree with the values of the run in one process."""
         found = self.initial_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped
         return all(each is None for each in found)
 
@@ -77,7 +81,10 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
 
 
 class Comparison:
-    """Comparison of `other` with `one`, the run of a single process. tolerance: largest relative difference allowed."""
+    """Comparison of the run `other` with `one`, the run in a single process.
+
+    tolerance: largest relative difference allowed.
+    """
 
     def __init__(self, one: Records, other: Records, tolerance: float) -> None:
         self.one, self.other, self.tolerance = one, other, tolerance
@@ -94,7 +101,7 @@ class Comparison:
 
     @cached_property
     def _order(self) -> dict[str, int]:
-        """Module name -> order in which modules first returned in one process."""
+        """Module name -> position in the order in which modules first returned in the run in one process."""
         order: dict[str, int] = {}
         for place in self.one.outputs:
             order.setdefault(place.name, len(order))
@@ -127,7 +134,7 @@ class Comparison:
                 return
 
     def _compare_outputs(self, found: Verdict) -> None:
-        """Find the first layer whose output differs, and the first module in it.
+        """Find the first layer whose output differs, and the first module that differs in this layer.
 
         Differences inside a layer whose output agrees do not count.
         """

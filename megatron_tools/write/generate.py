@@ -95,7 +95,7 @@ def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
 
 
 def print_texts(writer: Writer, args: argparse.Namespace) -> None:
-    """Print the texts of each prompt once they are complete."""
+    """Print the generated texts of each prompt when all of them are complete."""
     for asked, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
         for text in texts if is_rank_0() else []:
             whole = {**as_json(asked), "text": text} if args.input else {"text": text}

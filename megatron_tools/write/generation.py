@@ -48,7 +48,7 @@ class Stepper(Protocol):
 class Stages:
     """A model split over pipeline stages, all of which follow the generated text.
 
-    Each stage broadcasts the small output of its layers to all others, so that every rank can choose the next
+    Each stage broadcasts the output of its layers to all other stages, so that every rank can choose the next
     token.
     """
 
@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Continues one or more prompts of equal length. Past the last learned position it recomputes a sliding window."""
+    """Continues one or more prompts of equal length. Beyond the last learned position, recomputes a sliding window."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class GPT2Stepper(_Stepper):
         stages: "Stages | None" = None,
         prefix: bool = False,
     ) -> None:
-        """Prepare to read `prompt`. prefix: treat it as a prefix, as in training with --objective prefix-lm."""
+        """Prepare to read `prompt`. prefix: bidirectional attention in the prompt, as with --objective prefix-lm."""
         self.model, self.positions, self.cached, self.prefix = model, positions, cached, prefix
         self.prompts = _as_rows(prompt)
         self.stages = stages

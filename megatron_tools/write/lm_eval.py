@@ -26,7 +26,7 @@ class Harness(Subject):
 
     @torch.no_grad()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return (log-probability of the continuation, whether it is the greedy one) per (context, continuation)."""
+        """Return (log-probability of the continuation, is greedy decoding's result) per (context, continuation)."""
         return [self._one(*request.args) for request in requests]
 
     def _one(self, context: str, continuation: str) -> tuple[float, bool]:
@@ -47,7 +47,10 @@ class Harness(Subject):
         return total, bool((scores.argmax(-1) == targets).all())
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return the log-probability of whole texts, with at least half a window of context where it exists."""
+        """Return the log-probability of whole texts.
+
+        Each token is scored with at least half a window of context, or with all earlier tokens if there are fewer.
+        """
         found = []
         for request in requests:
             ids = [*self.tokenizer.before, *self.tokenizer.encode(request.args[0])]

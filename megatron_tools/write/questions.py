@@ -95,8 +95,8 @@ class Reader:
     def _of_conversation(self, asked: Conversation) -> Question:
         """Return a conversation as a Question.
 
-        Its answer ends with the template's end-of-turn token, or else with the end-of-document token, and shows
-        no special tokens.
+        The answer ends with the template's end-of-turn token, or with the end-of-document token if the template has
+        none. The shown answer contains no special tokens.
         """
         assert self.template is not None
         tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(self.template.asking(asked.messages))
@@ -149,8 +149,8 @@ def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
 def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of `ids` up to the end of the document, without hidden ids.
 
-    After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) would drop a
-    leading space otherwise.
+    After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) drop a leading
+    space of a text decoded alone.
     """
     written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
     shown = [i for i in written if i not in question.hidden]

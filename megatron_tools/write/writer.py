@@ -90,7 +90,7 @@ class Writer:
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """Yield the indices of questions to answer in one batch: of equal length, with the same end token."""
+    """Yield the indices of the questions of each batch, which have equal length and the same end token."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, question in enumerate(asked):
         alike.setdefault((len(question.tokens), question.end), []).append(i)
