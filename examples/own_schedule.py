@@ -37,7 +37,7 @@ def waves(stage, stages, micros):
 def show(stages):
     """Check the schedule without any tensor, and print its timetable, bubble and memory."""
     plan = [list(waves(stage, stages, MICROS)) for stage in range(stages)]
-    check(plan, MICROS)  # raises ScheduleError, with stage and instruction, if the schedule cannot work
+    check(plan, MICROS)  # raises ScheduleError, naming stage and instruction, if the schedule is invalid
     for stage, instructions in enumerate(plan):
         passes = (f"{type(each).__name__[0]}{each.micro}" for each in instructions if type(each) in (Forward, Backward))
         print(f"stage {stage} | {' '.join(passes)}")

@@ -174,8 +174,8 @@ def model_provider():
         return SequentialModule(layers)
     model = PipelineModule(layers, topology=mpu.get_topology(), loss_fn=loss_of(args.vocab_size))
     model._megatron_batch_fn = get_batch_pipe
-    # Declare the tensors that cross stage boundaries, (hidden, mask): has gradient, kind, sharded over
-    # model-parallel ranks.
+    # Declare the tensors that cross stage boundaries, (hidden, mask): whether each has a gradient, its kind, and
+    # whether it is sharded over model-parallel ranks.
     model._input_grad = [True, False]
     model._input_type = ["float", "bool"]
     model._input_pipe_partitioned = [True, False]

@@ -42,7 +42,7 @@ def say(words: str) -> None:
 class Signals:
     """Signal handling of the launcher: forward a stop request to the ranks and wait for them.
 
-    torch's own handler raises in the middle of whatever the launcher does and kills whole process groups,
+    torch's own handler raises an exception in the middle of whatever the launcher does, and kills whole process groups,
     including data workers. It waits for 30 seconds only, which is too short for saving a large model.
     """
 

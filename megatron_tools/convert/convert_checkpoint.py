@@ -173,7 +173,7 @@ def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     theirs = Folder(Path(args.from_hf))
     for note in theirs.notes:
         print(f"note: {note}")
-    generation_beside(theirs.path / "config.json")  # fail early if it is malformed: an export copies this file
+    generation_beside(theirs.path / "config.json")  # fail early if generation_config.json is malformed
     settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
     return (
         with_values(theirs.config, settings),

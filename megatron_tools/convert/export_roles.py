@@ -10,8 +10,8 @@ from megatron.tokenizer.beside import ROLES, class_beside, ends_beside, generati
 
 PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of special tokens that may serve as padding
 NO_TEXT = "\U0010fffd"  # a private-use character that no vocabulary contains
-# Keys of tokenizer_config.json that are not exported: code and templates are separate files, and tokenizer.json
-# decides the class.
+# Keys of tokenizer_config.json that are not exported: code and templates are separate files, and the export sets its
+# own tokenizer class.
 REPLACED = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
 # Roles that transformers' classes assign to tokens which tokenizer_config.json does not mention.
 CLASS_ROLES: dict[str, dict[str, str]] = {
@@ -114,7 +114,7 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
         ids["bos_token_id"] = given["bos_token_id"]
     elif start is not None and not is_t5:
         ids["bos_token_id"] = start
-    if is_t5:  # padding and the decoder's first id are those used in training
+    if is_t5:  # keep the padding id, also the decoder's first id, as trained
         return ids
     pad = pad_of(tokenizer, source)
     if given:

@@ -37,7 +37,8 @@ _MT5 = {
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
-_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # unused, in T5 files of 2019
+# Files of T5 from 2019 contain this unused tensor.
+_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -26,7 +26,7 @@ from .hf_names import Match, matches_of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
 HEAD = "lm_head.weight"
-# Names of the embedding matrix; a file may hold it under any of them.
+# Names of the embedding matrix; a file may use any of these names.
 EMBEDDINGS = (
     "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight",
     "decoder.embed_tokens.weight", HEAD,
@@ -74,8 +74,8 @@ class FolderReader:
             self._where: Mapping[str, str] = _weight_map(index)
             if single and set(self._where.values()) != {"model.safetensors"}:
                 raise ValueError(
-                    f"{folder} contains model.safetensors and a model.safetensors.index.json of other files: one is "
-                    f"left over from another model; remove it (transformers reads model.safetensors)"
+                    f"{folder} contains model.safetensors and a model.safetensors.index.json that lists other files; "
+                    f"remove the one that is left over from another model (transformers reads model.safetensors)"
                 )
         elif single:
             self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
@@ -213,7 +213,7 @@ class Folder:
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # it would restrict text lengths to multiples of the ranks
+            "sequence_parallel": False,  # sequence parallelism restricts text lengths
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})

@@ -19,8 +19,8 @@ class Match:
 
     ours: str
     theirs: tuple[str, ...]
-    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # ours -> theirs
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # theirs -> ours
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # our tensor -> Hugging Face's
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # Hugging Face's tensors -> ours
 
 
 def _transposed(ours: str, theirs: str) -> Match:

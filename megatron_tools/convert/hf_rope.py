@@ -72,7 +72,7 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; only models with one kind can be converted")
-    # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so they must agree.
+    # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so both must agree.
     if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
         key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
         raise ValueError(

@@ -75,8 +75,8 @@ def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
         and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
-        # If the folder names T5Tokenizer, transformers reads the exported folder exactly as it read the
-        # original.
+        # If the source folder names T5Tokenizer, transformers tokenizes with the exported folder as with the
+        # source folder.
         and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
     )
 

@@ -72,7 +72,7 @@ class RankFiles:
                 raise ValueError(
                     f"{self.folder} lacks layers: only the files {list(blocks)} contain transformer blocks"
                 )
-        # Besides layer files, DeepSpeed writes an mp_rank_* file per rank, which may hold the settings (args).
+        # With layer files, the settings (args) are in DeepSpeed's mp_rank_* files; one of these files suffices.
         headers = [load_plain(path) for path in list(nearby.values())[:1]] if self.by_layer else list(contents.values())
         known = headers[0].get("args") if headers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
@@ -128,7 +128,7 @@ class RankFiles:
         )
 
     def _add(self, content: Mapping[str, Any], path: Path, rank: int, first_layer: int) -> int:
-        """Store one file's tensors, with layers counted from `first_layer`. Return the next file's first layer."""
+        """Store one file's tensors, numbering its layers from `first_layer`. Return the next file's first layer."""
         whole = _of_layer(content) if self.by_layer else content.get("module", content.get("model"))
         if not isinstance(whole, Mapping):
             raise ValueError(f"{path} contains weights under neither 'module' nor 'model'")
@@ -268,7 +268,7 @@ def our_name(name: str, first_layer: int = 0) -> str | None:
 
 
 def _split_dim(name: str) -> int | None:
-    """Return the dimension along which a tensor is split over ranks, or None if it is replicated."""
+    """Return the dimension along which a tensor is split over ranks, or None for a replicated tensor."""
     if _ROW.search(name):
         return 1
     return 0 if _COLUMN.search(name) else None

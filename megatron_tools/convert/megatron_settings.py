@@ -27,7 +27,7 @@ RANKS = ("tensor_model_parallel_size", "model_parallel_size")
 def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
     """Return our settings by their flat names. Raises ValueError for unsupported models.
 
-    heads: number of attention heads, for files that do not record it.
+    heads: number of attention heads, needed if the files do not record this number.
     """
     args, where = theirs.settings, theirs.folder
     for name, allowed in MUST.items():

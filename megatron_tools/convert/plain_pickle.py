@@ -55,7 +55,7 @@ def _reconstruct(kind: Any, *_: Any) -> _Array:
     return _Array.__new__(_Array)
 
 
-MOST_READ = 1 << 26  # bytes
+MOST_READ = 1 << 26  # bytes of a pickle that are read to explain its rejection
 _OF_TENSORS = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
 
 # Substitutes for numpy's functions, under the old and the new name of the module that numpy 2.0 renamed.

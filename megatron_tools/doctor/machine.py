@@ -123,7 +123,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
             continue
         if there.resolve() == ours.resolve():
             first = False
-        elif (there / "__init__.py").is_file():  # else a namespace package, which hides nothing
+        elif (there / "__init__.py").is_file():  # a folder without it is a namespace package, which hides nothing
             others.append((there, first))
     hiding = [there for there, before in others if before]
     if hiding:

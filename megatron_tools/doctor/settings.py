@@ -25,7 +25,7 @@ class Settled(NamedTuple):
 
 
 def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
-    """Return the settings that the flags give, or those stored by a run if only its directory is given."""
+    """Return the settings that the flags give, or the settings stored in a run directory if there are no flags."""
     try:
         if run_config and not flags:
             return from_file(run_config), [ok("settings", f"from {run_config}")]

@@ -47,7 +47,7 @@ class _PlanParser(Parser):
 
 
 def _family_of(argv: list[str]) -> str:
-    """Return the model family in these settings, or "" if they do not name one."""
+    """Return the model family that `argv` names, or "" if it names no family."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--family")
     finder.add_argument("--config", action="append", default=[])

@@ -97,7 +97,7 @@ def compare(row: Row) -> Compared:
 
 
 def lines() -> Iterator[str]:
-    """Yield the table, then the median error by source, of all rows with a published layout, and of all rows."""
+    """Yield the table, then median errors: by source, for all rows with a published layout, and for all rows."""
     heads = (
         "source",
         "model",

@@ -20,7 +20,7 @@ FAMILIES = ("gpt2", "llama", "t5")  # families with an entry script
 def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
     """Write config.json, ds_config.json and run.sh to `folder`; return their paths.
 
-    Raises ValueError for a model without one of our families.
+    Raises ValueError if the model belongs to none of our families.
     """
     if layout.config.model.family not in FAMILIES:
         raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; omit --write")

@@ -51,7 +51,8 @@ def read_metrics(run_dir: Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
     rows = _rows_of(path)
-    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null means nan
+    # metrics.jsonl has null for nan.
+    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
     if distance == 0.0:
         return 0.0
     relative = distance / max(size, floor) if max(size, floor) else float("inf")
-    return relative if relative == relative else float("inf")  # NaN does not agree
+    return relative if relative == relative else float("inf")  # NaN counts as an infinite difference
 
 
 class Comparison:

@@ -36,7 +36,7 @@ class Harness(Subject):
         known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
         if not continuation or not whole:
             return 0.0, True
-        # A token across the boundary counts as the continuation's. At least one token does, so every request is scored.
+        # A token across the boundary counts as the continuation's. The continuation always gets at least one token.
         wanted = len(whole) - min(boundary(known, whole), len(whole) - 1)
         ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
         wanted = min(wanted, len(ids) - 1)

@@ -87,7 +87,7 @@ class Reader:
         if isinstance(asked, Infill):
             return self._of_infill(asked)
         tokenizer = self.tokenizer
-        # A prompt is encoded like text of the corpus, so added tokens that are not special stay tokens.
+        # A prompt is encoded like text of the corpus: names of added tokens that are not special become these tokens.
         found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
         ids = [*tokenizer.start, *found]
         return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
