@@ -68,7 +68,7 @@ def _heads(theirs: RankFiles, given: int | None) -> int:
         raise ValueError(f"{theirs.folder} does not record the number of attention heads; give --num-attention-heads")
     if heads < 1 or heads % theirs.ranks:
         raise ValueError(
-            f"{heads} heads cannot be split over {theirs.ranks} model-parallel ranks; see --num-attention-heads"
+            f"{heads} heads cannot be split over {theirs.ranks} model-parallel ranks; change --num-attention-heads"
         )
     return heads
 

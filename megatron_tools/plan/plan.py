@@ -117,8 +117,8 @@ def main(args: argparse.Namespace) -> None:
     found = search(wanted)
     print(
         f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} "
-        f"devices of {cluster.name}; {len(found)} layouts fit; the table has GB of the peak "
-        f"stage and TFLOP/s per device, with recomputation"
+        f"devices of {cluster.name}; {len(found)} layouts fit; the table shows the memory "
+        f"of the peak stage in GB, and TFLOP/s per device including recomputation"
     )
     print("\n".join(ranked(found[: args.top], args.tokens)))
     chosen = _chosen(found, args.layout)

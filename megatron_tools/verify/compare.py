@@ -278,7 +278,7 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
         rows.append((v.layout, *numbers, "agrees" if v.agrees else "DIFFERS" if not v.stopped else "DID NOT RUN"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"largest relative differences from one process (tolerance: {tolerance:g})"]
+    lines += [f"largest relative differences from the run in one process (tolerance: {tolerance:g})"]
     for v in verdicts:
         lines += [f"{v.layout}: {words}" for words in explained(v)]
     return "\n".join(lines)
