@@ -218,8 +218,8 @@ def build_parser() -> Parser:
         "--favoured",
         type=int,
         default=0,
-        help="after each prompt's texts, print this many next tokens whose probability most exceeds their share of the "
-        "training text (default: 0)",
+        help="after the texts of each prompt, print this many candidates for its next token: those whose probability "
+        "most exceeds their frequency in the training text (default: 0)",
     )
     add("--json", action="store_true", help="print one JSON line per text")
     return parser
