@@ -23,9 +23,9 @@ MICROS, WAVE = 6, 2
 
 
 def waves(stage, stages, micros):
-    """Return a stage's schedule: the forward passes of a wave, then its backward passes.
+    """Return a stage's schedule: for each wave of micro-batches the forward passes, then the backward passes.
 
-    tds inserts the messages.
+    tds inserts the messages between stages.
     """
     order = []
     for first in range(0, micros, WAVE):

@@ -28,7 +28,7 @@ from tds.pipe import LayerSpec, PipelineModule, SequentialModule, TiedLayerSpec
 
 
 class ParallelMLP(nn.Module):
-    """MLP, h -> 4h column-parallel, then 4h -> h row-parallel, with one all-reduce for both."""
+    """MLP, h -> 4h column-parallel, then 4h -> h row-parallel; a single all-reduce follows."""
 
     def __init__(self, hidden_size):
         super().__init__()

@@ -28,7 +28,7 @@ EXAMPLES = """\
 
 
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
-    """Return unigram entropies in nats per token, by what they describe; {} without validation text."""
+    """Return {name of a text: its unigram entropy in nats per token}; {} without validation text."""
     if config["model"]["family"] != "t5":
         if config["data"]["objective"] == "sft":
             return {}  # the loss covers only answers, so the entropy of all tokens is no baseline

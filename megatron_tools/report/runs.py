@@ -60,7 +60,7 @@ class RunRead:
     """One run.
 
     given: its settings as saved. config: these settings, with paths changed to the present location of the folder.
-    baselines: unigram entropies in nats per token, by what they describe.
+    baselines: name of a text -> its unigram entropy in nats per token.
     """
 
     name: str

@@ -16,7 +16,7 @@ WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a st
 
 
 class Timetable(NamedTuple):
-    """A traced iteration.
+    """The timetable of a traced iteration, `chosen`.
 
     ideal: the timetable of the same passes if stages waited only for inputs. usual: seconds of the median iteration.
     kept: number of iterations in the trace.
