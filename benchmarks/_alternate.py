@@ -20,7 +20,7 @@ def new_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def on_ranks(ranks: int) -> None:
-    """Relaunch this script on `ranks` gloo processes with one thread each, unless it already runs on them."""
+    """Relaunch this script as `ranks` gloo processes with one thread each, unless this already is one of them."""
     if "RANK" in os.environ:
         return
     launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
@@ -58,6 +58,6 @@ def spread(values: list[float], form: str) -> str:
 
 
 def leave() -> None:
-    """Flush standard output and exit at once, without the noise that gloo's threads make at interpreter shutdown."""
+    """Flush standard output and exit at once, before gloo's threads can print errors at interpreter shutdown."""
     sys.stdout.flush()
     os._exit(0)

@@ -1,7 +1,7 @@
-"""Read megatron-core's datasets in a separate process, because both its package and this one are named `megatron`.
+"""Read megatron-core's datasets in a separate process, because its package is named `megatron` like this project's.
 
-Run as `_core_reader.py gpt|t5 PREFIX SEQ VOCAB`. Each line on stdin is a number of samples; the process reads them
-and prints the CPU-seconds spent.
+Run as `_core_reader.py gpt|t5 PREFIX SEQ VOCAB`. For each number n on stdin, the process reads n samples and prints
+the CPU-seconds that it spent.
 """
 
 import sys

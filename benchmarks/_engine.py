@@ -19,7 +19,10 @@ class Ours(NamedTuple):
 
 
 def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
-    """Return (inputs, targets) of a micro-batch on this rank's device: [b, s] for GPT-2, ([b, k], [b, q]) for T5."""
+    """Return (inputs, targets) of a micro-batch of b samples on this rank's device.
+
+    GPT-2: ([b, s],), [b, s]. T5 with k encoder and q decoder tokens: ([b, k], [b, q]), [b, q].
+    """
     import torch
 
     from megatron.ranks import device as device_module

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, Llama and T5 without dropout, with which this project's models are compared."""
+"""Hugging Face's GPT-2, Llama and T5 without dropout, as baselines for this project's models."""
 
 from typing import Any
 

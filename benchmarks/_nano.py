@@ -37,7 +37,7 @@ class _Embedding(nn.Module):
 
 
 def nano_layers(vocab: int, positions: int, hidden: int, layers: int, heads: int) -> list[nn.Module]:
-    """Return a nanoGPT-style GPT-2 as a list of layers for pipelines, tokens [b, s] -> logits.
+    """Return a nanoGPT-style GPT-2 as a list of layers for pipelines, from tokens [b, s] to logits [b, s, vocab].
 
     Embeddings are untied, as torch's pipelines require.
     """

@@ -3,9 +3,10 @@
     git worktree add ../before COMMIT
     python benchmarks/before.py ../before --sections train-fp32 dp pp -- --rounds 3
 
-Each round runs a section's command in both checkouts, one after the other, each with its own code and with this
-Python; arguments after -- are passed to both. Rows that both checkouts print and whose name begins with "ours" are
-compared by their first number. This number is a time if its column mentions ms, % or seconds, else a speed.
+Each round runs a section's command in both checkouts, one after the other. Each checkout runs its own code, with the
+Python that runs this script. Arguments after -- are passed to both commands. If both checkouts print a row whose name
+begins with "ours", the first numbers of these two rows are compared. This number is a time if its column mentions ms,
+% or seconds, else a speed.
 """
 
 import os

@@ -6,8 +6,8 @@
 All contenders save the same weights and Adam moments (fp32) and load them back into the same engine, in turn within
 every round. Every save writes new files; the previous ones are deleted. "ours", the checkpoint of this project, writes
 checksums, verifies them on loading and waits until the data is on disk. The other contenders do none of this, except
-"torch.save, fsync", which waits for the disk. The last table is about asynchronous saves: how long training is blocked
-relative to a step, and how much slower steps are while a save is being written.
+"torch.save, fsync", which waits for the disk. The last table is about asynchronous saves: how long training is
+blocked, as a share of the time of a step, and how much slower steps are during a save.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
 
 
 def background(engine: Any, config: Any, step: Step, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return seconds by measurement: a step, the stall by an asynchronous save, a step during a save, a whole save."""
+    """Return the seconds of each measurement: "step", "stall" (training blocked), "step while saving", "whole save"."""
     from megatron.checkpointing import Saver, TrainState
 
     saver = Saver(str(folder / "background"), engine, config, "", background=True)

@@ -2,8 +2,8 @@
 
     python benchmarks/cost.py --sections linear startup
 
-linear: seconds of a step for growing numbers of layers, of tokens (samples of a micro-batch) and of micro-batches, with
-the least-squares line and its R². startup: seconds from the launch of two ranks to the end of the first step.
+linear: seconds of a step as one of three numbers grows: layers, samples in a micro-batch, or micro-batches in a step;
+also the least-squares line and its R². startup: seconds from the launch of two ranks to the end of the first step.
 """
 
 import statistics

@@ -2,8 +2,8 @@
 
     python benchmarks/curves.py fp32=runs/a bf16=runs/b "fp32, another seed=runs/c" --out docs/images/bf16.png
 
-Runs must have logged every iteration (--log-interval 1). Differences are between means over `--window` iterations.
-A run with another seed shows how much of a difference is noise.
+Runs must have logged every iteration (--log-interval 1). Losses are averaged over `--window` iterations before they
+are compared. A run with another seed shows how much of a difference is noise.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python benchmarks/data.py --corpus zh_docs.jsonl --rounds 5
     python benchmarks/data.py --sections preprocess startup read
 
-Without --corpus a synthetic Chinese-like text is generated. Contenders take turns within every round. Rates are per
-CPU-second of all processes of a contender: the median, and the lowest and highest round. Peak memory is that of a
-contender's largest process.
+Without --corpus a synthetic Chinese-like text is generated. Contenders take turns within every round. A contender's
+rate is per CPU-second of all its processes; the tables show the median, lowest and highest rate of the rounds. Peak
+memory is that of a contender's largest process.
 """
 
 import argparse
@@ -104,7 +104,7 @@ if __name__ == "__main__":
 def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> Callable[[], tuple[float, int, int]]:
     """Return a function that measures preprocess_data.py: (CPU-seconds without start-up, tokens, peak kB)."""
     nearly_nothing = folder / "nearly_nothing.jsonl"
-    if not nearly_nothing.exists():  # one short document per chunk, so that all workers really start
+    if not nearly_nothing.exists():  # one document in each chunk of text, so that every worker gets one and starts
         nearly_nothing.write_text(('{"text": "\u4f60\u597d"}\n' + " " * 1_100_000 + "\n") * 4)
 
     def convert(path: str) -> tuple[float, int, str]:

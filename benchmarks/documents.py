@@ -2,8 +2,9 @@
 
     python benchmarks/documents.py --tokens 16 100 400
 
-Times a forward and a backward pass of a small GPT-2 and of a small T5 with relative positions, alternately with and
-without `--reference-ops document-attention`, which selects the mask. Peak memory is measured in separate processes.
+Times a forward and a backward pass of a small GPT-2, and of a small T5 with relative positions. Passes alternate
+between attention by document and `--reference-ops document-attention`, which uses the mask. Peak memory is measured in
+separate processes.
 """
 
 import statistics
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens per row (default: 512)")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--alone", choices=("masked", "ours"), help="only print the peak memory of this variant, in MB")
+    parser.add_argument("--alone", choices=("masked", "ours"), help="only run this variant, and print its peak in MB")
     args = parser.parse_args()
     if args.alone:
         run = step(args.families[0], args.length, args.tokens[0], args.dropout, args.alone == "masked")

@@ -5,12 +5,12 @@
     python benchmarks/gpu.py --dry-run          tiny models on any device, a CPU included: a smoke test
 
 Needs torch, DeepSpeed and numpy. This project, with and without --compile, is compared with Hugging Face's model, if
-transformers is installed, and for GPT-2 with a compiled model in the style of nanoGPT. Both of these train with
-autocast, fused AdamW and the same gradient clipping. MFU is 6 N + attention FLOPs per token
-(`megatron.training.metrics.flops_per_token`) relative to the device's dense bf16 peak
+transformers is installed, and for GPT-2 with a compiled model in the style of nanoGPT. Hugging Face's and the
+nanoGPT-style model train with autocast, fused AdamW and the same gradient clipping. MFU is 6 N + attention FLOPs per
+token (`megatron.training.metrics.flops_per_token`) relative to the device's dense bf16 peak
 (`megatron.ranks.device.PEAK_TFLOPS`). Contenders run one after another, each in its own process with all of the
-device's memory; every second turn runs them in reverse order. Memory is the peak that torch allocated. Contenders
-that run out of memory or exceed --minutes are reported and skipped.
+device's memory; every second turn runs them in reverse order. Memory is the peak that torch allocated. Contenders that
+run out of memory or exceed --minutes are reported and skipped.
 """
 
 import argparse
@@ -173,7 +173,7 @@ def measure(model: str, contender: str, seconds: float) -> dict[str, Any] | str:
 
 
 def in_turns(model: str, args: argparse.Namespace) -> dict[str, dict[str, Any] | str]:
-    """Return measurements by contender, with the seconds of all turns together."""
+    """Return {contender: its measurements, whose list of seconds covers all turns, or why there are none}."""
     end, names = time.monotonic() + 60 * args.minutes, contenders(model, args.no_compile)
     found: dict[str, dict[str, Any] | str] = {}
     for turn in range(args.turns):

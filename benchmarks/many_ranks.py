@@ -5,8 +5,8 @@
 
 No other rank is needed: the process is one rank of a simulated world (torch's fake process group), so no message is
 sent. It does everything that a rank does until its engine is built, except for the watchdog and the comparison of
-settings. "At once" counts calls that create all groups of an axis together, as NCCL's split does. "One by one" counts
-calls that create a single group, which every rank of the world would have to join.
+settings. In the table, "groups at once" counts calls that create all groups of an axis together, as NCCL's split does.
+"one by one" counts calls that create a single group; in a real run, every rank of the world would take part in each.
 """
 
 import argparse

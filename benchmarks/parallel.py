@@ -7,11 +7,11 @@
     python benchmarks/parallel.py --kind cp --rounds 7 --seq 4096 --batch 1 --layers 2
 
 All contenders run on the same two gloo processes, one thread each, and make their steps in turn. For pp-dp there are
-four processes: two replicas of two stages. "ours" is this project. "alone" is this project's model on each rank without
-communication, the ideal for dp. Half its time is the ideal for tp, cp and pp, where both ranks share one batch. No
-other library is measured for cp; it also prints the bytes of activations that a rank keeps for the backward pass. With
-pp a step has 8 micro-batches of one sample, and torch's schedule does not clip gradients.
-benchmarks/pipeline_layers.py runs identical layers in every pipeline engine.
+four processes: two replicas of two stages. "ours" is this project. "alone" is this project's model on each rank
+without communication, the ideal for dp. For tp, cp and pp, where both ranks share one batch, the ideal is half the
+time of "alone". For cp no other library is measured, and the script also prints the bytes of activations that a rank
+keeps for the backward pass. With pp a step has 8 micro-batches of one sample, and torch's schedule does not clip
+gradients. benchmarks/pipeline_layers.py runs identical layers in every pipeline engine.
 """
 
 import argparse
@@ -60,9 +60,9 @@ def _loop(model: Any, loss_of: Callable[[], Any]) -> Step:
 
 
 def ours(args: argparse.Namespace, more: str) -> Step:
-    """Return a step of this project that first enters the mesh in which its layers were built.
+    """Return a step of this project, which first makes the mesh of its own layers current again.
 
-    Other contenders that are built later change the current mesh.
+    Contenders that are built later change the current mesh.
     """
     from megatron.mpu import mesh
 
@@ -205,7 +205,7 @@ def _nano(args: argparse.Namespace, split_qkv: bool = False) -> Any:
 
 
 def _kept(step: Step) -> int:
-    """Run a first step; return the bytes of activations that it keeps for the backward pass on this rank."""
+    """Run a first step; return the bytes of activations that this rank keeps for the backward pass."""
     import torch
     from torch import nn
 
@@ -240,7 +240,7 @@ def main() -> None:
         default=[],
         help='also run "ours" with these flags, e.g. --flags=--sequence-parallel',
     )
-    parser.add_argument("--ours-only", action="store_true", help='skip all contenders except "ours" and "alone"')
+    parser.add_argument("--ours-only", action="store_true", help='run only the contenders "ours" and "alone"')
     args = parser.parse_args()
     on_ranks(4 if args.kind == "pp-dp" else 2)
 

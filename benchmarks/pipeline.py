@@ -6,8 +6,9 @@
 
 Contenders are this project's engine ("ours"), stock DeepSpeed's PipelineEngine and the schedules of
 torch.distributed.pipelining, in turn within every round on the same processes. The table shows by how much the time of
-a step exceeds the ideal of 1F1B, (micro-batches + stages - 1) x (forward + backward). The last column shows the same
-for the ideal of the contender's own schedule, whose bubble may be smaller.
+a step exceeds the ideal of 1F1B, (micro-batches + stages - 1) x (forward + backward). The last column shows how far
+the ideal of the contender's own schedule is from the ideal of 1F1B; it is negative for a schedule with a smaller
+bubble.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def stage_class(args: argparse.Namespace, rank: int) -> Any:
-    """Return a module class that only sleeps in its forward pass, for its input's gradient and for its weight's."""
+    """Return a module class that only sleeps: in the forward pass, for the input and for the weight gradient."""
     import torch
     from torch import Tensor, nn
 

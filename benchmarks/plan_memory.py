@@ -89,8 +89,8 @@ def measure(flags: str, steps: int = 3) -> int:
     live = most = 0
     for event in sorted(events, key=lambda e: e["ts"]):
         at, size = event["args"]["Addr"], event["args"]["Bytes"]
-        # The profiler misses releases by gloo's threads. When an address is allocated again, the memory that was
-        # there before must have been released.
+        # The profiler misses releases by gloo's threads. If an address is allocated again, the earlier allocation
+        # there must have been released.
         live += (size if size > 0 else 0) - alive.pop(at, 0)
         if size > 0:
             alive[at] = size

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train three small models on the bundled corpus and write a page that compares them, as in docs/images/report.png.
-# Takes minutes on two cores. FOLDER is runs/report by default.
+# Takes a few minutes on two cores. FOLDER is runs/report by default.
 #   bash benchmarks/report.sh [FOLDER]      then open FOLDER/report.html
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

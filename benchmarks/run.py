@@ -4,11 +4,11 @@
     python benchmarks/run.py --precision bf16 --model t5
     python benchmarks/run.py --only none --flags="--reference-ops cross-entropy" --flags=--no-keep-freed-memory
 
-Every contender is a process of its own. In every round each makes its steps while the others wait, so that background
-load affects all of them alike. "ours" is the engine that `pretrain()` drives: DeepSpeed's engine with its gradient
-clipping and fused AdamW. It is compared with Hugging Face's model and a GPT-2 in the style of nanoGPT, plain and
-compiled, in a plain loop with the same clipping and AdamW. bf16 means bf16 weights with fp32 master weights for "ours",
-and autocast with fp32 weights for the others.
+Every contender is a separate process. In every round the contenders make their steps in turn while the others wait, so
+that background load affects all of them alike. "ours" is the engine that `pretrain()` drives: DeepSpeed's engine with
+its gradient clipping and fused AdamW. It is compared with Hugging Face's model and a GPT-2 in the style of nanoGPT,
+plain and compiled, in a plain loop with the same clipping and AdamW. bf16 means bf16 weights with fp32 master weights
+for "ours", and autocast with fp32 weights for the others.
 """
 
 import argparse

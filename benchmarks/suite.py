@@ -5,7 +5,7 @@
     python benchmarks/suite.py --list
 
 A section is a script of this folder with its arguments, run in its own process. A section that fails is reported and
-the others continue. The tables of docs/benchmarks.md come from here.
+the others continue. The numbers in docs/benchmarks.md were measured with this script.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def bars(rows: list[dict[str, str]]) -> tuple[str, list[tuple[str, float, float, float]]]:
-    """Return (column, (name, median, lowest, highest) of each row).
+    """Return a column with a spread, and (name, median, lowest, highest) of each row in this column.
 
     The column is "ours / it" (the ratio of speeds) if there is one, else the first column with a spread.
     """

@@ -2,14 +2,14 @@
 
     python benchmarks/t5_learns.py --data-path runs/t5/data/corpus_text_document --vocab-file runs/t5/tokenizer.model \\
         --iters 200 --json found.json --out docs/images/t5_learns.png
-    python benchmarks/t5_learns.py --json found.json --out docs/images/t5_learns.png      plots earlier results
+    python benchmarks/t5_learns.py --json found.json --out docs/images/t5_learns.png      plots found.json
 
-A model that learns falls below the unigram entropy of the masked text. Each run uses one core. Sizes and samples are
-those of configs/models/t5_tiny.json; flags after `--` change them. All contenders have the same fused AdamW, warm-up,
-cosine decay and clipping, no dropout, and 16 samples a step. They are evaluated on the validation split, on labels that
-are neither sentinels nor end tokens. transformers' T5 runs once with its own initialisation (embeddings of standard
-deviation 1) and once with that of this project (standard deviation 0.02, output projections scaled by depth, query
-projections divided by the square root of the head size).
+The loss of a model that learns falls below the unigram entropy of the masked text. Each run uses one core. Sizes and
+samples are those of configs/models/t5_tiny.json; flags after `--` change them. All contenders have the same fused
+AdamW, warm-up, cosine decay and clipping, no dropout, and 16 samples a step. They are evaluated on the validation
+split, on labels that are neither sentinels nor end tokens. transformers' T5 runs once with its own initialisation
+(embeddings of standard deviation 1) and once with that of this project (standard deviation 0.02, output projections
+scaled by depth, query projections divided by the square root of the head size).
 """
 
 import argparse
@@ -65,8 +65,8 @@ def rates(iters: int, peak: float) -> Iterator[float]:
 def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Train a contender.
 
-    Return its loss in nats and its accuracy on masked text at each evaluation, and the largest gradient norm between
-    two evaluations.
+    Return, for each evaluation, loss in nats and accuracy on masked text, and the largest gradient norm since the
+    evaluation before.
     """
     import torch
     import torch.nn.functional as F
@@ -161,7 +161,7 @@ def draw(found: dict[str, Any], out: str) -> None:
         found["unigram"], color="#525252", linestyle="--", linewidth=1.2, label="unigram entropy of the masked text"
     )
     losses = [loss for run in found["runs"].values() for loss in run["text_loss"]]
-    # A curve may start far above the plotted range.
+    # Limit the range, because a curve may start far above the other losses.
     axes.set_ylim(min(losses) - 0.15, min(max(losses) + 0.15, found["unigram"] + 1.5))
     axes.set_xlabel("iteration")
     axes.set_ylabel("validation, nats per masked text token")

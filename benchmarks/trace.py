@@ -2,8 +2,8 @@
 
     python benchmarks/trace.py --rounds 21
 
-Prints the ratios of wall-clock time and CPU time of a step with the recorder to a step without. These ratios are noisy,
-so the last row is a finer estimate: the time to record one span, measured separately, times the spans in a step.
+Prints two ratios, step with recorder / step without: wall-clock time and CPU time. These ratios are noisy, so the last
+row is a finer estimate: the time to record one span, measured separately, times the number of spans in a step.
 """
 
 import statistics

@@ -4,7 +4,8 @@
     python benchmarks/where.py --model llama --ff 2048 --precision bf16
 
 Contenders and flags are those of run.py, except --rounds. torch's profiler records `--steps` steps of each contender,
-one contender after the other. All contenders use the same library for matmuls, so their time limits any speed-up.
+one contender after the other. All contenders use the same library for matmuls, so the time of the matmuls limits any
+speed-up.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 import run
 from _alternate import spread
 
-# The first pattern that matches gives the kind; operators without a match are "the rest".
+# The first pattern that matches an operator gives its kind; operators without a match get the kind "the rest".
 KINDS = {
     "matmuls": r"mm|linear|matmul|bmm|convolution|mkldnn",
     "attention": r"attention",

@@ -5,8 +5,8 @@
         --vocab-file runs/sums/tokenizer.model --run-dir runs/sums --num-layers 2 --hidden-size 64 \
         --num-attention-heads 2 --seq-length 32 --train-iters 200 --lr 3e-3
 
-It shows the requirement on a dataset: sample n depends on n alone. Then layouts, resuming and reader processes never
-change which samples are read. It prints what every run prints; the loss falls as the model learns what sums look like.
+This example shows the requirement on a dataset: sample n depends on n alone. If so, the layout, resuming and the number
+of reader processes never change which samples are read. The loss falls as the model learns what sums look like.
 """
 
 import random
@@ -22,7 +22,7 @@ from megatron.training import run
 
 
 class Sums:
-    """Dataset with sample n = {"text": [s + 1]}: sums such as `37+48=85`, one after the other, filling the window."""
+    """Dataset with sample n = {"text": [s + 1]}: sums such as `37+48=85`, until the window is full."""
 
     def __init__(self, tokenizer, length, seed):
         self.tokenizer, self.length, self.seed = tokenizer, length, seed

@@ -1,4 +1,4 @@
-"""A custom pipeline schedule: GPipe in waves of two micro-batches, so a stage keeps the activations of only two.
+"""A custom pipeline schedule: GPipe in waves of two micro-batches, so a stage keeps activations of at most two.
 
     python tools/launch.py --standalone --nproc-per-node 2 examples/own_schedule.py
 
@@ -23,9 +23,9 @@ MICROS, WAVE = 6, 2
 
 
 def waves(stage, stages, micros):
-    """Return a stage's schedule: the forward passes of a wave, then its backward passes.
+    """Return a stage's schedule: for each wave of micro-batches the forward passes, then the backward passes.
 
-    tds inserts the messages.
+    tds inserts the messages between stages.
     """
     order = []
     for first in range(0, micros, WAVE):
@@ -37,7 +37,7 @@ def waves(stage, stages, micros):
 def show(stages):
     """Check the schedule without any tensor, and print its timetable, bubble and memory."""
     plan = [list(waves(stage, stages, MICROS)) for stage in range(stages)]
-    check(plan, MICROS)  # raises ScheduleError, with stage and instruction, if the schedule cannot work
+    check(plan, MICROS)  # raises ScheduleError, naming stage and instruction, if the schedule is invalid
     for stage, instructions in enumerate(plan):
         passes = (f"{type(each).__name__[0]}{each.micro}" for each in instructions if type(each) in (Forward, Backward))
         print(f"stage {stage} | {' '.join(passes)}")

@@ -2,8 +2,8 @@
 
     python examples/prepare_on_ray.py --input corpus/sample.jsonl --output runs/prepared --vocab-size 4000
 
-It shows all steps: clean the text, train a tokenizer, tokenize, with `--ray` for the two long steps. It prints the
-output of each step, where the work was done, and the SHA-256 of the tokens.
+This example has three steps: clean the text, train a tokenizer, tokenize. Cleaning and tokenizing, the long steps, run
+with `--ray`. It prints the output of each step, where the work was done, and the SHA-256 of the tokens.
 """
 
 import argparse

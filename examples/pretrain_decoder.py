@@ -1,6 +1,7 @@
 """A custom model as a list of layers: a small decoder with tensor-parallel attention and MLP.
 
-docs/own_model.md walks through it. On one process, and on 2 pipeline stages of 2 model-parallel ranks each:
+docs/own_model.md explains this file step by step. The first command trains in one process, the second on 2 pipeline
+stages of 2 model-parallel ranks each:
 
     python examples/pretrain_decoder.py --data-path ... --vocab-file ... --run-dir runs/decoder
     python tools/launch.py --standalone --nproc-per-node 4 examples/pretrain_decoder.py \
@@ -27,7 +28,7 @@ from tds.pipe import LayerSpec, PipelineModule, SequentialModule, TiedLayerSpec
 
 
 class ParallelMLP(nn.Module):
-    """MLP, h -> 4h column-parallel, then 4h -> h row-parallel, with one all-reduce for both."""
+    """MLP, h -> 4h column-parallel, then 4h -> h row-parallel; a single all-reduce follows."""
 
     def __init__(self, hidden_size):
         super().__init__()
@@ -74,7 +75,7 @@ class TransformerBlock(nn.Module):
 
 
 # ---------------------------------------------------------------------- as a list of layers
-# Each layer's output is the next one's input: (hidden, mask), except before the first and after the last layer.
+# Each layer's output is the next layer's input: (hidden, mask). Only the first input and the last output differ.
 
 
 class EmbeddingPipe(nn.Module):
@@ -144,7 +145,7 @@ def train_valid_test_datasets_provider():
 def get_batch_pipe(data):
     """Return a micro-batch: ((inputs of the first layer), (targets of the loss)).
 
-    Only one rank of a model-parallel group has data; it broadcasts.
+    Only one rank of a model-parallel group has data; it broadcasts the data to the others.
     """
     text = mpu.broadcast_data(["text"], data, torch.int64)["text"]  # [b, s + 1]
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -173,8 +174,8 @@ def model_provider():
         return SequentialModule(layers)
     model = PipelineModule(layers, topology=mpu.get_topology(), loss_fn=loss_of(args.vocab_size))
     model._megatron_batch_fn = get_batch_pipe
-    # Declare the tensors that cross stage boundaries, (hidden, mask): has gradient, kind, sharded over
-    # model-parallel ranks.
+    # Declare the tensors that cross stage boundaries, (hidden, mask): whether each has a gradient, its kind, and
+    # whether it is sharded over model-parallel ranks.
     model._input_grad = [True, False]
     model._input_type = ["float", "bool"]
     model._input_pipe_partitioned = [True, False]

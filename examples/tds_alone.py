@@ -2,9 +2,10 @@
 
     python tools/launch.py --standalone --nproc-per-node 2 examples/tds_alone.py
 
-It shows what changes in a plain torch loop with two stages. The model becomes a list of layers, `engine.train_batch`
-replaces forward, backward and step, and a whole batch is evaluated with one call. It prints the loss of every 20th
-step, the accuracy on held-out points, and the number of stages; any number of stages up to six gives the same numbers.
+This example shows what changes if a plain torch loop trains with two stages: the model becomes a list of layers,
+`engine.train_batch` replaces forward, backward and step, and a whole batch is evaluated with one call. It prints the
+loss of every 20th step, the accuracy on held-out points, and the number of stages. Loss and accuracy are the same with
+any number of stages up to six.
 """
 
 import math

@@ -6,7 +6,7 @@ python examples/write_with_decoder.py runs/decoder "春天"
 import sys
 
 import torch
-from pretrain_decoder import layer_list  # this import also makes the packages importable
+from pretrain_decoder import layer_list  # this import also puts the checkout on the module path
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config

@@ -3,8 +3,9 @@
 Takes torchrun's arguments, then the script and its arguments. The ranks report errors themselves; the exit code
 is that of the first rank that failed.
 
-SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (600, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT);
-                  a second signal kills them at once; the exit code is 128 + the signal's number
+SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (default: the variable
+                  TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 600); a second signal kills them at once;
+                  the exit code is 128 + the signal's number
 SIGUSR1           the ranks save and continue
 """
 
@@ -41,7 +42,7 @@ def say(words: str) -> None:
 class Signals:
     """Signal handling of the launcher: forward a stop request to the ranks and wait for them.
 
-    torch's own handler raises in the middle of whatever the launcher does and kills whole process groups,
+    torch's own handler raises an exception in the middle of whatever the launcher does, and kills whole process groups,
     including data workers. It waits for 30 seconds only, which is too short for saving a large model.
     """
 
@@ -52,7 +53,7 @@ class Signals:
     def listen(self, group: Any) -> None:
         """Prepare for the start of `group`'s processes.
 
-        They inherit an ignored SIGUSR1, which would otherwise kill them while they import.
+        They inherit that SIGUSR1 is ignored; otherwise it would kill a process that is still importing modules.
         """
         if self.asked:
             raise SystemExit(128 + self.asked)
@@ -77,7 +78,7 @@ class Signals:
     def _stop(self, number: int, _: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.asked:
-            if time.monotonic() - self._since < 0.5:  # the same request arrived twice
+            if time.monotonic() - self._since < 0.5:  # one request that arrived twice
                 return
             say(f"{name} again: killing the ranks")
             self._end(128 + number)
@@ -136,9 +137,9 @@ def _several(args: Any) -> bool:
 
 
 def wait_for_others(args: Any) -> None:
-    """Report the wait for other nodes, and apply the ranks' startup timeout to their rendezvous.
+    """Report that this node waits for the other nodes, and limit the wait to --startup-timeout-minutes.
 
-    Ctrl-C then ends the wait at once.
+    Ctrl-C ends this wait at once.
     """
     if not _several(args) or args.rdzv_backend != "static":
         return
@@ -194,9 +195,9 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _several(args):
-        # Otherwise a new attempt of several nodes would rendezvous over a store that still lists the previous
-        # attempt's ranks. On one node tds separates attempts itself and needs no new port, which another
-        # process might take.
+        # Ranks of several nodes that restart would otherwise rendezvous over a store that still lists the ranks of
+        # the previous attempt. On one node tds separates the attempts itself, and a new port is avoided because
+        # another process might take it.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = install_signals(args)
     # Ranks that exit with code 2 have rejected their arguments and would do so again.

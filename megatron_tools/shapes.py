@@ -44,9 +44,8 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
     for name, shape in shapes.items():
         if name not in found:
             raise CheckpointError(
-                f"{reader.path} holds no weight {name}: it is of a custom model, and this tool knows GPT-2, Llama "
-                "and T5, "
-                f"or {INDEX} describes another model"
+                f"{reader.path} holds no weight {name}: it belongs to a custom model (this tool supports GPT-2, "
+                f"Llama and T5), or {INDEX} describes another model"
             )
         if found[name] != shape:
             raise CheckpointError(
@@ -54,7 +53,7 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
             )
     if extra := sorted(found.keys() - shapes.keys()):
         raise CheckpointError(
-            f"{where} lists weights that are no part of the model that its settings describe: {first_of(extra, 3)}"
+            f"{where} lists weights that the model described by its settings does not have: {first_of(extra, 3)}"
         )
     if m.position_embedding == "learned" and config.positions != reader.positions:
         raise CheckpointError(f"{where}: positions is {reader.positions}, but its settings imply {config.positions}")

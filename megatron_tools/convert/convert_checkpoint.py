@@ -85,7 +85,7 @@ def export(args: argparse.Namespace) -> None:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
         for note in notes:
             print(f"note: {note}")
-        if args.verify:  # before the folder gets its final name
+        if args.verify:  # before the folder gets its final name, so a failed check leaves no export behind
             if tokenizer:
                 compare_ids(tokenizer, folder)
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
@@ -95,7 +95,7 @@ def export(args: argparse.Namespace) -> None:
 def _described(
     reader: CheckpointReader, config: Config, tokenizer: Tokenizer | None, vocab_file: str, chat: Chat, dtype: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json of a model. Raises ConfigError if no class supports it."""
+    """Return config.json and generation_config.json of a model. Raises ConfigError if no class of transformers fits."""
     start, end = (tokenizer.before[0], tokenizer.eod) if tokenizer else (0, 1)
     if config.is_t5:
         pad = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
@@ -113,12 +113,15 @@ def _described(
 
 
 def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return one of our weights after rounding its exported tensors to `dtype`."""
+    """Return `value`, one of our weights, with the rounding that an export in `dtype` causes."""
     return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
 def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
-    """Return the model's tokenizer, or None if it has none. Raises ValueError if it is missing or not the model's."""
+    """Return the model's tokenizer, or None if the model came without one.
+
+    Raises ValueError if the tokenizer's file is missing, or if it is not the tokenizer used in training.
+    """
     given = vocab_file or config.data.vocab_file
     if given is None and not reader.tokenizer:
         return None
@@ -158,7 +161,7 @@ def import_checkpoint(args: argparse.Namespace) -> None:
 
 
 def _write_settings(path: Path, config: Config) -> None:
-    """Write what --config needs to continue training: the model, its tokenizer and sequence lengths."""
+    """Write the settings for --config when training continues: the model's, its tokenizer and sequence lengths."""
     data = config.to_dict()["data"]
     kept = ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels")
     content = {"model": config.to_dict()["model"], "data": {key: data[key] for key in kept if data[key] is not None}}
@@ -170,7 +173,7 @@ def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     theirs = Folder(Path(args.from_hf))
     for note in theirs.notes:
         print(f"note: {note}")
-    generation_beside(theirs.path / "config.json")  # fail early if it is malformed: an export copies this file
+    generation_beside(theirs.path / "config.json")  # fail early if generation_config.json is malformed
     settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
     return (
         with_values(theirs.config, settings),
@@ -208,14 +211,17 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
 def _extra_ids(vocab_file: Path, free: int) -> int:
     """Return how many sentinels T5Tokenizer adds to a vocabulary without any.
 
-    That is `extra_ids` if it is given, else 100 or as many as the model has rows for.
+    The number is `extra_ids` in the tokenizer_config.json beside `vocab_file`. If this is missing, it is 100, or `free`
+    if that is smaller.
+    free: number of the model's embedding rows without a token.
     """
     nearby = vocab_file.with_name("tokenizer_config.json")
     given = read_object(nearby).get("extra_ids") if nearby.is_file() else None
     if given is None:
         if 0 < free < 100:
             print(
-                f"note: {vocab_file} does not give the number of sentinels; assuming {free}, the model's remaining rows"
+                f"note: {vocab_file} does not give the number of sentinels; assuming {free}, one for each unused "
+                "embedding row"
             )
         return min(100, max(free, 1))
     if type(given) is not int or given < 1:
@@ -266,8 +272,8 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
 def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
     """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
 
-    weight: returns our weight by global name. Prints the largest difference. Raises ValueError if it exceeds
-    1e-5 of the logits' range.
+    weight: returns our weight by global name. Prints the largest difference of the logits. Raises ValueError if this
+    difference exceeds 1e-5 of the logits' range.
     """
     try:
         import transformers
@@ -294,10 +300,10 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
 
 
 def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise ValueError if AutoTokenizer, reading `folder`, encodes any test text differently."""
+    """Raise ValueError if AutoTokenizer, reading `folder`, encodes any test text differently than `tokenizer`."""
     from transformers import AutoTokenizer
 
-    if not (folder / SETTINGS).is_file():  # the folder has a placeholder that AutoTokenizer rejects
+    if not (folder / SETTINGS).is_file():  # then the folder has a placeholder, which AutoTokenizer rejects
         return
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     for text in texts_of(tokenizer):
@@ -334,12 +340,12 @@ def build_parser() -> Parser:
     add(
         "--num-attention-heads",
         type=int,
-        help="attention heads of the --from-megatron model, if its files do not record them: 32 for CPM-1-large",
+        help="number of attention heads of the --from-megatron model, if its files do not record it; CPM-1-large: 32",
     )
     add(
         "--num-layers",
         type=int,
-        help="layers of the --from-megatron model, if it has one file per layer and no record of the number",
+        help="number of layers of the --from-megatron model, if it has one file per layer and does not record it",
     )
     add(
         "--checkpoint-version",
@@ -348,7 +354,7 @@ def build_parser() -> Parser:
         help="order of query, key and value in the --from-megatron files, if they do not record it: "
         f"{ORDERS}; for CPM-Pretrain, 2 if the run was never resumed, else 0",
     )
-    add("--output", required=True, help="new folder: the exported model, or with --from-* the folder of checkpoints")
+    add("--output", required=True, help="new folder, for the exported model (--load) or the imported checkpoint")
     add("--vocab-file", help="tokenizer (default: that of the run or the imported folder)")
     add("--dtype", choices=DTYPES, default="fp32", help="dtype of the exported weights (default: fp32)")
     add("--max-shard-size", type=float, default=5.0, help="largest exported file in GB (default: 5)")

@@ -10,8 +10,8 @@ from megatron.tokenizer.beside import ROLES, class_beside, ends_beside, generati
 
 PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of special tokens that may serve as padding
 NO_TEXT = "\U0010fffd"  # a private-use character that no vocabulary contains
-# Keys of tokenizer_config.json that are not exported: code and templates are separate files, and tokenizer.json
-# decides the class.
+# Keys of tokenizer_config.json that are not exported: code and templates are separate files, and the export sets its
+# own tokenizer class.
 REPLACED = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
 # Roles that transformers' classes assign to tokens which tokenizer_config.json does not mention.
 CLASS_ROLES: dict[str, dict[str, str]] = {
@@ -25,7 +25,7 @@ QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # For Qwen2 and Mistral, AutoTokenizer ignores the class that the folder names, unless the folder seems to
-# contain code.
+# contain code. This entry makes it seem so.
 NO_CODE = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
 
 
@@ -42,9 +42,11 @@ def _name_of(token: Any) -> str:
 
 
 def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
-    """Return the source folder's padding token, else a special token that neither ends nor occurs in texts, else None.
+    """Return the name of the padding token, or None if there is none.
 
-    Collators mask padding in the loss. If padding were also an end token, a model would never learn to stop.
+    The source folder's padding token comes first. If the folder has no tokenizer_config.json, the padding token is a
+    special token that is not the end token and never occurs in encoded text. Collators mask padding in the loss. If
+    padding were also the end token, a model would never learn to stop.
     """
     given = _name_of(named_roles(tokenizer, source).get("pad_token"))
     if given in tokenizer.marks:
@@ -56,9 +58,9 @@ def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
 
 
 def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None) -> dict[str, Any]:
-    """Return tokenizer_config.json for a tokenizer.json.
+    """Return the content of tokenizer_config.json for an export that has a tokenizer.json.
 
-    positions: maximum text length of a model with learned positions.
+    positions: maximum text length if the model has learned positions, else None.
     """
     names = {i: name for name, i in tokenizer.marks.items()}
     settings = settings_beside(source)
@@ -81,7 +83,7 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
 def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
     """Return the settings that keep AutoTokenizer from replacing the tokenizer class.
 
-    is_json: the folder has a tokenizer.json.
+    is_json: the exported folder has a tokenizer.json.
     """
     if model_type == "qwen2" and class_beside(source) == "Qwen2Tokenizer" and is_json and _cuts_as_qwen2(source):
         return {"tokenizer_class": "Qwen2Tokenizer"}
@@ -90,7 +92,10 @@ def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
 
 
 def _cuts_as_qwen2(source: Path) -> bool:
-    """Return whether a tokenizer.json has Qwen2Tokenizer's normaliser and splitting; that class ignores the file's."""
+    """Return whether a tokenizer.json normalises and splits text like Qwen2Tokenizer.
+
+    Qwen2Tokenizer always uses its own normaliser and splitting, whatever the file contains.
+    """
     content = read_object(source)
     words = content.get("pre_tokenizer") or {}
     patterns = [each.get("pattern", {}).get("Regex") for each in words.get("pretokenizers", [])]
@@ -98,7 +103,7 @@ def _cuts_as_qwen2(source: Path) -> bool:
 
 
 def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
-    """Return the ids of ROLES for config.json. trained: role -> id used in training."""
+    """Return the special-token ids (the keys ROLES) for config.json. trained: role -> id used in training."""
     given = ids_beside(source)
     ids = {key: trained[key] for key in ROLES if key in trained}
     ends = given.get("eos_token_id")
@@ -109,7 +114,7 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
         ids["bos_token_id"] = given["bos_token_id"]
     elif start is not None and not is_t5:
         ids["bos_token_id"] = start
-    if is_t5:  # padding and the decoder's first id are those used in training
+    if is_t5:  # keep the padding id, also the decoder's first id, as trained
         return ids
     pad = pad_of(tokenizer, source)
     if given:
@@ -128,7 +133,7 @@ def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any]
 def generation_settings(
     ids: Mapping[str, Any], tokenizer: Tokenizer, source: Path, turn_end: int | None
 ) -> dict[str, Any]:
-    """Return generation_config.json: original settings, ids from config.json, and every id that ends an answer."""
+    """Return generation_config.json: the source folder's, with `ids` of config.json and all ids that end an answer."""
     given = ends_beside(source)
     listed = given if isinstance(given, list) else [] if given is None else [given]
     known = [i for i in listed if type(i) is int and 0 <= i < tokenizer.vocab_size]

@@ -37,8 +37,8 @@ from .hf_tokenizer import is_t5_model, to_hf_tokenizer
 class Chat(NamedTuple):
     """The chat format of a model.
 
-    source: the template, None if unknown. end: the end-of-turn id, if the run was trained on it. notes: remarks
-    for the user.
+    source: the chat template, None if unknown. end: id of the end-of-turn token, None unless the run was trained on
+    it. notes: remarks for the user.
     """
 
     source: str | None
@@ -97,7 +97,7 @@ def write_tokenizer(
 ) -> list[str]:
     """Write the tokenizer and chat_template.jinja for transformers. Return notes for the user.
 
-    If transformers would read other ids from the files, a placeholder makes AutoTokenizer fail instead.
+    If transformers would produce other ids from these files, writes a placeholder on which AutoTokenizer fails.
     """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     source, theirs = file_of(vocab_file), to_hf_tokenizer(base)
@@ -133,7 +133,7 @@ def write_tokenizer(
 
 
 def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> dict[str, Any]:
-    """Return the tokenizer_config.json for a sentencepiece model that transformers reads identically; {} for others."""
+    """Return the tokenizer_config.json of a sentencepiece model, or {} if transformers would give other ids."""
     if not isinstance(base, SentencePieceTokenizer):
         return {}
     if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base):
@@ -147,7 +147,7 @@ def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> d
 def _write_json(
     folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write tokenizer.json, with a T5's sentinels. Return the sentinels' entries for tokenizer_config.json."""
+    """Write tokenizer.json, including a T5's sentinels; return their entries for tokenizer_config.json."""
     from tokenizers import AddedToken
 
     described: dict[str, Any] = {}

@@ -37,7 +37,8 @@ _MT5 = {
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
-_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # unused, in T5 files of 2019
+# Files of T5 from 2019 contain this unused tensor.
+_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -79,7 +80,7 @@ FAMILIES = {
 
 
 def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Return all keys of the family, as given or by default, with aliases resolved.
+    """Return the value of every key of the model family, from `content` or by default, with aliases resolved.
 
     Raises ValueError for an unknown model type, an unknown key, or a value that our models do not support.
     """
@@ -120,7 +121,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys that `read_config` accepted although no model class reads them, unless their value is off."""
+    """Return the keys that `read_config` accepts but no model class reads, unless their value disables a feature."""
     family = FAMILIES[content["model_type"]]
     known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
     return [key for key, value in content.items() if key not in known and not is_off(key, value)]
@@ -166,7 +167,7 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
 
 
 def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
-    """Return the activation of `feed_forward_proj` (gated-X or X), which two newer keys may override."""
+    """Return the activation in `feed_forward_proj` (gated-X or X), which is_gated_act and dense_act_fn may override."""
     project = values["feed_forward_proj"]
     gated, name = project.startswith("gated-"), project.removeprefix("gated-")
     name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 writes gated-gelu but means GELU with tanh
@@ -182,7 +183,8 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
 def _scales_logits(values: Mapping[str, Any]) -> bool:
     """Return whether logits of tied embeddings are scaled.
 
-    mT5 never scales them, UMT5 always does. For T5, scale_decoder_outputs decides, or without it tie_word_embeddings.
+    mT5 never scales logits, UMT5 always does. For T5, scale_decoder_outputs decides, or tie_word_embeddings if
+    scale_decoder_outputs is missing.
     """
     if values["model_type"] in ("mt5", "umt5"):
         return bool(values["model_type"] == "umt5")
@@ -202,7 +204,7 @@ def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
 def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
     """Compare the tokenizer with the model in config.json; return notes for the user.
 
-    Raises ValueError if the tokenizer has more tokens than the model, or other end, padding or start ids.
+    Raises ValueError if the tokenizer has more tokens than the model, or if their end, padding or start ids differ.
     """
     if tokenizer.vocab_size > values["vocab_size"]:
         raise ValueError(

@@ -26,7 +26,7 @@ from .hf_names import Match, matches_of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
 HEAD = "lm_head.weight"
-# Names of the embedding matrix; a file may hold it under any of them.
+# Names of the embedding matrix; a file may use any of these names.
 EMBEDDINGS = (
     "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight",
     "decoder.embed_tokens.weight", HEAD,
@@ -74,8 +74,8 @@ class FolderReader:
             self._where: Mapping[str, str] = _weight_map(index)
             if single and set(self._where.values()) != {"model.safetensors"}:
                 raise ValueError(
-                    f"{folder} contains model.safetensors and a model.safetensors.index.json of other files: one is "
-                    f"left over from another model; remove it (transformers reads model.safetensors)"
+                    f"{folder} contains model.safetensors and a model.safetensors.index.json that lists other files; "
+                    f"remove the one that is left over from another model (transformers reads model.safetensors)"
                 )
         elif single:
             self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
@@ -91,7 +91,10 @@ class FolderReader:
         return self._opened[name]
 
     def _name(self, name: str) -> str | None:
-        """Return a tensor's name in these files, which may lack the prefix or be a tied matrix's other name."""
+        """Return the name that the files use for tensor `name`, or None if they do not contain this tensor.
+
+        Files may omit the prefix, or store a tied matrix under its other name.
+        """
         for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
             for found in (str(each), PREFIX.sub("", each)):
                 if found in self._where:
@@ -110,8 +113,8 @@ class FolderReader:
     def unread(self, ignored: Sequence[str]) -> list[str]:
         """Return the tensors that were not read and are not known to be redundant.
 
-        Redundant are copies of the embedding, constants in files of old versions, and names that match
-        `ignored`.
+        Redundant tensors are copies of the embedding, constants in files of old versions, and tensors whose name
+        matches a pattern in `ignored`.
         """
         known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
         left = sorted(set(self._where) - self._asked - known)
@@ -193,7 +196,7 @@ class Folder:
     """A Hugging Face model: its settings and tensors, checked against each other.
 
     values: config.json with defaults filled in. config: our settings. notes: remarks on the settings for the user.
-    Raises ValueError for what cannot be converted, for contradictions between files, and for unused tensors.
+    Raises ValueError for models that cannot be converted, contradictions between files, and unused tensors.
     """
 
     def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
@@ -210,7 +213,7 @@ class Folder:
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # otherwise text lengths must be multiples of the ranks
+            "sequence_parallel": False,  # sequence parallelism restricts text lengths
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})
@@ -238,7 +241,7 @@ class Folder:
         return True
 
     def _check_tensors(self) -> None:
-        """Raise ValueError unless the files hold every tensor of the model, in its shape, and no others."""
+        """Raise ValueError unless the files hold all tensors of the model, with the right shapes, and no others."""
         shapes = whole_shapes(self.config)
         for match in self.matches:
             for name, part in zip(

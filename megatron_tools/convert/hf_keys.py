@@ -9,13 +9,13 @@ from typing import Any
 from megatron.config.fields import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Hugging Face's activation names -> ours. Activations that are not listed compute other functions.
+# Hugging Face's activation names -> ours. Activations that are not listed have no equivalent among ours.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh",
     "gelu_accurate": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
 }  # fmt: skip
-# Keys without effect on the logits: training, generation, other heads, files and labels.
+# Keys without effect on the logits; they describe training, generation, other heads, files or labels.
 HARMLESS = frozenset(
     [
         "architectures",
@@ -93,13 +93,13 @@ MUST: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
-# Names found in re-uploaded models that no class of these families reads, although they look relevant.
+# Keys found in re-uploaded models. They look relevant, but no class of these families reads them.
 UNREAD = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
     r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
 )
-# Parts of key names by which other families change what a model computes; test_hf_keys.py checks them against
-# transformers.
+# Parts of key names. In other families, keys with such a part change what a model computes; test_hf_keys.py checks
+# this list against transformers.
 COMPUTES = re.compile(
     r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position"
     r"|residual|emb|act|gat|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim"
@@ -125,7 +125,8 @@ OPTIONAL: dict[str, type] = {
 class Family:
     """A Hugging Face model family: its class, supported keys with their defaults, and aliases of keys.
 
-    ignored: patterns of tensors in old files that no class reads, from `_keys_to_ignore_on_load_unexpected`.
+    ignored: name patterns of tensors that old files contain but no class reads, from transformers'
+    `_keys_to_ignore_on_load_unexpected`.
     """
 
     class_name: str

@@ -19,8 +19,8 @@ class Match:
 
     ours: str
     theirs: tuple[str, ...]
-    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # ours -> theirs
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # theirs -> ours
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # our tensor -> Hugging Face's
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # Hugging Face's tensors -> ours
 
 
 def _transposed(ours: str, theirs: str) -> Match:
@@ -28,7 +28,7 @@ def _transposed(ours: str, theirs: str) -> Match:
 
 
 def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
-    """Match our rows, (q, k, v) per head, with one Hugging Face tensor of all q, all k, all v."""
+    """Match our rows, (q, k, v) per head, with one Hugging Face tensor: all q rows, then all k, then all v."""
 
     def split(t: Tensor) -> list[Tensor]:
         stacked = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
@@ -42,7 +42,7 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
 
 
 def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
-    """Match rows interleaved by group (a head, or a single feature) with one tensor for each of `theirs`."""
+    """Match the tensors `theirs` with our tensor, which interleaves their rows by group (a head or a feature)."""
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])
@@ -136,9 +136,9 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def _query_scaled(match: Match, m: ModelConfig) -> Match:
-    """Return `match` with its query rescaled if our model divides attention scores by sqrt(head size).
+    """Return `match` with the query weights rescaled if our model divides attention scores by sqrt(head size).
 
-    Hugging Face's T5 does not divide scores, so its query weights are smaller by that factor.
+    Hugging Face's T5 does not divide scores, so its query weights are smaller by the factor sqrt(head size).
     """
     if not m.scale_attention:
         return match

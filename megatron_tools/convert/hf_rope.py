@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import ModelConfig
 
 ANY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Additional keys that each type reads.
+# Types of rotary scaling, and the keys that each reads besides rope_theta.
 READ_BY = {
     "default": (),
     "linear": ("factor",),
@@ -72,7 +72,7 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; only models with one kind can be converted")
-    # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so they must agree.
+    # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so both must agree.
     if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
         key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
         raise ValueError(
@@ -109,7 +109,7 @@ def _factor(
 
 
 def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
-    """Return yarn's attention factor, or None for the default. It may be given as a quotient of two mscales."""
+    """Return yarn's attention factor, which mscale and mscale_all_dim may imply, or None for the default factor."""
     if rope.get("attention_factor") is not None:
         return number("attention_factor")
     scales = rope.get("mscale"), rope.get("mscale_all_dim")

@@ -15,9 +15,9 @@ _PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u030
 
 
 def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
-    """Return a `tokenizers.Tokenizer` with the same ids, or None if there is none.
+    """Return a `tokenizers.Tokenizer` with the same ids, or None if that is impossible.
 
-    There is none for tokenizers over jieba's words and for sentencepiece models that normalise the text. One
+    It is impossible for tokenizers over jieba's words and for sentencepiece models that normalise the text. One
     difference remains: the converted tokenizer reads a literal U+2581 in the text as a space.
     """
     inner = getattr(tokenizer, "_tokenizer", None)
@@ -53,13 +53,13 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
         vocab = list(zip(pieces, scores, strict=True))
         model = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_)
     theirs = tokenizers.Tokenizer(model)
-    if facts.algorithm == "unigram":  # Unigram matches names of bytes and <unk> in text, unless split
+    if facts.algorithm == "unigram":  # splitting keeps literal <0x0A> or <unk> in a text from matching
         names = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
         theirs.pre_tokenizer = tokenizers.pre_tokenizers.Split(names, "isolated")
     theirs.normalizer = tokenizers.normalizers.Replace(" ", MARK)
     decoders = tokenizers.decoders
     theirs.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
-    # Both libraries match user-defined symbols first. Those with spaces only match in normalised text.
+    # Both libraries match user-defined symbols first. Symbols with spaces match only in normalised text.
     defined = [pieces[i] for i in facts.of_type(USER_DEFINED)]
     spaced = any(MARK in piece for piece in defined)
     theirs.add_tokens([tokenizers.AddedToken(piece, normalized=spaced) for piece in defined])
@@ -69,20 +69,20 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
 
 
 def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
-    """Return whether transformers' T5Tokenizer, which supports one kind of `.model`, produces this model's ids."""
+    """Return whether transformers' T5Tokenizer would produce the same ids as this sentencepiece model."""
     sp, facts = tokenizer._sp, tokenizer.facts
     return (
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
         and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
-        # If the folder names T5Tokenizer, transformers reads the exported folder exactly as it read the
-        # original.
+        # If the source folder names T5Tokenizer, transformers tokenizes with the exported folder as with the
+        # source folder.
         and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
     )
 
 
 def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
-    """Return each character that makes up a piece alone, as in `===`, with the length of its longest such piece."""
+    """Return {character: length of the longest piece that only repeats it, such as `===`}."""
     pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
     runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
     return {run[0]: len(run) for run in sorted(runs, key=len)}
@@ -100,7 +100,7 @@ def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
 
 
 def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, bytes_: bool) -> Any:
-    """Return a BPE model whose merges are all ways to halve each piece, best score first.
+    """Return a BPE model whose merges are all ways to split each piece in two, best score first.
 
     Sentencepiece always merges the neighbours whose joint piece has the best score.
     """
@@ -116,7 +116,7 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
 
 
 def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
-    """Return texts of random vocabulary tokens, without the space mark and without names of special tokens."""
+    """Return texts of random vocabulary tokens, without U+2581 (a space) and names of special tokens."""
     dice = random.Random(0)
     usable = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.marks.values()]
     texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]

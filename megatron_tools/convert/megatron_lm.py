@@ -1,8 +1,8 @@
 """GPT checkpoints with one pickled file per model-parallel rank: CPM-1, CPM-Pretrain, early Megatron-LM, DeepSpeed.
 
-80000/mp_rank_00_model_states.pt            CPM-1 (2-way for CPM-1-large), DeepSpeed: weights under "module"
+80000/mp_rank_00_model_states.pt            CPM-1 (two ranks for CPM-1-large) and DeepSpeed: weights under "module"
 iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under "model"; mp_rank_00_001 is the second pipeline stage
-1000/layer_03-model_00-model_states.pt      DeepSpeed pipeline: one layer's weights; mp_rank_00_* next to it has none
+1000/layer_03-model_00-model_states.pt      DeepSpeed pipeline: one layer's weights; mp_rank_00_* has no weights
 """
 
 import argparse
@@ -35,8 +35,8 @@ class RankFiles:
     """Tensors of a checkpoint by our names, joined over model-parallel ranks on request.
 
     version: checkpoint version 0 to 3, which determines the layout of query, key and value; needed if the
-    files do not record it. layers: number of layers in the model; needed for a checkpoint with a file per layer that
-    does not record it.
+    files do not record the version. layers: number of layers in the model; needed if the checkpoint has a file per
+    layer and does not record the number.
     Raises ValueError for unknown folders, files or names, and if the version cannot be determined.
     """
 
@@ -72,14 +72,14 @@ class RankFiles:
                 raise ValueError(
                     f"{self.folder} lacks layers: only the files {list(blocks)} contain transformer blocks"
                 )
-        # Next to layer files, DeepSpeed saves what belongs to a whole rank in mp_rank_* files.
+        # With layer files, the settings (args) are in DeepSpeed's mp_rank_* files; one of these files suffices.
         headers = [load_plain(path) for path in list(nearby.values())[:1]] if self.by_layer else list(contents.values())
         known = headers[0].get("args") if headers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
         named = self.settings.get("num_layers", layers)
         if named is None and self.by_layer and not _as_cpm_pretrain(stages, list(blocks)):
             raise ValueError(
-                f"{self.folder} does not record the number of layers (it has files of {self.layers}); give --num-layers"
+                f"{self.folder} does not record the number of layers (its files hold {self.layers}); give --num-layers"
             )
         for other in (named, layers):
             if other not in (None, self.layers):
@@ -102,7 +102,7 @@ class RankFiles:
         return found
 
     def _version_of(self, headers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
-        """Return the checkpoint version and its source: the files, the user, or names that only one version uses."""
+        """Return the checkpoint version and its source: the files, the user, or tensor names of only one version."""
         versions = [version for each in headers if (version := each.get("checkpoint_version")) is not None]
         if versions:
             found = versions[0]
@@ -128,7 +128,7 @@ class RankFiles:
         )
 
     def _add(self, content: Mapping[str, Any], path: Path, rank: int, first_layer: int) -> int:
-        """Store one file's tensors, with layers counted from `first_layer`. Return the next file's first layer."""
+        """Store one file's tensors, numbering its layers from `first_layer`. Return the next file's first layer."""
         whole = _of_layer(content) if self.by_layer else content.get("module", content.get("model"))
         if not isinstance(whole, Mapping):
             raise ValueError(f"{path} contains weights under neither 'module' nor 'model'")
@@ -192,7 +192,7 @@ class RankFiles:
 def _as_cpm_pretrain(items: Sequence[int], blocks: Sequence[int]) -> bool:
     """Return whether the files are a complete CPM-Pretrain pipeline.
 
-    Its pipeline items are: 0 cast, 1 embedding, 2 transpose, blocks from 3, two without weights, final norm, head.
+    Its pipeline items are, from 0: cast, embedding, transpose, the blocks, two without weights, final norm, head.
     """
     last = len(blocks) + 5
     return list(items) == [1, *range(3, last - 2), last - 1, last]
@@ -212,12 +212,12 @@ def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are copies, up to the rounding of updates on two devices."""
+    """Return whether two tensors are equal up to rounding, like copies that two devices updated."""
     return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= 1e-3 * a.float().abs().max())
 
 
 def _newest(folder: Path) -> Path:
-    """Return the folder with the files: the one named in Megatron's or DeepSpeed's tracker, else `folder`."""
+    """Return the subfolder that Megatron's or DeepSpeed's tracker file names, or `folder` without a tracker file."""
     for tracker in (folder / "latest_checkpointed_iteration.txt", folder / "latest"):
         if tracker.is_file():
             word = tracker.read_text(encoding="utf-8").strip()
@@ -268,14 +268,14 @@ def our_name(name: str, first_layer: int = 0) -> str | None:
 
 
 def _split_dim(name: str) -> int | None:
-    """Return the dimension along which a tensor is split over ranks, or None if it is replicated."""
+    """Return the dimension along which a tensor is split over ranks, or None for a replicated tensor."""
     if _ROW.search(name):
         return 1
     return 0 if _COLUMN.search(name) else None
 
 
 def by_heads(part: Tensor, heads: int, version: float) -> Tensor:
-    """Reorder a rank's query, key and value rows to head by head, from a checkpoint version's order.
+    """Reorder a rank's query, key and value rows from the order of a checkpoint version to head by head.
 
     Version 0: all queries, all keys, all values. Version 1: head, then feature, then query, key, value.
     Versions 2 and 3: head, then query, key, value, which is our order.

@@ -8,8 +8,8 @@ from megatron_tools.shapes import whole_shapes
 
 from .megatron_lm import RankFiles
 
-# Arguments that change what a GPT computes, with their supported values. All others only affect training or are
-# equivalent.
+# Arguments that change what a GPT computes, with their supported values. All other arguments only affect
+# training or compute the same.
 MUST: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
     "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,),
@@ -27,7 +27,7 @@ RANKS = ("tensor_model_parallel_size", "model_parallel_size")
 def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
     """Return our settings by their flat names. Raises ValueError for unsupported models.
 
-    heads: number of attention heads, for files that do not record it.
+    heads: number of attention heads, needed if the files do not record this number.
     """
     args, where = theirs.settings, theirs.folder
     for name, allowed in MUST.items():
@@ -68,7 +68,7 @@ def _heads(theirs: RankFiles, given: int | None) -> int:
         raise ValueError(f"{theirs.folder} does not record the number of attention heads; give --num-attention-heads")
     if heads < 1 or heads % theirs.ranks:
         raise ValueError(
-            f"{heads} heads cannot be split over {theirs.ranks} model-parallel ranks; see --num-attention-heads"
+            f"{heads} heads cannot be split over {theirs.ranks} model-parallel ranks; change --num-attention-heads"
         )
     return heads
 
@@ -80,7 +80,7 @@ def _activation(args: Mapping[str, Any], where: str) -> str:
     if args.get("onnx_safe") and args.get("bias_gelu_fusion"):
         raise ValueError(
             f"{where}: onnx_safe and bias_gelu_fusion are both set, and versions of Megatron-LM differ in which one "
-            f"they follow; save it again with only the one that applies"
+            f"they follow; save the checkpoint again with only the one that applies"
         )
     return "gelu" if args.get("onnx_safe") or args.get("bias_gelu_fusion") is False else "gelu-tanh"
 
@@ -96,7 +96,7 @@ def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
 
 
 def check_complete(theirs: RankFiles, config: Config) -> None:
-    """Raise ValueError unless the files hold every parameter of the model, in its shape, and no others."""
+    """Raise ValueError unless the files hold all parameters of the model, with the right shapes, and no others."""
     wanted = whole_shapes(config)
     for name in (*wanted, *theirs.names()):
         if name not in wanted or name not in theirs.names():

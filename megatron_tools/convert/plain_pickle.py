@@ -46,19 +46,19 @@ class _Words:
 
 
 def _reconstruct(kind: Any, *_: Any) -> _Array:
-    """Return an `_Array`, in place of numpy's function of this name. Raises _Refused for any other type.
+    """Return an `_Array`, in place of numpy's function of this name. Raises _Refused unless `kind` is `_Array`.
 
-    numpy's own function calls whatever type the file passes to it.
+    numpy's own function would call any type that the file passes to it.
     """
     if kind is not _Array:
         raise _Refused(f"numpy's _reconstruct of {getattr(kind, '__name__', 'something')}")
     return _Array.__new__(_Array)
 
 
-MOST_READ = 1 << 26  # bytes
+MOST_READ = 1 << 26  # bytes of a pickle that are read to explain its rejection
 _OF_TENSORS = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
 
-# Substitutes for numpy's functions; numpy 2.0 renamed the module.
+# Substitutes for numpy's functions, under the old and the new name of the module that numpy 2.0 renamed.
 _NUMPY: list[tuple[Callable[..., Any], str]] = [
     (_reconstruct, "numpy.core.multiarray._reconstruct"),
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
@@ -70,8 +70,8 @@ _NUMPY: list[tuple[Callable[..., Any], str]] = [
 def load_plain(path: Path) -> Mapping[str, Any]:
     """Unpickle tensors, plain values, and the settings and generator states that Megatron-LM saves with them.
 
-    Raises ValueError without executing anything if a file requests more (torch's `weights_only`). States of
-    numpy's generator become empty objects.
+    Raises ValueError if a file requests any other object, without executing anything (torch's `weights_only`). States
+    of numpy's generator become empty objects.
     """
     refused = "and is not loaded; if you trust it, save it again with only its weights"
     with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # a Namespace holds only names and values

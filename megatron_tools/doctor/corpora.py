@@ -12,7 +12,7 @@ SLICES = 64
 
 
 def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Check each corpus that the settings name. tokenizer: None if it could not be loaded."""
+    """Check each corpus that the settings name. tokenizer: the run's tokenizer, None if it could not be loaded."""
     from megatron.data.corpora import prefixes_of
     from megatron.data.indexed_dataset import IndexedDataset
 
@@ -25,7 +25,11 @@ def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
         try:
             dataset = IndexedDataset(prefix)
         except (ValueError, OSError) as error:
-            yield failed("data", str(error), "make it again with tools/preprocess_data.py, or copy both files again")
+            yield failed(
+                "data",
+                str(error),
+                "make the corpus again with tools/preprocess_data.py, or copy its .bin and .idx files again",
+            )
             continue
         yield ok("data", f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
         yield from _check_tokenizer(prefix, dataset, config, tokenizer)
@@ -39,7 +43,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
     try:
         about = made_with(prefix)
     except ValueError as error:
-        yield failed("data", str(error), "copy that file again, or preprocess again")
+        yield failed("data", str(error), "copy the file named here again, or preprocess again")
         return
     if tokenizer is not None and about is not None:
         theirs, remedy = about.get("fingerprint"), "give the tokenizer of the corpus, or preprocess again"

@@ -202,10 +202,10 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--run-dir", help="folder of the run")
     add("--hostfile", help="file with lines such as 'node1 slots=8'; each host is checked over ssh")
-    add("--ranks", type=int, help="ranks of the run (default: slots of the hostfile, WORLD_SIZE, or 1 replica)")
+    add("--ranks", type=int, help="ranks of the run (default: hostfile slots, else WORLD_SIZE, else one replica)")
     add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to wait for a host (default: 10)")
     add("--quick", action="store_true", help="do not read the whole checkpoint")
-    add("--json", action="store_true", help="print a JSON list of objects")
+    add("--json", action="store_true", help="print the results as a JSON list")
     return parser
 
 

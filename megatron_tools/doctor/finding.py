@@ -35,7 +35,7 @@ def failed(check: str, words: str, remedy: str) -> Finding:
 
 
 def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of `look`; an exception becomes a failed finding with its message."""
+    """Yield the findings of `look`; if it raises an exception, yield a failed finding with the exception's message."""
     try:
         yield from look()
     except ImportError as error:
@@ -43,4 +43,4 @@ def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[F
         remedy = f"install {error.name or 'the named package'} again: pip install -r requirements.txt"
         yield failed(check, f"cannot be checked {why}", remedy)
     except (OSError, ValueError, RuntimeError) as error:
-        yield failed(check, " ".join(str(error).split()), "fix what the message names")
+        yield failed(check, " ".join(str(error).split()), "fix the problem that this message describes")

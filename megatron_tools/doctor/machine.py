@@ -112,7 +112,7 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
 
 
 def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
-    """Check for other packages named `megatron` on `paths`; one before this project's would hide it.
+    """Check for other packages named `megatron` on `paths`; one that precedes this project's package would hide it.
 
     ours: folder of this project's package.
     """
@@ -123,7 +123,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
             continue
         if there.resolve() == ours.resolve():
             first = False
-        elif (there / "__init__.py").is_file():  # else a namespace package, which hides nothing
+        elif (there / "__init__.py").is_file():  # a folder without it is a namespace package, which hides nothing
             others.append((there, first))
     hiding = [there for there, before in others if before]
     if hiding:
@@ -135,8 +135,8 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
     elif others:
         yield warning(
             "package megatron",
-            f"there is another package of this name, {others[0][0]}",
-            "start scripts from this checkout, or use an environment without it",
+            f"there is another package named megatron, {others[0][0]}",
+            "start scripts from this checkout, or use an environment without the other package",
         )
     else:
         yield ok("package megatron", "only this project's")

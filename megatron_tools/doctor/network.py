@@ -69,7 +69,7 @@ def hostfile(path: str) -> Iterator[Finding]:
 def hosts_answer(
     hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float = SSH_SECONDS
 ) -> Iterator[Finding]:
-    """Check each host by ssh without a password: same versions, and `marker` visible on a shared disk.
+    """Check each host by ssh without a password: the same versions as here, and `marker` visible on a shared disk.
 
     versions: this machine's Python, torch and DeepSpeed, in this order.
     """
@@ -166,7 +166,7 @@ def rank_0_is_here() -> Iterator[Finding]:
         with socket.socket() as probe:
             probe.bind((address, 0))
     except socket.gaierror:
-        return  # `names` reports this
+        return  # the address does not resolve, which `names` reports
     except OSError as error:
         yield failed(
             "MASTER_ADDR",

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Settled(NamedTuple):
-    """Settings of a run as far as they could be resolved; None for the rest."""
+    """Settings of a run, and the settings resolved with the ds_config; each is None if it could not be determined."""
 
     config: Config | None
     resolved: "Resolved | None" = None
 
 
 def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
-    """Return the settings that the flags give, or those stored by a run if only its directory is given."""
+    """Return the settings that the flags give, or the settings stored in a run directory if there are no flags."""
     try:
         if run_config and not flags:
             return from_file(run_config), [ok("settings", f"from {run_config}")]
@@ -66,7 +66,7 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
     try:
         config.parallel.data_parallel_size(ranks)
     except ConfigError:
-        return Settled(config), []  # `layout` reports this
+        return Settled(config), []  # `layout` reports this error
     try:
         found = resolve(config, ranks, device.fast_bf16(device.current()))
     except ConfigError as error:

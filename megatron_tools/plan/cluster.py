@@ -22,9 +22,9 @@ class Link:
 class Cluster:
     """Hardware figures of a cluster.
 
-    kind: `cpu` or `accelerator`, which decides which activations layers keep. memory: of a device, in gigabytes of 10^9
-    bytes.
-    peak_tflops: dense matmul peak by dtype. memory_bandwidth: of a device's memory, in gigabytes per second.
+    kind: `cpu` or `accelerator`; it decides which activations layers keep for the backward pass.
+    memory: memory of a device in gigabytes (10^9 bytes).
+    peak_tflops: dense matmul peak by dtype. memory_bandwidth: gigabytes per second.
     inside, between: links of a device within its node and to other nodes. sources: references for the figures.
     """
 
@@ -53,7 +53,7 @@ class Cluster:
         return self.peak_tflops[dtype] * 1e12
 
     def link(self, ranks: int, stride: int) -> Link:
-        """Return the slowest link of a group of `ranks` devices with distance `stride`: `between` if it spans nodes."""
+        """Return the slowest link in a group of `ranks` devices, each `stride` after the previous one."""
         return self.inside if (ranks - 1) * stride < self.devices_per_node else self.between
 
 

@@ -28,8 +28,8 @@ class Efficiency:
 
     matmul: fraction of the peak in wide matmuls. narrow: matmul width at which half of `matmul` is reached.
     attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
-    hidden_passes, inner_passes: how often a layer's forward pass reads or writes hidden states and the MLP's
-    inner activations outside matmuls. score_passes: the same for attention scores, 0 for fused kernels.
+    hidden_passes, inner_passes, score_passes: how often a layer's forward pass reads or writes hidden states, the
+    MLP's inner activations, and attention scores, outside matmuls. score_passes is 0 for fused kernels.
     overlap: fraction of the gradient reduction hidden by the last backward pass.
     step_seconds: constant overhead of a step.
     """
@@ -138,7 +138,7 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
 
 
 def _width_factor(x: Shapes, e: Efficiency) -> float:
-    """Return the fraction of `e.matmul` that this rank's matmuls reach, from their shortest side."""
+    """Return the fraction of `e.matmul` that this rank's matmuls reach, given the shortest side of their matrices."""
     m = x.config.model
     narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, m.ff_size / x.ranks)
     return narrowest / (narrowest + e.narrow)

@@ -28,7 +28,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of an iteration, samples of a micro-batch, and micro-batches per iteration and replica."""
+    """Batch sizes. total: samples of an iteration. micro: of a micro-batch. gas: micro-batches per step and replica."""
 
     total: int
     micro: int
@@ -188,7 +188,7 @@ def fits(layout: Layout, cluster: Cluster) -> bool:
 
 
 def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
-    """Return the layouts that fit, fastest first; at equal speed (to 1%) the one with least memory first.
+    """Return the layouts that fit, fastest first; of layouts equally fast within 1%, the one with least memory first.
 
     Raises ValueError with one sentence of advice if no layout is valid or none fits.
     """
@@ -239,7 +239,7 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
 
 
 def _explain_no_layout(wanted: Wanted) -> str:
-    """Return why no layout is valid: the error of the layout that the settings themselves describe."""
+    """Return why no layout is valid: the error of the layout that the user's settings give without a search."""
     c, replicas = wanted.config, wanted.devices
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
     try:

@@ -1,8 +1,9 @@
 """Find layouts of a model on a cluster that fit in memory, and predict their speed and training time in days.
 
-Give two of --global-batch-size, --micro-batch-size and --gas, or the first alone. Training flags describe the model
-(--num-layers 24 ...); layout flags (--model-parallel-size 8, --zero-stage 1, --checkpoint-activations ...) fix
-that part of the search. See docs/scaling.md for what is counted and how accurate the predictions are.
+Give two of --global-batch-size, --micro-batch-size and --gas, or --global-batch-size alone. Training flags
+describe the model (--num-layers 24 ...). A layout flag (--model-parallel-size 8, --zero-stage 1,
+--checkpoint-activations ...) sets a value that the search keeps. docs/scaling.md describes what is counted and how
+accurate the predictions are.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class _PlanParser(Parser):
 
 
 def _family_of(argv: list[str]) -> str:
-    """Return the model family in these settings, or "" if they do not name one."""
+    """Return the model family that `argv` names, or "" if it names no family."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--family")
     finder.add_argument("--config", action="append", default=[])
@@ -116,8 +117,8 @@ def main(args: argparse.Namespace) -> None:
     found = search(wanted)
     print(
         f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} "
-        f"devices of {cluster.name}; {len(found)} layouts fit; the table has GB of the peak "
-        f"stage and TFLOP/s per device, with recomputation"
+        f"devices of {cluster.name}; {len(found)} layouts fit; the table shows the memory "
+        f"of the peak stage in GB, and TFLOP/s per device including recomputation"
     )
     print("\n".join(ranked(found[: args.top], args.tokens)))
     chosen = _chosen(found, args.layout)

@@ -22,7 +22,7 @@ ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"
 
 @dataclass(frozen=True)
 class Row:
-    """Published run. tflops: per device. micro: micro-batch size, an assumption if `assumed` says so."""
+    """Published run. tflops: per device. micro: micro-batch size. assumed: what was not published."""
 
     source: str
     name: str
@@ -97,7 +97,7 @@ def compare(row: Row) -> Compared:
 
 
 def lines() -> Iterator[str]:
-    """Yield the table, then the median error by source, of all rows with a published layout, and of all rows."""
+    """Yield the table, then median errors: by source, for all rows with a published layout, and for all rows."""
     heads = (
         "source",
         "model",

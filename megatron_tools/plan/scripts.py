@@ -20,7 +20,7 @@ FAMILIES = ("gpt2", "llama", "t5")  # families with an entry script
 def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
     """Write config.json, ds_config.json and run.sh to `folder`; return their paths.
 
-    Raises ValueError for a model without one of our families.
+    Raises ValueError if the model belongs to none of our families.
     """
     if layout.config.model.family not in FAMILIES:
         raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; omit --write")
@@ -83,7 +83,7 @@ def _ds_config(layout: Layout) -> str:
 def _script(layout: Layout, cluster: Cluster) -> str:
     per_node = next(
         n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0
-    )  # the same on each node
+    )  # every node has equally many ranks
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f"--standalone --nproc-per-node {per_node}"
@@ -125,7 +125,7 @@ def _corpus(size: int) -> str:
     size: vocabulary size of the model.
     """
     words = 4000 if size > 5000 else max(size - 200, size // 2)
-    return f"""# Without DATA_PATH and VOCAB_FILE it trains on the sample corpus of the checkout, with a new tokenizer.
+    return f"""# Without DATA_PATH and VOCAB_FILE, train on the sample corpus of the checkout with a new tokenizer.
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
 if [ -z "${{VOCAB_FILE:-}}" ]; then
     VOCAB_FILE=$HERE/data/tokenizer.model

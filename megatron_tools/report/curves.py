@@ -43,7 +43,8 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
 def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
     """Return a line of a chart. NaN and infinite values become None, which interrupts the line.
 
-    kind: raw (many points, thin), dots (few points, with markers), dashed, parts or plain.
+    kind: the style. raw: thin, for many points. dots: with markers, for few points. parts: one colour per label, not
+    per run. dashed, plain: as named.
     """
     finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
     kept = thinned(finite)
@@ -106,7 +107,7 @@ def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
     return found
 
 
-# Keys of training rows: key, title, unit, logarithmic scale, factor.
+# Charts of metrics in training rows: key in metrics.jsonl, title, unit, logarithmic scale, factor to the unit.
 OF_TRAINING = (
     ("lr", "Learning rate", "", False, 1.0),
     ("grad_norm", "Gradient norm", "", True, 1.0),

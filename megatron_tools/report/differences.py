@@ -11,7 +11,7 @@ APART = {"run_dir", "save", "load"}  # paths that identify the run itself
 
 
 class Setting(NamedTuple):
-    """One setting of all runs. differs: its values in the runs differ. changed: some run's value is not the default."""
+    """One setting of all runs. differs: runs have different values. changed: at least one value is not the default."""
 
     section: str
     flag: str

@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron.atomic import whole_file, write_text
 from tds.timetable import Span
 
-COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}  # even, odd chunk
+# Colours of even and odd chunks.
+COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 WIDTH, HEIGHT, LEFT, HEAD, AXIS = (
     860,

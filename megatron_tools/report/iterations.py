@@ -13,9 +13,9 @@ LETTERS = {"Forward": "F", "Backward": "B", "BackwardInput": "B", "BackwardWeigh
 class Iteration(NamedTuple):
     """The timeline of one iteration of one replica.
 
-    seconds: from the first stage's start of the step to the last stage's end.
+    seconds: from the start of the step on the earliest stage to its end on the latest stage.
     begin: seconds from the start of the step to the first pass.
-    spans: its passes, with times from the first one.
+    spans: passes, with times counted from the start of the first pass.
     """
 
     number: int

@@ -32,7 +32,7 @@ def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
     known = {(row["iteration"], row["prompt"], row["tokens"]) for row in rows}
     found = checkpoints_of(run_dir)
     if not found:
-        raise ValueError(f"{run_dir} has kept no checkpoint to continue --prompt with")
+        raise ValueError(f"{run_dir} has kept no checkpoint that could continue --prompt")
     for iteration, checkpoint in found:
         asked = [prompt for prompt in prompts if (iteration, prompt, longest) not in known]
         if not asked:

@@ -28,10 +28,10 @@ EXAMPLES = """\
 
 
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
-    """Return unigram entropies in nats per token, by what they describe; {} without validation text."""
+    """Return {name of a text: its unigram entropy in nats per token}; {} without validation text."""
     if config["model"]["family"] != "t5":
         if config["data"]["objective"] == "sft":
-            return {}  # the loss covers only some of the tokens
+            return {}  # the loss covers only answers, so the entropy of all tokens is no baseline
         text = of_text(config)
         return {} if text is None else {"validation text": text}
     if not train:
@@ -99,7 +99,7 @@ def _parameters(config: Config) -> int | None:
 def main(args: argparse.Namespace) -> None:
     given = [*args.runs, *([args.run_dir] if args.run_dir else [])]
     if not given:
-        raise ValueError("give the folder of a run, or several")
+        raise ValueError("give the folders of one or more runs")
     folders = [Path(each) for each in dict.fromkeys(given)]
     if args.prompt:
         from .kept_samples import write_samples  # importing torch is slow, so reports without --prompt avoid it
@@ -127,7 +127,7 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="folders of runs")
-    add("--run-dir", help="folder of a run, as in other tools")
+    add("--run-dir", help="folder of a run, the same as RUN")
     add("--output", help="page to write (default: report.html in the folder of the first run)")
     add("--prompt", action="append", help="show how each kept checkpoint continues this text; may be repeated")
     add("--max-new-tokens", type=int, default=48, help="longest continuation of --prompt in tokens (default: 48)")

@@ -46,20 +46,21 @@ def _rows_of(path: Path) -> list[Row]:
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl, with nan where it has null. Raises ValueError if it is missing or damaged."""
+    """Return the rows of metrics.jsonl, with nan for a null loss. Raises ValueError for a missing or damaged file."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
     rows = _rows_of(path)
-    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]  # null means nan
+    # metrics.jsonl has null for nan.
+    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]
 
 
 @dataclass(frozen=True)
 class RunRead:
     """One run.
 
-    given: its settings as saved. config: these settings with paths relocated to where the folder is now.
-    baselines: unigram entropies in nats per token, by what they describe.
+    given: its settings as saved. config: these settings, with paths changed to the present location of the folder.
+    baselines: name of a text -> its unigram entropy in nats per token.
     """
 
     name: str

@@ -16,10 +16,10 @@ WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a st
 
 
 class Timetable(NamedTuple):
-    """A traced iteration.
+    """The timetable of a traced iteration, `chosen`.
 
-    ideal: the same passes if stages waited only for inputs. usual: seconds of the median iteration. kept:
-    number of iterations in the trace.
+    ideal: the timetable of the same passes if stages waited only for inputs. usual: seconds of the median iteration.
+    kept: number of iterations in the trace.
     """
 
     stages: int
@@ -39,7 +39,7 @@ class Timetable(NamedTuple):
 
 
 def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
-    """Return the instructions of every stage."""
+    """Return the schedule `name` as a list of instructions for each stage."""
     schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
     return [list(schedule(stage, stages, micros)) for stage in range(stages)]
 
@@ -81,7 +81,7 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
 
 
 def read_timetable(run_dir: Path) -> Timetable | None:
-    """Return the timetable of a pipeline run with timelines, or None if there is none."""
+    """Return the timetable of a pipeline run, or None if the run recorded no timelines."""
     folder = run_dir / timeline.FOLDER
     try:
         ranks = timeline.read(folder)

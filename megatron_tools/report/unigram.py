@@ -20,14 +20,14 @@ Counts = NDArray[np.int64]
 
 
 class OfTargets(NamedTuple):
-    """Unigram losses of T5 in nats per token: over all targets, and over masked text without sentinels and ends."""
+    """Unigram losses of T5 in nats per token: over all targets, and over masked text only."""
 
     targets: float
     text: float
 
 
 def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
-    """Return each token's count in the training and validation data, or None for no or several corpora."""
+    """Return each token's count in the training and validation data, or None without a corpus or with several."""
     corpora = parse_blend(data_path or [])
     if len(corpora) != 1 or not Path(f"{corpora[0][1]}.idx").is_file():
         return None
@@ -43,7 +43,7 @@ def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[C
 
 
 def of_text(config: dict[str, Any]) -> float | None:
-    """Return the unigram loss of the validation text in nats per token; None without one or with several corpora.
+    """Return the unigram loss of the validation text in nats per token; None unless there is one corpus with such text.
 
     config: settings of a run.
     """
@@ -83,7 +83,7 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
     frequencies = np.zeros(tokenizer.vocab_size)
     frequencies[text] = (counts[0] + 1)[text]
     frequencies[text] /= frequencies[text].sum()
-    # Sentinels and ends have their frequency in training samples; text has the remaining probability.
+    # Sentinels and end tokens get their frequency in training samples; text tokens share the remaining probability.
     shown, asked = labels(train, SHOWN), labels(valid, samples)
     marks = (shown + 1)[~text] / (shown.sum() + (~text).sum())
     over_all = np.where(text, frequencies * (1 - marks.sum()), 0.0)

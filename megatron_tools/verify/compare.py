@@ -9,15 +9,18 @@ from torch import Tensor
 
 from .records import Place, Records, is_exact_split, join_parts
 
-# Relative to root mean squares. A different summation order gives about 1e-7 in fp32 and 1e-16 in fp64; a bug
-# gives 1e-3 and more.
+# Largest allowed differences, relative to root mean squares. A different summation order gives about 1e-7 in fp32
+# and 1e-16 in fp64; a bug gives 1e-3 and more.
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9}
-FLOOR = 1e-3  # errors of tiny gradients are relative to this share of the model's RMS gradient
+FLOOR = 1e-3  # a gradient's error is relative to its own RMS, or to this share of the model's RMS if that is larger
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference from one process. name: a module or parameter within `layer`. error: relative."""
+    """Difference of a layout from the run in one process.
+
+    name: a module or parameter in `layer`. error: relative error.
+    """
 
     layer: str
     name: str
@@ -35,11 +38,12 @@ class Difference:
 
 @dataclass
 class Verdict:
-    """Result for one layout. Errors are the largest relative ones, None if nothing could be compared.
+    """Result for one layout, compared with the run in one process.
 
-    initial_values, forward: the first difference in network order. backward: the last one, closest to the loss.
-    state: the first persistent buffer that differs after the last step. others: number of further parameters
-    with different gradients. stopped: why there is nothing to compare.
+    loss, forward_error, gradient_error: largest relative errors, None if nothing could be compared. initial_values,
+    forward: the first difference in network order. backward: the last difference, closest to the loss. state: the first
+    persistent buffer that differs after the last step. others: number of further parameters with different gradients.
+    stopped: the error of a run that left nothing to compare.
     """
 
     layout: str
@@ -57,7 +61,7 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """True if all values agree with those of one process."""
+        """True if all values agree with the values of the run in one process."""
         found = self.initial_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped
         return all(each is None for each in found)
 
@@ -73,11 +77,14 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
     if distance == 0.0:
         return 0.0
     relative = distance / max(size, floor) if max(size, floor) else float("inf")
-    return relative if relative == relative else float("inf")  # NaN does not agree
+    return relative if relative == relative else float("inf")  # NaN counts as an infinite difference
 
 
 class Comparison:
-    """Comparison of `other` with `one`, the run of a single process. tolerance: largest relative difference allowed."""
+    """Comparison of the run `other` with `one`, the run in a single process.
+
+    tolerance: largest relative difference allowed.
+    """
 
     def __init__(self, one: Records, other: Records, tolerance: float) -> None:
         self.one, self.other, self.tolerance = one, other, tolerance
@@ -94,14 +101,14 @@ class Comparison:
 
     @cached_property
     def _order(self) -> dict[str, int]:
-        """Module name -> order in which modules first returned in one process."""
+        """Module name -> position in the order in which modules first returned in the run in one process."""
         order: dict[str, int] = {}
         for place in self.one.outputs:
             order.setdefault(place.name, len(order))
         return order
 
     def _when(self, parameter: str) -> tuple[int, str]:
-        """Return a parameter's sort key in network order: the call of its innermost called module, then its name."""
+        """Return a parameter's sort key in network order: when its module returned (`_order`), then its name."""
         name = parameter
         while name := name.rpartition(".")[0]:
             if name in self._order:
@@ -127,7 +134,7 @@ class Comparison:
                 return
 
     def _compare_outputs(self, found: Verdict) -> None:
-        """Find the first layer whose output differs, and the first module in it.
+        """Find the first layer whose output differs, and the first module that differs in this layer.
 
         Differences inside a layer whose output agrees do not count.
         """
@@ -271,7 +278,7 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
         rows.append((v.layout, *numbers, "agrees" if v.agrees else "DIFFERS" if not v.stopped else "DID NOT RUN"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"largest relative differences from one process (tolerance: {tolerance:g})"]
+    lines += [f"largest relative differences from the run in one process (tolerance: {tolerance:g})"]
     for v in verdicts:
         lines += [f"{v.layout}: {words}" for words in explained(v)]
     return "\n".join(lines)

@@ -35,7 +35,10 @@ class Layout:
         return ", ".join(words) or "one process"
 
     def flags(self, micros: int) -> list[str]:
-        """Return an entry script's flags for `micros` micro-batches over all replicas. Raises ConfigError."""
+        """Return an entry script's flags for `micros` micro-batches over all replicas.
+
+        Raises ConfigError if the replicas cannot have equally many micro-batches.
+        """
         if micros % self.dp:
             raise ConfigError(
                 f"layout {self}: {micros} micro-batches cannot be split over {self.dp} replicas; change --micros"
@@ -81,7 +84,10 @@ def read_layout(text: str) -> Layout:
 
 
 def common_micros(layouts: Sequence[Layout]) -> int:
-    """Return the micro-batches of an iteration for all layouts: per replica at least 2, and one for each stage."""
+    """Return a number of micro-batches per iteration that suits every layout.
+
+    Each replica gets equally many: at least two, and at least one for each stage.
+    """
     least = math.lcm(*(layout.dp for layout in layouts))
     wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)
     return least * math.ceil(wanted / least)

@@ -1,6 +1,6 @@
 """Recorder of one rank's initial values, module outputs, gradients and losses over a few training steps.
 
-A record is a file per rank with plain dicts and tensors. Outputs are those of the first step. Hooks capture
+A record is a file per rank with plain dicts and tensors. Outputs are recorded in the first step only. Hooks capture
 each gradient as autograd passes it to the parameter, before any reduction over replicas.
 """
 
@@ -194,7 +194,7 @@ def _plain(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def record_run(folder: Path, steps: int) -> Callable[[], None]:
-    """Record subsequent runs in this process into `folder`. Return a function that undoes it.
+    """Record subsequent runs in this process into `folder`. Return a function that stops recording.
 
     Recording replaces `megatron.training.setup.build_engine`, which a run calls once to get its engine.
     """

@@ -88,8 +88,8 @@ class Records:
     def buffers(self) -> dict[str, list[Tensor]]:
         """Return the copies of each persistent buffer after the last step.
 
-        A PipelineModule's own buffers and those of its loss are on every stage, but only some stages may use
-        them. So only ranks that changed a buffer count, or all ranks if none did.
+        Buffers of a PipelineModule itself or of its loss are on every stage, but only some stages may use them. So
+        only copies of ranks that changed the buffer are returned, or all copies if no rank changed it.
         """
         changed = {name for rank in self.ranks for name in rank["changed"]}
         found: dict[str, list[Tensor]] = defaultdict(list)
@@ -101,7 +101,7 @@ class Records:
 
     @cached_property
     def outputs(self) -> dict[Place, list[Tensor]]:
-        """Each model-parallel rank's part of each output, in the order in which modules returned."""
+        """Place of each output -> its parts by model-parallel rank, in the order in which modules returned."""
         found: dict[Place, dict[int, Tensor]] = {}
         for share in sorted({rank["share"][0] for rank in self.ranks}):
             line = [rank for rank in self.ranks if rank["share"][0] == share]
@@ -128,7 +128,7 @@ class Records:
 
 
 def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
-    """Return the whole tensor from (spec, shard) of all model-parallel ranks, or the copies if it is replicated."""
+    """Return the whole tensor from (spec, shard) of all model-parallel ranks, or the copies of a replicated tensor."""
     spec = parts[0][0]
     if spec["dim"] is None:
         return [value.reshape(spec["local"]) for spec, value in parts]

@@ -27,7 +27,7 @@ NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 
 def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
-    """Return the script's flags for one layout: the user's flags, then flags that override them."""
+    """Return the script's flags for one layout: the user's flags, then this tool's flags, which override them."""
     dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
     return [
         *args.flags, *dropout, *layout.flags(micros), "--train-iters", str(args.steps), "--precision", args.precision,
@@ -37,7 +37,7 @@ def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_di
 
 
 def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -> str | None:
-    """Train in `layout` with the ranks' records in `folder`. Return an error message, or None on success."""
+    """Train in `layout`; the ranks write records into `folder`. Return an error message, or None on success."""
     folder.mkdir()
     flags = flags_of_steps(args, layout, micros, folder / "run")
     rank = ["megatron_tools.verify.verify_rank", str(folder), str(args.steps), args.script, *flags]
@@ -124,7 +124,7 @@ def build_parser() -> Parser:
         "--precision",
         choices=("fp32", "fp64"),
         default="fp32",
-        help="fp32, or fp64 to rule out rounding, without ZeRO (default: fp32)",
+        help="fp32, or fp64 to rule out rounding errors; fp64 cannot be used with ZeRO (default: fp32)",
     )
     add(
         "--tolerance",
@@ -137,7 +137,7 @@ def build_parser() -> Parser:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into this tool's, before `--`, and the script's."""
+    """Split the arguments into this tool's, before `--`, and the script's, after it."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
 

@@ -158,10 +158,10 @@ def build_parser() -> Parser:
     add("--load", help="run directory, checkpoint, or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral")
     add("--hf", help="Hugging Face folder to evaluate with transformers")
     add("--input", nargs="+", help="text files to score, in the formats of tools/preprocess_data.py")
-    add("--cloze", help="JSON lines with a context and a target each")
+    add("--cloze", help="file of JSON lines, each with a context and a target")
     add("--tasks", help="comma-separated lm-eval tasks")
     add("--task-folder", help="folder with custom tasks for --tasks, in lm-eval's format")
-    add("--limit", type=int, help="questions per task of --tasks (default: all)")
+    add("--limit", type=int, help="maximum number of questions in each task of --tasks (default: all)")
     add("--vocab-file", help="tokenizer (default: that of the run or folder)")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add(
@@ -172,7 +172,7 @@ def build_parser() -> Parser:
     add(
         "--stride",
         type=int,
-        help="targets per window; fewer give each more context (default: half the window)",
+        help="tokens that each window scores; with fewer, each has more context (default: half the window)",
     )
     add("--json", help="JSON file to write the results to")
     add("--quiet", action="store_true", help="hide the progress bar")

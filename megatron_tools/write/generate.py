@@ -80,7 +80,7 @@ def load(args: argparse.Namespace) -> Writer:
 
 
 def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
-    """Return a callback that prints an answer token by token. A character appears once all its bytes are there."""
+    """Return a callback that prints an answer token by token. A character appears once all its bytes are known."""
     ids: list[int] = []
     shown = 0
 
@@ -95,7 +95,7 @@ def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
 
 
 def print_texts(writer: Writer, args: argparse.Namespace) -> None:
-    """Print the texts of each prompt once they are complete."""
+    """Print the generated texts of each prompt when all of them are complete."""
     for asked, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
         for text in texts if is_rank_0() else []:
             whole = {**as_json(asked), "text": text} if args.input else {"text": text}
@@ -140,7 +140,7 @@ def check(args: argparse.Namespace) -> None:
         ("top_k", args.top_k >= 0, "at least 0 (0: all tokens)"),
         ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1 (1: all tokens)"),
         ("num_beams", args.num_beams >= 0, "at least 0 (0: sampling)"),
-        ("top_lift", args.top_lift >= 0, "at least 0 (0: none)"),
+        ("top_lift", args.top_lift >= 0, "at least 0 (0: prints no tokens)"),
         ("batch_size", args.batch_size >= 1, "at least 1"),
         ("model_parallel_size", args.model_parallel_size >= 1, "at least 1"),
         ("pipe_parallel_size", args.pipe_parallel_size >= 0, "at least 0 (0: no pipeline)"),
@@ -218,8 +218,8 @@ def build_parser() -> Parser:
         "--favoured",
         type=int,
         default=0,
-        help="after each prompt's texts, print this many next tokens whose probability most exceeds their share of the "
-        "training text (default: 0)",
+        help="after the texts of each prompt, print this many candidates for its next token: those whose probability "
+        "most exceeds their frequency in the training text (default: 0)",
     )
     add("--json", action="store_true", help="print one JSON line per text")
     return parser

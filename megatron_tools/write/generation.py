@@ -1,6 +1,6 @@
 """Text generation with a trained model, token by token, with a cache of keys and values.
 
-Shapes: b batch, s tokens so far, v vocabulary.
+Shapes: b batch, s tokens so far, v vocabulary, t model-parallel ranks.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class Stepper(Protocol):
 class Stages:
     """A model split over pipeline stages, all of which follow the generated text.
 
-    Each stage broadcasts the small output of its layers to all others, so that every rank can choose the next
+    Each stage broadcasts the output of its layers to all other stages, so that every rank can choose the next
     token.
     """
 
@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Continues one or more prompts of equal length. Past the last learned position it recomputes a sliding window."""
+    """Continues one or more prompts of equal length. Beyond the last learned position, recomputes a sliding window."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class GPT2Stepper(_Stepper):
         stages: "Stages | None" = None,
         prefix: bool = False,
     ) -> None:
-        """Prepare to read `prompt`. prefix: treat it as a prefix, as in training with --objective prefix-lm."""
+        """Prepare to read `prompt`. prefix: bidirectional attention in the prompt, as with --objective prefix-lm."""
         self.model, self.positions, self.cached, self.prefix = model, positions, cached, prefix
         self.prompts = _as_rows(prompt)
         self.stages = stages
@@ -236,7 +236,7 @@ def _as_rows(prompt: Prompts) -> list[list[int]]:
 
 
 def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor:
-    """Return tokens [rows * times, s], each row repeated `times` times. Beam search only exchanges these equal rows."""
+    """Return tokens [rows * times, s], with each of the rows repeated `times` times."""
     return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
 
 
@@ -268,7 +268,7 @@ def _run(
 
 
 def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
-    """Gather logits [s, b, v/t] of the padded vocabulary and return those of the last token, [b, v]."""
+    """Gather logits [s, b, v/t] over ranks; return those of the last token without vocabulary padding, [b, v]."""
     return mpu.gather_from_model_parallel_region(mpu.whole_logits(logits)[-1])[..., : model.vocab_size]
 
 

@@ -26,7 +26,7 @@ class Harness(Subject):
 
     @torch.no_grad()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return (log-probability of the continuation, whether it is the greedy one) per (context, continuation)."""
+        """Return (log-probability of the continuation, is greedy decoding's result) per (context, continuation)."""
         return [self._one(*request.args) for request in requests]
 
     def _one(self, context: str, continuation: str) -> tuple[float, bool]:
@@ -36,7 +36,7 @@ class Harness(Subject):
         known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
         if not continuation or not whole:
             return 0.0, True
-        # A token across the boundary counts as the continuation's. At least one token does, so every request is scored.
+        # A token across the boundary counts as the continuation's. The continuation always gets at least one token.
         wanted = len(whole) - min(boundary(known, whole), len(whole) - 1)
         ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
         wanted = min(wanted, len(ids) - 1)
@@ -47,7 +47,10 @@ class Harness(Subject):
         return total, bool((scores.argmax(-1) == targets).all())
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return the log-probability of whole texts, with at least half a window of context where it exists."""
+        """Return the log-probability of whole texts.
+
+        Each token is scored with at least half a window of context, or with all earlier tokens if there are fewer.
+        """
         found = []
         for request in requests:
             ids = [*self.tokenizer.before, *self.tokenizer.encode(request.args[0])]

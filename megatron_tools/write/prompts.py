@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--fim-tokens",
         nargs=3,
         metavar=("PREFIX", "MIDDLE", "SUFFIX"),
-        help="special tokens for --suffix (default: those of the training run)",
+        help="fill-in-the-middle tokens for --suffix (default: those of the training run)",
     )
 
 

@@ -1,7 +1,7 @@
 """User input as model input: text to continue, a conversation to answer, or text for fill-in-the-middle.
 
 Names of special tokens in a text are encoded as text unless the user requests otherwise. In conversations and
-fill-in-the-middle this holds for every token in `Tokenizer.marks`, so that untrusted input cannot forge a turn or
+fill-in-the-middle this holds for every added token (`Tokenizer.marks`), so that untrusted input cannot forge a turn or
 a span.
 """
 
@@ -48,8 +48,8 @@ class Question(NamedTuple):
 class Marks(NamedTuple):
     """Ids of the fill-in-the-middle tokens.
 
-    inside: the tokens that begin a text (bos) follow the first of these tokens, as in `megatron.data.fim`, instead
-    of preceding it. spm: the suffix comes before the prefix.
+    inside: the tokens that begin a text (bos) follow the first fill-in-the-middle token instead of preceding it. spm:
+    the suffix comes before the prefix.
     """
 
     prefix: int
@@ -87,7 +87,7 @@ class Reader:
         if isinstance(asked, Infill):
             return self._of_infill(asked)
         tokenizer = self.tokenizer
-        # A prompt is encoded like text of the corpus, so added tokens that are not special stay tokens.
+        # A prompt is encoded like text of the corpus: names of added tokens that are not special become these tokens.
         found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
         ids = [*tokenizer.start, *found]
         return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
@@ -95,8 +95,8 @@ class Reader:
     def _of_conversation(self, asked: Conversation) -> Question:
         """Return a conversation as a Question.
 
-        Its answer ends with the template's end-of-turn token, or else with the end-of-document token, and shows
-        no special tokens.
+        The answer ends with the template's end-of-turn token, or with the end-of-document token if the template has
+        none. The shown answer contains no special tokens.
         """
         assert self.template is not None
         tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(self.template.asking(asked.messages))
@@ -132,7 +132,7 @@ def _t5_question(asked: str, tokenizer: SentinelTokenizer) -> Question:
 
 
 def _t5_continuation(asked: str, tokenizer: SentinelTokenizer) -> Question:
-    """Return a prefix as a Question, laid out as `megatron.data.t5_dataset` does."""
+    """Return the prefix `asked` as a Question: encoder input as in training, and the id that ends the continuation."""
     source = tokenizer.encode(asked)
     if tokenizer.convention == "t5":
         return Question(asked, [*source, tokenizer.eod], tokenizer.eod, asked)
@@ -149,8 +149,8 @@ def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
 def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of `ids` up to the end of the document, without hidden ids.
 
-    After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) would drop a
-    leading space otherwise.
+    After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) drop a leading
+    space of a text decoded alone.
     """
     written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
     shown = [i for i in written if i not in question.hidden]

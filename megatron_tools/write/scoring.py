@@ -42,7 +42,7 @@ def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
     each target more context and takes longer.
     """
     if not 1 <= stride < longest:
-        raise ValueError(f"--stride {stride} must be from 1 to {longest - 1}, the tokens of a --window")
+        raise ValueError(f"--stride {stride} must be from 1 to {longest - 1}, the number of tokens in --window")
     first = 1
     while first < length:
         end = min(first + stride if first > 1 else longest, length)

@@ -71,7 +71,7 @@ class Writer:
         if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and not self.reader.continues_text:
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
         p = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
-        p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # special tokens are no text
+        p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # special tokens are not text
         found = counted(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
         shares = None if found is None else torch.from_numpy(found[0][: len(p)] + 1) / (found[0].sum() + len(p))
         best = (p if shares is None else torch.special.xlogy(p, p / shares)).topk(count).indices.tolist()
@@ -90,7 +90,7 @@ class Writer:
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """Yield the indices of questions to answer in one batch: of equal length, with the same end token."""
+    """Yield the indices of the questions of each batch, which have equal length and the same end token."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, question in enumerate(asked):
         alike.setdefault((len(question.tokens), question.end), []).append(i)
