@@ -31,7 +31,8 @@ class UnsupportedDeepSpeed(ValueError, ImportError):
 def refuse_other_releases(version: str) -> str | None:
     """Raise UnsupportedDeepSpeed for a release outside `SUPPORTED`, or without a name that this package uses.
 
-    Return a warning instead if the environment variable TDS_ANY_DEEPSPEED is set (not to 0).
+    If the environment variable TDS_ANY_DEEPSPEED is set to anything but 0, return a warning instead. Return None for a
+    supported release.
     """
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     wanted = "deepspeed>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
@@ -65,7 +66,7 @@ def missing_names() -> list[str]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress standard output and warnings in this block, for noisy calls of DeepSpeed; errors still raise."""
+    """Suppress standard output and warnings in this block, for noisy calls of DeepSpeed; errors are still raised."""
     held = io.StringIO()
     with contextlib.redirect_stdout(held), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -132,12 +133,12 @@ def prepare() -> None:
     """Patch DeepSpeed's view of what this device can do, before `init_distributed` and `initialize`.
 
     On a CPU, DeepSpeed would compile a shared-memory op in every rank (25-73 s, needs a compiler). It would also
-    refuse fp16 where the CPU has no native fp16 instructions, although torch supports fp16. It refuses to reduce fp64
-    gradients on any device.
+    refuse fp16 where the CPU has no native fp16 instructions, although torch supports fp16. On every device it
+    refuses to reduce fp64 gradients.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
-        comm: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute, this is torch itself
+        comm: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute `comm.torch` is torch itself
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights
@@ -224,7 +225,7 @@ def time_without_waiting(engine: Any) -> None:
 
 
 def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
-    """Return the autocast context for a forward pass that `"torch_autocast"` in the ds_config requests."""
+    """Return the autocast context that `"torch_autocast"` in the ds_config requests for a forward pass."""
     if not engine._config.torch_autocast_enabled:
         return contextlib.nullcontext()
     from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -299,7 +300,7 @@ def link_states(bucket: Any, states: Any) -> None:
     lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
 
 
-FLOPS_PROFILER = {  # keys of the section `flops_profiler`, in which DeepSpeed ignores unknown keys
+FLOPS_PROFILER = {  # valid keys of the section `flops_profiler`; DeepSpeed itself ignores others
     "enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
 }  # fmt: skip
 

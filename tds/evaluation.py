@@ -15,7 +15,7 @@ def check_arguments(reduce_output: str | None, micros: int) -> None:
         raise ValueError(f"num_micro_batches {micros}: there is nothing to evaluate; give 1 or more")
     if reduce_output not in (None, "avg"):
         raise ValueError(
-            f"reduce_output {reduce_output!r} is neither 'avg', the mean, nor None, the list of all micro-batches"
+            f"reduce_output {reduce_output!r} is neither 'avg' (the mean) nor None (a list over micro-batches)"
         )
 
 

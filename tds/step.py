@@ -15,8 +15,8 @@ from .split_backward import DeferredWeightGrads
 class Microbatch:
     """One micro-batch on one chunk of this stage; each field is emptied by the instruction that uses it.
 
-    received: the inputs, from RecvActivation to SendGrad (in evaluation to Forward).
-    to_send: the outputs, from Forward to SendActivation; afterwards their memory is free unless autograd needs
+    received: the inputs, from RecvActivation until SendGrad, or in evaluation until Forward.
+    to_send: the outputs, from Forward to SendActivation; afterwards their memory is freed unless autograd needs
         it.
     edges: graph edges of the outputs, from Forward to the backward pass.
     grads: gradients of the outputs, from RecvGrad to the backward pass.
