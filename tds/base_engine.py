@@ -33,7 +33,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     @cached_property
     def known_model(self) -> KnownModel:
-        """The weights and layers that the optimizer was made for."""
+        """The weights and layers of the module when the optimizer was made."""
         return KnownModel(self.module)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -55,7 +55,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce the gradients over the replicas like DeepSpeed; `.grad` stays None if no replica has a gradient."""
-        # DeepSpeed's bf16 optimizer reduces its fp32 gradient sums, which all weights have.
+        # DeepSpeed's bf16 optimizer reduces its fp32 gradient sums, which exist for all weights.
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return

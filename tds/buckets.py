@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ._torch import gather_shares, scatter_sum, users
 
-ALIGNMENT = 64  # elements; lets a share begin where every device copies fast
-NORM_SLICE = 2**20  # elements whose norm is taken in fp32; the squares of several such norms are summed in fp64
+ALIGNMENT = 64  # elements; shares begin at multiples of this, where every device copies fast
+NORM_SLICE = 2**20  # elements whose norm is computed in fp32; the squares of these norms are summed in fp64
 
 
 class Bucket:
@@ -66,7 +66,7 @@ class Bucket:
         return begin - self.begin, max(end, begin) - self.begin
 
     def count_views(self) -> None:
-        """Record how many tensors view the flat memory. Call it once all parameters do; later views are the user's."""
+        """Record how many tensors view the flat memory, when all parameters do; any later view is a user's."""
         self._views = users(self.weights)
 
     def view_of(self, parameter: nn.Parameter) -> Tensor:
@@ -80,8 +80,8 @@ class Bucket:
     def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
         """Copy these weights into the flat memory and make them views of it again.
 
-        Returns False, and does nothing, if another tensor views the flat memory: a user may have kept the
-        swapped-out data to restore it later.
+        Returns False, and does nothing, if another tensor views the flat memory: a user may have kept the old data of
+        a weight to restore it later.
         """
         if users(self.weights) != self._views - len(replaced):
             return False
@@ -107,7 +107,7 @@ class Bucket:
     def accumulates_matmuls(self) -> bool:
         """True if this device can add a matmul to the gradient sums in one kernel.
 
-        All devices can if weights and sums have one dtype; from half-precision weights to fp32 sums only CUDA can.
+        If weights and sums have the same dtype, all devices can; with half-precision weights and fp32 sums, only CUDA.
         """
         return not self.copies or widens(self.weights.device, self.weights.dtype)
 
@@ -122,7 +122,7 @@ class Bucket:
         self._arrived.add(parameter)
 
     def reduce(self) -> None:
-        """Start reducing gradients over the replicas, with zeros for missing ones; `share_grad` then holds the sums."""
+        """Start summing gradients over the replicas into `share_grad`, with zeros for missing ones."""
         for parameter in self.parameters:
             if parameter.grad is not None:  # set by hand, so no autograd hook has seen it
                 self.add(parameter)
@@ -169,7 +169,7 @@ class Bucket:
             parameter.grad = None
 
     def norm_slices(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
-        """Return slices `[n]` of this replica's gradients, each with whether it counts in the global gradient norm.
+        """Return (slice `[n]` of this replica's gradients, whether it counts in the global gradient norm) pairs.
 
         counts: for each parameter, whether this rank counts it in that norm.
         """

@@ -43,7 +43,7 @@ def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, devic
 def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.device) -> Tensor:
     """Return the squared norm of the gradients that count, a scalar in fp64; not finite if any gradient is not.
 
-    gradients: each with whether it counts.
+    gradients: (gradient, whether it counts) pairs.
     """
     total, there = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
     for counted in (True, False):
@@ -70,8 +70,8 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
     """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
     torch's fused Adam reads a flag on the device. For any other optimizer the host reads the norm, which
-    synchronizes in every step, and drops the gradients. That includes apex's Adam, and SGD, whose fused kernel
-    would leave the momentum uninitialised if it skipped the first step.
+    synchronizes in every step, and drops the gradients. These other optimizers include apex's Adam, and also fused
+    SGD, whose kernel would leave the momentum uninitialised if it skipped the first step.
     """
     if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

@@ -262,7 +262,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Report an error in this block to all ranks, as they may wait for this rank, unless they all raise the error."""
+        """Report an error in this block to all ranks, which may wait for this rank; but not if all ranks raise it."""
         try:
             yield
         except BaseException as error:

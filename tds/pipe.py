@@ -31,9 +31,9 @@ from .start import raise_if_any_failed
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     """A model as a list of layers; this process builds the layers of its stage.
 
-    partition_method: `uniform`, `parameters`, `type:REGEX` as in DeepSpeed; `balanced`, by the measured time of
-        each layer; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the layers cuts[i] to
-        cuts[i+1]-1.
+    partition_method: one of `uniform`, `parameters` and `type:REGEX`, as in DeepSpeed; `balanced`, which gives all
+        stages similar measured times; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the layers
+        cuts[i] to cuts[i+1]-1.
     example: input of the first layer, for `balanced`.
     chunks: groups of layers per stage, for the schedule `interleaved`. The cuts then define stages x chunks
         groups. Stage i has group i, group stages + i, and so on.
@@ -102,9 +102,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             raise ValueError(f"{count} layers cannot be cut into {groups} groups: use fewer stages or chunks")
         if method == "balanced":
             if self._example is None:
-                raise ValueError(
-                    "partition_method 'balanced' measures the layers: give `example`, the first one's input"
-                )
+                raise ValueError("partition_method 'balanced' measures the layers: give `example`, an input of layer 0")
             return cut_by_time(layer_times(self._layer_specs, self._example, this_device()), groups)
         text = method if isinstance(method, str) else ",".join(map(str, method))
         if not text.replace(",", "").replace(" ", "").isdigit():
@@ -178,8 +176,8 @@ def chunk_of_weights(module: Any) -> dict[Any, int]:
 class SequentialModule(nn.Module):
     """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO-2 and ZeRO-3, generation).
 
-    Its parameters have the same names as in the PipelineModule of the same list, and, inside `seeded_layers`, the
-    same initial values.
+    Its parameters have the same names as those of a PipelineModule with the same list of layers. If both modules are
+    built inside `seeded_layers` with the same seed, the initial values are the same too.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -222,7 +220,7 @@ _seed: ContextVar[int | None] = ContextVar("seed of layers", default=None)
 def seeded_layers(seed: int) -> Iterator[None]:
     """Make the initialisation of layer i depend on (seed, i) only, not on partitioning or earlier layers.
 
-    This includes modules that DeepSpeed's PipelineModule builds. Restores torch's CPU generator afterwards.
+    This also applies to the layers of DeepSpeed's own PipelineModule. Restores torch's CPU generator afterwards.
     """
     token = _seed.set(seed)
     try:

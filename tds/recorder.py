@@ -13,10 +13,10 @@ import torch
 
 from ._torch import recorded_collectives
 
-ENTRIES = "2000"  # size of the flight recorder; several steps
+ENTRIES = "2000"  # entries of the flight recorder, enough for several steps
 REMEMBERED = 1024  # instructions
 SHOWN = 4  # collectives
-MARKED_LATE = 0.5  # seconds; the thread that marks a collective as ended may be late
+MARKED_LATE = 0.5  # seconds to wait, as the thread that marks a collective as ended may be late
 
 
 def record_collectives() -> None:

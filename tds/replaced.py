@@ -26,10 +26,10 @@ class KnownModel:
         self._layers = _layers(module)
 
     def follow_layers(self) -> None:
-        """Make a PipelineModule run the layers that are now registered under its names.
+        """Make a PipelineModule run the layers that are registered in it now.
 
-        The module runs a separate list, made when it was built. Raises ReplacedWeightError if that list has
-        neither the old layer nor the new one, but e.g. a function compiled from the old one.
+        The module runs a separate list of functions, made when it was built. Raises ReplacedWeightError if that list
+        has neither the old layer nor the new one, but e.g. a function compiled from the old layer.
         """
         for name, layer in _layers(self._module).items():
             before = self._layers.get(name)

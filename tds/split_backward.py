@@ -8,7 +8,7 @@ remaining edges.
 Nothing is computed twice, except by a custom `autograd.Function` that ignores `ctx.needs_input_grad`. Hooks on
 activations run in both passes. A compiled layer computes all its gradients at once, so its weights get theirs in
 the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only within an unsplit
-backward pass; then nothing is deferred.
+backward pass, so with such a checkpoint no gradient is deferred.
 """
 
 import warnings
@@ -41,7 +41,7 @@ class DeferredWeightGrads:
         """Accumulate the gradients of the weights into their `.grad`. Call it once."""
         for fork, grads in self._noted:
             arrived = [(GradientEdge(fork.node, i), g) for i, g in enumerate(grads) if g is not None]
-            # The hooks on this node's tensors run again; replace their new result by that of the first pass.
+            # Hooks on this node's tensors run again here; this prehook restores the gradients of the first pass.
             handle = fork.node.register_prehook(partial(_instead, tuple(grads)))
             try:
                 torch.autograd.backward(  # type: ignore[call-overload]
@@ -65,8 +65,8 @@ def backward_input(
     grads: gradients of the outputs; None for a scalar.
     inputs: leaf tensors that need gradients.
 
-    A weight that is used more than once gets its gradient here, because its uses cannot be separated later. So
-    does a weight that no node on a path to an input leads to.
+    Two kinds of weights get their gradients at once: a weight that is used more than once, because its uses cannot be
+    separated later, and a weight that no node on a path to an input leads to.
     """
     deferred = DeferredWeightGrads()
     if not inputs:

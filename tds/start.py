@@ -19,7 +19,10 @@ from .timetable import check
 
 
 def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
-    """Return the schedule named in `settings`, "pipeline" of the ds_config. Raises ValueError for invalid settings."""
+    """Return the schedule that `settings`, the section "pipeline" of the ds_config, names.
+
+    Raises ValueError for invalid settings.
+    """
     _validate(engine, settings, chunks)
     schedule = schedule_of(settings, chunks)
     _check(schedule, engine, chunks)
@@ -27,7 +30,10 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
 
 
 def raise_if_any_failed(error: Exception | None) -> None:
-    """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one."""
+    """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one.
+
+    error: the error of this rank, or None. With an error, this function returns, and the caller raises the error.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     errors = gather_objects(None if error is None else str(error) or type(error).__name__)
@@ -89,8 +95,8 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
 def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: Any = None, **_: Any) -> None:
     """Raise ValueError, on all ranks, if a stage has nothing to train under ZeRO or half precision.
 
-    It also raises if stages differ in their number of parameter groups. ZeRO sums the norm group by group over
-    the stages and would hang. Call it before an engine is made.
+    Also raise ValueError if stages differ in their number of parameter groups, because ZeRO sums the norm group by
+    group over the stages and would hang. Call this function before an engine is made.
     """
     if config_class is None or not dist.is_initialized():
         return
@@ -118,7 +124,7 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
 
 
 def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
-    """Exchange the boundary declarations of all stages. Raises BoundaryError on all if they do not match."""
+    """Exchange the boundary declarations of all stages. Raises BoundaryError on every rank if they do not match."""
     shared = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
     shared |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
     contract = contract_of(engine.module, chunks, shared | {"dynamic_shape": engine.dynamic_shape})

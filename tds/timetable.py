@@ -46,7 +46,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     """Raise ScheduleError unless each chunk runs every micro-batch once each way, messages match and no stage hangs.
 
     It also checks that each chunk takes the micro-batches in rising order. `times` finds deadlocks that do not
-    depend on the transport. `queues.finish` finds those from message queues, under `rules`.
+    depend on the transport. `queues.finish` finds deadlocks that message queues cause, under `rules`.
     """
     chunks, kinds = _chunks(plan), {type(i) for stage in plan for i in stage}
     split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
@@ -60,14 +60,14 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
             if virtual_stage < last:
                 due += [SendActivation, *([RecvGrad] if backward else [])]
             done = _in_order(instructions, stage, chunk)
-            for kind in dict.fromkeys([*due, *done]):  # passes before messages; every rank reports the same error
+            for kind in dict.fromkeys([*due, *done]):  # in this order on every rank, so that all report the same error
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
                     raise ScheduleError(
                         f"stage {stage}: {done[kind]} {kind.__name__} of chunk {chunk} instead of {wanted}"
                     )
     times(plan)
-    if len(plan) > 1:  # a stage sends nothing to itself
+    if len(plan) > 1:  # a single stage sends no messages
         finish(plan, rules)
 
 
