@@ -74,7 +74,7 @@ def quietly() -> Iterator[None]:
 
 
 def _import() -> Any:
-    # DeepSpeed calls collectives by old names, of which torch warns; a user cannot change these calls.
+    # DeepSpeed calls collectives by deprecated names. Hide torch's warning, since a user cannot change these calls.
     # The log level must be set before the import, because DeepSpeed searches for an accelerator and logs during it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logger = logging.getLogger("DeepSpeed")
@@ -152,8 +152,8 @@ def prepare() -> None:
 def set_local_rank() -> None:
     """Set LOCAL_RANK to 0, before the process group is created, if this rank sees only its own device.
 
-    DeepSpeed picks its device by LOCAL_RANK. `srun --gpus-per-task=1` and container schedulers show each rank one
-    device. Raises ValueError if several devices are visible but none has the number LOCAL_RANK.
+    DeepSpeed picks its device by LOCAL_RANK, but `srun --gpus-per-task=1` and container schedulers show each rank
+    only one device, number 0. Raises ValueError if several devices are visible but none has the number LOCAL_RANK.
     """
     count = torch.accelerator.device_count() if not on_cpu() else 0
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -294,7 +294,7 @@ def is_tested(optimizer: Any) -> bool:
 
 
 def link_states(bucket: Any, states: Any) -> None:
-    """Make the optimizer states of a `Bucket` visible to DeepSpeed's utilities; they exist after the first step."""
+    """Make a `Bucket`'s optimizer states, which the first step creates, visible to DeepSpeed's utilities."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)

@@ -140,7 +140,7 @@ def raw_bytes(tensor: Tensor) -> bytes:
 def keep_saved_tensors() -> None:
     """Disable donated buffers, so compiled backward passes keep the tensors that their forward pass saved.
 
-    A backward pass that is split in two (zb-h1) reads them twice. Resets torch.compile, so functions compiled
+    A backward pass that is split in two (zb-h1) reads these tensors twice. Resets torch.compile, so functions compiled
     before are compiled again.
     """
     from torch._functorch import config

@@ -18,7 +18,7 @@ class ReducibleBucket(Protocol):
     """Gradients that are reduced together, in an order that is equal on all replicas."""
 
     parameters: list[nn.Parameter]
-    launched: bool  # whether this step's gradients are being reduced or already are
+    launched: bool  # whether the reduction of this step's gradients has started
 
     def add(self, parameter: nn.Parameter) -> None:
         """Accumulate the gradient `parameter.grad` into the bucket."""

@@ -22,10 +22,10 @@ NORM_SLICE = 2**20  # elements whose norm is computed in fp32; the squares of th
 class Bucket:
     """Flat memory of some weights and their gradients, of which this replica owns one equal share.
 
-    The parameters become views of it. `reduce` sums the gradients over the replicas into the share, and `gather`
-    distributes the stepped weights.
+    The parameters become views of this memory. `reduce` sums the gradients over the replicas into the share, and
+    `gather` distributes the stepped weights.
 
-    parameters: of one dtype and device. group: process group of the replicas.
+    parameters: weights of one dtype on one device. group: process group of the replicas.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
@@ -56,7 +56,7 @@ class Bucket:
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
         self._arrived: set[nn.Parameter] = set()  # gradients accumulated in this step
-        self.launched = False  # whether this step's gradients are being reduced or already are
+        self.launched = False  # whether the reduction of this step's gradients has started
         self.work: dist.Work | None = None
 
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
@@ -66,7 +66,10 @@ class Bucket:
         return begin - self.begin, max(end, begin) - self.begin
 
     def count_views(self) -> None:
-        """Record how many tensors view the flat memory, when all parameters do; any later view is a user's."""
+        """Record how many tensors view the flat memory.
+
+        Call this as soon as all parameters are views of it, so that any further view must be a user's.
+        """
         self._views = users(self.weights)
 
     def view_of(self, parameter: nn.Parameter) -> Tensor:
@@ -122,7 +125,7 @@ class Bucket:
         self._arrived.add(parameter)
 
     def reduce(self) -> None:
-        """Start summing gradients over the replicas into `share_grad`, with zeros for missing ones."""
+        """Start summing gradients over the replicas into `share_grad`, with zeros for missing gradients."""
         for parameter in self.parameters:
             if parameter.grad is not None:  # set by hand, so no autograd hook has seen it
                 self.add(parameter)
@@ -169,7 +172,7 @@ class Bucket:
             parameter.grad = None
 
     def norm_slices(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
-        """Return (slice `[n]` of this replica's gradients, whether it counts in the global gradient norm) pairs.
+        """Return pairs: a slice `[n]` of this replica's gradients, and whether it counts in the global gradient norm.
 
         counts: for each parameter, whether this rank counts it in that norm.
         """

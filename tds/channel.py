@@ -116,7 +116,7 @@ class Sender:
     def send(self, tensors: Sequence[BoundaryTensor]) -> None:
         """Start sending tensors.
 
-        A single tensor whose memory no other tensor uses is sent from there; any other tensors are copied.
+        A single tensor is sent from its own memory if no other tensor uses it; otherwise, the tensors are copied.
         """
         full = [p.tensor for p in tensors if p.tensor.numel()]
         lent = len(full) == 1 and users(full[0]) > 1
@@ -129,8 +129,8 @@ class Sender:
     def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
         """Send the activations of a micro-batch, with a header or continuation if one is due.
 
-        same_until: the first micro-batch whose layout may differ. what: begins error messages. Raises BoundaryError
-        if the layout changes earlier.
+        same_until: the first micro-batch whose layout may differ. what: beginning of error messages, e.g. `stage 0`.
+        Raises BoundaryError if the layout changes earlier.
         """
         (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]

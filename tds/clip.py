@@ -23,8 +23,8 @@ def is_split(parameter: nn.Parameter) -> bool:
 def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
     """Return whether this rank counts `parameter` in a sum over all parameters of the model.
 
-    A parameter sharded over the tensor-parallel ranks counts on each of them. A replicated one counts on the
-    first rank only, and a tied one on the first stage that has it.
+    A parameter sharded over the tensor-parallel ranks counts on each of them. A replicated parameter counts on
+    the first of these ranks only, and a tied parameter on the first stage that has it.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -50,7 +50,7 @@ def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.devi
         grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
         if grads:
             squares = torch.stack(norms(grads)).double().square().sum()
-            total += squares if counted else 0 * squares  # NaN unless all are finite
+            total += squares if counted else 0 * squares  # 0 * squares is NaN unless all are finite
     return total
 
 

@@ -32,7 +32,7 @@ from .recorder import Finished, not_ended
 
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks
-SILENCE_SECONDS = 4 * COLLECT_SECONDS  # time limit for the store to answer and for a report to be written
+SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may be silent, which includes the time for reports
 FAULT, PRINTED = "tds/fault", "tds/printed"
 _LOST = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
@@ -262,7 +262,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Report an error in this block to all ranks, which may wait for this rank; but not if all ranks raise it."""
+        """Report an error in this block to the other ranks, which may be waiting for this rank.
+
+        An error whose attribute `everywhere` is true is not reported, because all ranks raise it.
+        """
         try:
             yield
         except BaseException as error:

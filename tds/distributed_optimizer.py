@@ -189,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this replica's share `[n]` of the summed gradient of a tied weight, after `finish()`.
 
-        parameter: a weight that `attach` got in `apart`. Returns None if the weight is not trained.
+        parameter: a weight that was passed to `attach` in `apart`. Returns None if the weight is not trained.
         """
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.share_grad

@@ -2,7 +2,7 @@
 
 torch usually creates one group at a time, and every rank of the world takes part. With NCCL that is a world-wide
 collective for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One `split_group` makes all
-groups of an axis. On other backends groups are created one by one, but only once: the mesh and DeepSpeed's grid
+groups of an axis. On other backends groups are created one by one, but only once: megatron.mpu and DeepSpeed's grid
 share them. The stage boundaries of a pipeline have separate groups (neighbours.py).
 """
 
@@ -30,7 +30,7 @@ class _Cache:
 def splits() -> bool:
     """Return whether groups are split off the world's communicator.
 
-    This needs a device bound to the world at initialisation.
+    This is possible only if the world's process group was bound to a device when it was created.
     """
     world: Any = dist.group.WORLD
     device = world.bound_device_id

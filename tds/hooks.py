@@ -62,7 +62,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         return total.sqrt()
 
     def clip_fp32_gradients(self) -> None:
-        """Clip the gradients by the global norm; DeepSpeed's method counts only the first stage.
+        """Clip the gradients by the global norm; DeepSpeed's method counts only the first stage's gradients.
 
         If the norm is not finite, the gradients are dropped, so the optimizer changes no weights, moments or step
         counts. All ranks have the same norm, so all of them skip the step. A `torch.amp.GradScaler` skips such steps

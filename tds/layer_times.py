@@ -15,7 +15,7 @@ from ._deepspeed import finish
 from .memory import non_leaf_view
 from .nested import as_tuple, each_tensor, in_full, to_device
 
-ROUNDS = 5  # the first one warms up
+ROUNDS = 5  # passes per layer; the first one is a warm-up and is not counted
 
 
 def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> list[float]:

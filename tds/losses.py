@@ -29,7 +29,7 @@ def _check(named: Mapping[str, Any]) -> None:
 class Losses:
     """The losses of one step: `add` sums them by name in fp64, `reduce` over replicas, `broadcast` to all stages.
 
-    A loss that is not a dict has the name `loss`. Additional losses are only reported, not trained on.
+    A loss that is not in a dict has the name `loss`. Additional losses are only reported, not trained on.
     """
 
     def __init__(self, device: torch.device) -> None:

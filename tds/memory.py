@@ -16,7 +16,7 @@ from ._torch import users
 def plain(tensor: Tensor) -> Tensor:
     """Return a detached tensor of the same values with its conjugate or negative bit resolved.
 
-    Such a bit is not in the memory, so it would be lost in a message.
+    torch keeps such a bit outside the tensor's memory, so it would be lost in a message.
     """
     return tensor.detach().resolve_conj().resolve_neg()
 

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 
-ways = {  # advice in error messages, here for users of a ds_config; a program with flags replaces it
+ways = {  # advice in error messages, worded for a ds_config; a program with its own flags replaces it
     "overlap": '"overlap_grad_reduce": false in the pipeline section of the ds_config',
     "no ZeRO": '"zero_optimization": {"stage": 0} in the ds_config',
     "no pipeline": "a plain module instead of the PipelineModule",

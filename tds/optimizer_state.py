@@ -140,8 +140,8 @@ def make_moments(
 ) -> None:
     """Give every parameter the state that it would have after `step` steps, with zero moments.
 
-    of: step counts of parameters that differ from `step`; None for a parameter that has had no gradient, which gets no
-    state. It has no effect if ZeRO flattens the parameters, because then no parameter has separate state.
+    of: the step counts of parameters whose count is not `step`; None for a parameter that has had no gradient, which
+    gets no state. `of` has no effect if ZeRO flattens the parameters, because then no parameter has separate state.
     """
     inner, of = _inner(engine), of or {}
     # Like torch's `load_state_dict`: fused and capturable kernels read the step count on the device of the weights.
@@ -177,7 +177,7 @@ def was_skipped(engine: Any) -> bool:
     """Return whether the last step was skipped because a gradient had a NaN or Inf."""
     if isinstance(engine.optimizer, DeepSpeedOptimizer):
         return bool(engine.optimizer.overflow)
-    return bool(getattr(engine.optimizer, "overflow", False))  # set by the engines of this package when they skip
+    return bool(getattr(engine.optimizer, "overflow", False))  # set by tds's engines when they skip a step
 
 
 def loss_scale(engine: Any) -> float | None:
@@ -192,7 +192,7 @@ def _kept_of(scaler: Any) -> tuple[str, ...]:
 
 
 def _scaler_of(engine: Any, dynamic: bool = False) -> Any:
-    """Return fp16's loss scaler, or None in another precision; dynamic: also None for a static one."""
+    """Return fp16's loss scaler, or None in another precision. dynamic: return None for a static one too."""
     scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
     return scaler if scaler and (scaler.dynamic or not dynamic) else None
 
@@ -204,7 +204,10 @@ def get_loss_scaler(engine: Any) -> dict[str, float]:
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
-    """Restore a result of `get_loss_scaler` if both loss scales are dynamic; a static scale is a setting."""
+    """Restore a result of `get_loss_scaler` if both loss scales, saved and current, are dynamic.
+
+    A static loss scale is a setting of the run, so it is not restored.
+    """
     scaler = _scaler_of(engine, dynamic=True)
     if scaler and "cur_iter" in state:
         for key in _kept_of(scaler):

@@ -35,7 +35,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         stages similar measured times; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the layers
         cuts[i] to cuts[i+1]-1.
     example: input of the first layer, for `balanced`.
-    chunks: groups of layers per stage, for the schedule `interleaved`. The cuts then define stages x chunks
+    chunks: number of groups of layers per stage, for the schedule `interleaved`. Cuts then define stages x chunks
         groups. Stage i has group i, group stages + i, and so on.
 
     Raises ValueError for cuts that leave a layer out or do not fit the number of stages.
@@ -163,7 +163,7 @@ def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:
 def chunk_of_weights(module: Any) -> dict[Any, int]:
     """Return the chunk of a pipeline stage that uses each parameter.
 
-    If several chunks use it, this is the first, whose backward pass comes last.
+    If several chunks use a parameter, this is the first of them, whose backward pass comes last.
     """
     found: dict[Any, int] = {}
     for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "chunk_slices", ())))):

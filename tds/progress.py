@@ -27,7 +27,7 @@ class Progress:
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
         self.device, self.every, self.breakdown = device, every, breakdown
-        self._seconds: dict[str, float] = defaultdict(float)  # per kind of instruction, since the last line
+        self._seconds: dict[str, float] = defaultdict(float)  # per kind of instruction, since the last progress line
         self._since = time.perf_counter()
         self._on_cpu = device.type == "cpu"
         self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # device events that are not accumulated yet

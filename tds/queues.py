@@ -2,7 +2,7 @@
 
 gloo moves a message as soon as both ends have posted it. torch's NCCL moves the messages of a process group one
 after the other, in the order in which a rank posted them. A group has one communicator and one stream, at least
-if it was created with its device, as DeepSpeed does it. A send ends only when it is received, and until then
+if it was created with its device, as DeepSpeed creates it. A send ends only when it is received, and until then
 all messages behind it in its group wait too. With CUDA_DEVICE_MAX_CONNECTIONS=1, the device also starts all work,
 computation and messages alike, in the order of submission.
 

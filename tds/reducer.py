@@ -1,7 +1,7 @@
 """Reduction of gradients over the replicas during the backward pass, for optimizers without sharded states.
 
-This follows torch's DistributedDataParallel (Li et al. 2020). DeepSpeed without ZeRO starts to reduce when all
-gradients exist.
+This follows torch's DistributedDataParallel (Li et al. 2020). DeepSpeed without ZeRO starts to reduce only when
+all gradients exist.
 """
 
 from collections.abc import Mapping, Sequence

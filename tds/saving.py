@@ -133,7 +133,7 @@ def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
 
 
 def warn_of_replicas(module: nn.Module, group: Any) -> None:
-    """Warn of persistent buffers that differ between the replicas in `group`, by name. Collective."""
+    """Warn of persistent buffers that differ between the replicas in `group`, and name them. Collective."""
     if dist.get_world_size(group) == 1:
         return
     weights = {id(p) for p in module.parameters()}

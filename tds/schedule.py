@@ -72,7 +72,7 @@ Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot work; the message names stage and instruction."""
+    """A schedule that is incomplete or deadlocks; the message names stage and instruction."""
 
 
 def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup: int = 0) -> Iterator[Instruction]:
@@ -110,7 +110,7 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterator[Instruction]:
-    """Yield 1F1B over several chunks per stage (Narayanan et al. 2021): 1/chunks of the bubble, chunks x the messages.
+    """Yield 1F1B over several chunks per stage (Narayanan et al. 2021): the bubble / chunks, but messages x chunks.
 
     Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through chunk
     1 ..., then the next group. A pass over one chunk takes 1/chunks of the time of a pass in 1F1B, so the idle time
@@ -172,7 +172,10 @@ def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[i
 
 
 def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks: int = 1) -> Iterator[Instruction]:
-    """Yield `order`, with each receive right before the pass that uses it and each send right after its pass."""
+    """Yield `order` with the messages that its passes need.
+
+    A receive comes right before the pass that uses its data, and a send right after the pass that computes its data.
+    """
     last = stages * chunks - 1
     for each in order:
         virtual_stage = each.chunk * stages + stage

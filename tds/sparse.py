@@ -39,7 +39,7 @@ def numbers_of(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter.grad.detach()
-    parameter.grad = parameter.grad.detach().coalesce()  # sums the entries of a row that was looked up twice
+    parameter.grad = parameter.grad.detach().coalesce()  # sums the gradients of a row that was looked up more than once
     return parameter.grad.values()
 
 

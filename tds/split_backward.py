@@ -2,13 +2,13 @@
 
 Autograd's graph consists of operations whose edges lead back to inputs and weights. An operation is a fork if
 some of its edges lead to an input and others only to weights, as in a matmul. The first pass follows the paths to
-the inputs and records the gradients that arrive at each fork. The second pass starts from these and follows the
-remaining edges.
+the inputs and records the gradients that arrive at each fork. The second pass starts from these gradients and follows
+the edges that lead only to weights.
 
-Nothing is computed twice, except by a custom `autograd.Function` that ignores `ctx.needs_input_grad`. Hooks on
-activations run in both passes. A compiled layer computes all its gradients at once, so its weights get theirs in
-the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only within an unsplit
-backward pass, so with such a checkpoint no gradient is deferred.
+No gradient is computed twice, except by a custom `autograd.Function` that ignores `ctx.needs_input_grad`. Hooks on
+activations run in both passes. A compiled layer computes all its gradients at once, so its weights get their
+gradients in the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only within an
+unsplit backward pass, so with such a checkpoint no gradient is deferred.
 """
 
 import warnings
@@ -103,7 +103,7 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
     """
     wanted = {id(t) for t in inputs}
     leads: set[Node] = set()  # nodes on paths to the inputs
-    below: dict[Node, dict[int, Tensor]] = {}  # weights below a node, without those below nodes in `leads`
+    below: dict[Node, dict[int, Tensor]] = {}  # weights that a node leads to, except through nodes in `leads`
     for node in order:
         leaf = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]

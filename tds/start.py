@@ -32,7 +32,7 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
 def raise_if_any_failed(error: Exception | None) -> None:
     """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one.
 
-    error: the error of this rank, or None. With an error, this function returns, and the caller raises the error.
+    error: the error of this rank, or None. If there is one, this function only reports it, and the caller raises it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

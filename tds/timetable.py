@@ -43,7 +43,7 @@ def _chunks(plan: Plan) -> int:
 
 
 def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
-    """Raise ScheduleError unless each chunk runs every micro-batch once each way, messages match and no stage hangs.
+    """Raise ScheduleError unless each chunk runs every micro-batch's passes once, messages match and no stage hangs.
 
     It also checks that each chunk takes the micro-batches in rising order. `times` finds deadlocks that do not
     depend on the transport. `queues.finish` finds deadlocks that message queues cause, under `rules`.
@@ -74,7 +74,8 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
 def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Counter[type[Instruction]]:
     """Return the number of instructions of each kind on a chunk.
 
-    Raises ScheduleError unless each kind takes the micro-batches in rising order, after what it depends on.
+    Raises ScheduleError unless each kind takes the micro-batches in rising order, and each instruction follows those
+    that it depends on, e.g. a backward pass its forward pass.
     """
     done: Counter[type[Instruction]] = Counter()
     for each in (i for i in instructions if i.chunk == chunk):
@@ -98,8 +99,8 @@ def times(
     """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
     forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
-    by default half. message: time in transit. seconds: returns times that differ by stage and chunk, instead of
-    `forward`, `backward` and `weight`.
+    by default half. message: time in transit. seconds: returns times that differ by stage and chunk; it
+    replaces `forward`, `backward` and `weight`.
     """
     chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight

@@ -1,9 +1,9 @@
 """Recorder of this rank's timeline, kept in memory until it is written as a Chrome trace (for Perfetto).
 
-A span is a tuple of two clock readings and its description. It costs a few hundred nanoseconds, so a recorder can
-stay on. On an accelerator, device events replace the clock, so recording never synchronizes the device. On a CPU, the
-thread's CPU time is recorded too; unlike the wall-clock time, it does not grow if ranks share cores. align.py
-compares the clocks of the ranks; timeline.py reads the files.
+A span is a tuple of two clock readings and its description. Recording one costs a few hundred nanoseconds, so a
+recorder can stay on. On an accelerator, device events replace the clock, so recording never synchronizes the device.
+On a CPU, the thread's CPU time is recorded too: unlike wall-clock time, it does not grow if ranks share cores.
+align.py compares the clocks of the ranks; timeline.py reads the files.
 """
 
 import functools
@@ -85,7 +85,7 @@ class Tracer:
         self._zero = None if self._on_cpu else self._meet_device()
 
     def _meet_device(self) -> tuple[Any, int]:
-        """Return a device event and its host time in ns."""
+        """Return a device event, recorded now, and the host time in ns at which the device finished it."""
         torch.accelerator.synchronize(self._device)
         event = timed_event(self._device)
         torch.accelerator.synchronize(self._device)
@@ -127,7 +127,7 @@ class Tracer:
         self._now.append(Piece(mark.at, now, work, name, kind, micro, chunk, size))
 
     def pieces(self, wait: bool = True) -> list[tuple[int, list[Piece]]]:
-        """Return (iteration, its spans) with host times in ns.
+        """Return (iteration, its spans) pairs, with host times in ns.
 
         wait: wait for an accelerator to finish all spans; if False, omit unfinished ones.
         """
@@ -198,7 +198,7 @@ def begin() -> Mark | None:
 
 
 def end(mark: Mark | None, name: str, kind: str = "part", micro: int = -1, chunk: int = 0) -> None:
-    """End a span."""
+    """End a span. mark: the result of `begin`."""
     if mark is not None and _on:
         _on[0].end(mark, name, kind, micro, chunk)
 
