@@ -43,7 +43,7 @@ def refuse_other_releases(version: str) -> str | None:
         return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
         f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
-        f"or set {INSIST}=1 to use it nevertheless"
+        f"or set {INSIST}=1 to use this release nevertheless"
     )
 
 

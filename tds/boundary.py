@@ -151,7 +151,7 @@ def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None
             raise BoundaryError(f"{who}: tensor {i} is {kind}; make it dense (to_dense(), to_padded_tensor())")
         if device is not None and tensor.device.type != device.type:
             raise BoundaryError(
-                f"{who}: tensor {i} is on {tensor.device}, the stage on {device}; move it to the stage's device"
+                f"{who}: tensor {i} is on {tensor.device}, but the stage on {device}; move it to the stage's device"
             )
 
 
@@ -165,7 +165,7 @@ def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.d
         return
     if len(tensors) != len(declared):
         names = ", ".join(each.name for each in declared)
-        raise BoundaryError(f"{who}: got {len(tensors)} tensors, declared are {len(declared)}: {names}")
+        raise BoundaryError(f"{who}: got {len(tensors)} tensors, but {len(declared)} are declared: {names}")
     for tensor, each in zip(tensors, declared, strict=True):
         if kind_of(tensor) != each.kind:
             raise BoundaryError(f"{who}: {each.name!r} is declared {each.kind}, got {tensor.dtype}")

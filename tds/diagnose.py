@@ -217,8 +217,8 @@ class Watchdog:
     _latest: "Watchdog | None" = None
     reports_all_errors = False  # also report errors outside steps, if they end the process
     advice = (
-        "smaller micro-batches (train_micro_batch_size_per_gpu), recomputed activations "
-        "(activation_checkpoint_interval), more stages or tensor-parallel ranks need less memory"
+        "to save memory, use smaller micro-batches (train_micro_batch_size_per_gpu), recompute activations "
+        "(activation_checkpoint_interval), or use more stages or tensor-parallel ranks"
     )
 
     def __init__(

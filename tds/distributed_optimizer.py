@@ -148,8 +148,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if changed:
                 raise RuntimeError(
                     f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
-                    f"tds.initialize(); a DistributedOptimizer does not support that: initialize again, or train "
-                    f"without it ({ways['no ZeRO']})"
+                    f"tds.initialize(), but a DistributedOptimizer shards them only then: call tds.initialize() again, "
+                    f"or train without this optimizer ({ways['no ZeRO']})"
                 )
 
     def _adopt_replaced(self) -> None:

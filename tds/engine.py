@@ -84,7 +84,7 @@ class PipelineEngine(PipelineHooks):
         is unchanged.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() needs gradients; use eval_batch() under no_grad()")
+            raise RuntimeError("train_batch() needs gradients; under no_grad(), use eval_batch()")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()

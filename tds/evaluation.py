@@ -39,7 +39,7 @@ def _mean(engine: Any) -> Any:
     if len(shapes) > 1:
         raise ValueError(
             "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
-            "use reduce_output=None for the list of them"
+            "use reduce_output=None to get the list of outputs"
         )
     sums = [torch.stack(each).sum(0) for each in zip(*outputs, strict=True)]
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)

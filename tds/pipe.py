@@ -72,7 +72,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         for virtual_stage, (start, stop) in enumerate(pairwise(self.cuts)):
             if start <= layer_idx < stop:
                 return virtual_stage % self.num_stages  # type: ignore[no-any-return]
-        raise ValueError(f"there is no layer {layer_idx}; there are {self.cuts[-1]}")
+        raise ValueError(f"there is no layer {layer_idx}: the model has {self.cuts[-1]} layers, counted from 0")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
         """Return the path of a layer's checkpoint file, which is named by the layer's index in the whole model."""

@@ -227,7 +227,7 @@ class StageGraph:
         """Let the device, not the host, wait for a message."""
         self._post(kind, max(self.rules.ahead, 1))
         if not self._posted[kind]:
-            raise ScheduleError(f"stage {self.stage}: {kind.__name__} stands before the SendActivation that it answers")
+            raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
         arrived, word = self._posted[kind].popleft()
         self._host = self._host if word is None else word
         self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]

@@ -84,7 +84,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
                 continue
             if not weight.requires_grad:
                 raise RuntimeError(
-                    f"the tied weight {key}.{name} is frozen on stage {stage} but learns on another one: freeze it "
+                    f"the tied weight {key}.{name} is frozen on stage {stage} but trained on another stage: freeze it "
                     "on all "
                     f"of its stages or on none"
                 )

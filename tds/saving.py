@@ -144,7 +144,7 @@ def warn_of_replicas(module: nn.Module, group: Any) -> None:
     differing = sorted({name for each in replicas for name in each if each[name] != replicas[0].get(name)})
     if differing and dist.get_rank(group) == 0:
         warnings.warn(
-            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: "
-            f"reduce them over the replicas, or register them with persistent=False if they need not be saved",
+            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds only the first "
+            f"replica's: reduce them over the replicas, or register them with persistent=False if they need not be saved",
             stacklevel=4,
         )

@@ -59,7 +59,7 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
             if not narrow:
                 raise
             raise ScheduleError(
-                f"{error}. The cause may be CUDA_DEVICE_MAX_CONNECTIONS=1: unset it, or use the schedule 1f1b without "
+                f"{error}. The cause may be CUDA_DEVICE_MAX_CONNECTIONS=1: unset this variable, or use 1f1b without "
                 f"extra_warmup"
             ) from None
 
@@ -69,7 +69,7 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     name = settings.get("schedule", "1f1b")
     if engine.fp16_enabled() and not engine.zero_optimization():
         raise ValueError(
-            "fp16 under a pipeline needs ZeRO stage 1 (without it DeepSpeed takes a wrong gradient norm): "
+            "fp16 under a pipeline needs ZeRO stage 1 (without ZeRO, DeepSpeed computes a wrong gradient norm): "
             'set "zero_optimization": {"stage": 1}'
         )
     if name == "interleaved" and chunks == 1 and engine.num_stages > 1:
@@ -77,12 +77,12 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     if name == "zb-h1" and engine.module.activation_checkpoint_interval > 0:
         raise ValueError(
             "the schedule zb-h1 would recompute activations twice, once for each half of the backward pass: "
-            "use 1f1b with activation checkpointing, or zb-h1 without"
+            "use 1f1b, or leave activation checkpointing out"
         )
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING=1 would deadlock: a stage waits for a message before it sends the one that its "
-            f"peer needs: unset it, or debug without a pipeline ({ways['no pipeline']})"
+            "CUDA_LAUNCH_BLOCKING=1 would deadlock: a stage waits for a message before it sends the message that its "
+            f"peer waits for: unset the variable, or debug without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:

@@ -64,7 +64,8 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
                     raise ScheduleError(
-                        f"stage {stage}: {done[kind]} {kind.__name__} of chunk {chunk} instead of {wanted}"
+                        f"stage {stage}: chunk {chunk} has {done[kind]} {kind.__name__} instructions instead of "
+                        f"{wanted}"
                     )
     times(plan)
     if len(plan) > 1:  # a single stage sends no messages
