@@ -140,8 +140,8 @@ class Sender:
         elif layout != run.layout:
             raise BoundaryError(
                 f"{what}: outputs of micro-batch {index} differ in number, shape, dtype or requires_grad from those of "
-                f"the previous micro-batch, although the inputs have equal shapes; if output shapes depend on the data, "
-                f"use PipelineModule(..., dynamic_shape=True)"
+                f"the previous micro-batch, although the inputs have equal shapes; if output shapes depend on the "
+                f"data, use PipelineModule(..., dynamic_shape=True)"
             )
         if run.continuation_due(index):
             more = max(same_until - run.end, 0)

@@ -145,6 +145,7 @@ def warn_of_replicas(module: nn.Module, group: Any) -> None:
     if differing and dist.get_rank(group) == 0:
         warnings.warn(
             f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds only the first "
-            f"replica's: reduce them over the replicas, or register them with persistent=False if they need not be saved",
+            f"replica's: reduce them over the replicas, or register them with persistent=False if they need not be "
+            "saved",
             stacklevel=4,
         )
