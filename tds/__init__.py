@@ -14,7 +14,7 @@ step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
 distributed_optimizer.py steps the weights in these buckets, sharded over the replicas
 base_engine.py the engine without a pipeline
-apart.py      ZeRO-3: layers sharded over the replicas while a model is built
+apart.py      sharding of each layer over the replicas while a model is built (ZeRO-3)
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline
 parent_death.py ends ranks whose launcher died

@@ -31,7 +31,7 @@ class Batches:
     """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
 
     ahead: how many micro-batches to prefetch, so that `same_until` can look ahead.
-    takes_inputs, takes_labels: whether this stage uses inputs and labels; those that it does not use are dropped.
+    takes_inputs, takes_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
     when it is read. The copy is moved to the device when it is used.

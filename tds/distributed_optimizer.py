@@ -59,7 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._name_of: dict[nn.Parameter, str] = {}
         self._frozen: list[nn.Parameter] = []
-        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed saves these weights' shapes
+        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed's checkpoints hold these weights' shapes
         self.fp16_groups = self.bf16_groups
         self._launcher: BucketLauncher | None = None
         self._summed = self._linked = False

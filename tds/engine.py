@@ -89,7 +89,7 @@ class PipelineEngine(PipelineHooks):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # only a progress line would empty it
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # this list grows until a progress line is due
             timer.reset()
         timer.start()
         try:

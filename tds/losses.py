@@ -91,7 +91,7 @@ class Losses:
     def _over_replicas(self, replicas: Any) -> dict[Key, Tensor]:
         """Return the losses summed over the replicas, by one all-reduce of the names known from the previous step.
 
-        Only if a replica has a loss with a new name, a second exchange follows.
+        A second exchange follows only if a replica has a loss with a new name.
         """
         sums, known = self._sums, self._of_replicas
         zero = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -31,9 +31,9 @@ from .start import raise_if_any_failed
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     """A model as a list of layers; this process builds the layers of its stage.
 
-    partition_method: one of `uniform`, `parameters` and `type:REGEX`, as in DeepSpeed; `balanced`, which gives all
-        stages similar measured times; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the layers
-        cuts[i] to cuts[i+1]-1.
+    partition_method: one of `uniform`, `parameters` and `type:REGEX`, as in DeepSpeed; `balanced`, which measures the
+        layers and gives all stages similar times; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the
+        layers cuts[i] to cuts[i+1]-1.
     example: input of the first layer, for `balanced`.
     chunks: number of groups of layers per stage, for the schedule `interleaved`. Cuts then define stages x chunks
         groups. Stage i has group i, group stages + i, and so on.

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import trace
 from ._torch import timed_event
 
-MOST_TIMED = 1000  # maximum of steps that DeepSpeed's timer keeps, each with two device events
+MOST_TIMED = 1000  # maximum number of steps in DeepSpeed's timer, which keeps two device events for each
 COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 

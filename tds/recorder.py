@@ -15,7 +15,7 @@ import torch
 from ._torch import recorded_collectives
 
 ENTRIES = "2000"  # entries of the flight recorder, enough for several steps
-REMEMBERED = 1024  # newest pieces of submitted work, e.g. instructions, that are kept
+REMEMBERED = 1024  # number of instructions that are kept, the newest ones
 SHOWN = 4  # maximum number of collectives in a report
 MARKED_LATE = 0.5  # seconds to wait, as the thread that marks a collective as ended may be late
 

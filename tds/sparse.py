@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ABSENT, DENSE = -1, -2  # instead of a number of rows: there is no gradient, or a dense one
+ABSENT, DENSE = -1, -2  # in a list of row counts: no gradient (ABSENT), a dense gradient (DENSE)
 
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
@@ -19,7 +19,7 @@ def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_sparse(module: nn.Module, optimizer: object) -> None:
-    """Raise ValueError if a weight has sparse gradients, which the torch optimizer `optimizer` does not support."""
+    """Raise ValueError if a weight has sparse gradients and `optimizer`, if it is torch's, does not support them."""
     weights = sparse_weights(module)
     takes = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
     if weights and not takes and type(optimizer).__module__.startswith("torch.optim."):
