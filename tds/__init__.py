@@ -1,8 +1,8 @@
 """A drop-in for DeepSpeed with its own pipeline engine: `import tds as deepspeed`.
 
-Every name that this package does not define is DeepSpeed's.
+Names that this package does not define are taken from DeepSpeed.
 
-schedule.py   order of computation and communication of each stage, as data
+schedule.py   order of each stage's passes and messages, as a list of instructions
 boundary.py   tensors that cross from one stage to the next
 channel.py    point-to-point transport of tensors between stages
 neighbours.py neighbours of a stage and their process groups
@@ -12,9 +12,9 @@ batches.py    micro-batches of a step, read when the schedule needs them
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
-distributed_optimizer.py steps these weights, sharded over the replicas
+distributed_optimizer.py steps the weights in these buckets, sharded over the replicas
 base_engine.py the engine without a pipeline
-apart.py      ZeRO-3: layers sharded over the replicas while a model is built
+apart.py      sharding of each layer over the replicas while a model is built (ZeRO-3)
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline
 parent_death.py ends ranks whose launcher died
@@ -44,7 +44,7 @@ _submodules.install()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Call `deepspeed.initialize`, but build tds's PipelineEngine (for a PipelineModule) or tds's Engine.
+    """Call `deepspeed.initialize`, but build tds's PipelineEngine for a PipelineModule, else tds's Engine.
 
     Accepts DeepSpeed's arguments, including the older `config_params`. Returns
     `(engine, optimizer, training_dataloader, lr_scheduler)`.

@@ -1,7 +1,7 @@
-"""Every name of DeepSpeed that this package imports, reads, calls, overrides or patches, by class, as data.
+"""Every name of DeepSpeed that this package imports, reads, calls, overrides or patches: a table by class.
 
-At run time, `_deepspeed.missing_names` compares this list with the installed release. tests/unit/test_contract.py
-compares it with the release and with this package's code; run that test to review a new release of DeepSpeed.
+At run time, `_deepspeed.missing_names` compares this table with the installed release. tests/unit/test_contract.py
+compares the table with the release and with this package's code; run that test to review a new release of DeepSpeed.
 """
 
 from collections import defaultdict

@@ -31,7 +31,8 @@ class UnsupportedDeepSpeed(ValueError, ImportError):
 def refuse_other_releases(version: str) -> str | None:
     """Raise UnsupportedDeepSpeed for a release outside `SUPPORTED`, or without a name that this package uses.
 
-    Return a warning instead if the environment variable TDS_ANY_DEEPSPEED is set (not to 0).
+    If the environment variable TDS_ANY_DEEPSPEED is set to anything but 0, return a warning instead. Return None for a
+    supported release.
     """
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     wanted = "deepspeed>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
@@ -42,7 +43,7 @@ def refuse_other_releases(version: str) -> str | None:
         return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
         f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
-        f"or set {INSIST}=1 to use it nevertheless"
+        f"or set {INSIST}=1 to use this release nevertheless"
     )
 
 
@@ -65,7 +66,7 @@ def missing_names() -> list[str]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress standard output and warnings in this block, for noisy calls of DeepSpeed; errors still raise."""
+    """Suppress standard output and warnings in this block, for noisy calls of DeepSpeed; errors are still raised."""
     held = io.StringIO()
     with contextlib.redirect_stdout(held), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,7 +74,7 @@ def quietly() -> Iterator[None]:
 
 
 def _import() -> Any:
-    # DeepSpeed calls collectives by old names, of which torch warns; a user cannot change these calls.
+    # DeepSpeed calls collectives by deprecated names. Hide torch's warning, since a user cannot change these calls.
     # The log level must be set before the import, because DeepSpeed searches for an accelerator and logs during it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logger = logging.getLogger("DeepSpeed")
@@ -132,12 +133,12 @@ def prepare() -> None:
     """Patch DeepSpeed's view of what this device can do, before `init_distributed` and `initialize`.
 
     On a CPU, DeepSpeed would compile a shared-memory op in every rank (25-73 s, needs a compiler). It would also
-    refuse fp16 where the CPU has no native fp16 instructions, although torch supports fp16. It refuses to reduce fp64
-    gradients on any device.
+    refuse fp16 where the CPU has no native fp16 instructions, although torch supports fp16. On every device it
+    refuses to reduce fp64 gradients.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
-        comm: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute, this is torch itself
+        comm: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute `comm.torch` is torch itself
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights
@@ -151,8 +152,8 @@ def prepare() -> None:
 def set_local_rank() -> None:
     """Set LOCAL_RANK to 0, before the process group is created, if this rank sees only its own device.
 
-    DeepSpeed picks its device by LOCAL_RANK. `srun --gpus-per-task=1` and container schedulers show each rank one
-    device. Raises ValueError if several devices are visible but none has the number LOCAL_RANK.
+    DeepSpeed picks its device by LOCAL_RANK, but `srun --gpus-per-task=1` and container schedulers show each rank
+    only one device, number 0. Raises ValueError if several devices are visible but none has the number LOCAL_RANK.
     """
     count = torch.accelerator.device_count() if not on_cpu() else 0
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -224,7 +225,7 @@ def time_without_waiting(engine: Any) -> None:
 
 
 def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
-    """Return the autocast context for a forward pass that `"torch_autocast"` in the ds_config requests."""
+    """Return the autocast context that `"torch_autocast"` in the ds_config requests for a forward pass."""
     if not engine._config.torch_autocast_enabled:
         return contextlib.nullcontext()
     from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -293,13 +294,13 @@ def is_tested(optimizer: Any) -> bool:
 
 
 def link_states(bucket: Any, states: Any) -> None:
-    """Make the optimizer states of a `Bucket` visible to DeepSpeed's utilities; they exist after the first step."""
+    """Make a `Bucket`'s optimizer states, which the first step creates, visible to DeepSpeed's utilities."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
 
 
-FLOPS_PROFILER = {  # keys of the section `flops_profiler`, in which DeepSpeed ignores unknown keys
+FLOPS_PROFILER = {  # valid keys of the section `flops_profiler`; DeepSpeed itself ignores others
     "enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
 }  # fmt: skip
 

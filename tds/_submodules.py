@@ -11,13 +11,13 @@ from types import ModuleType
 
 HERE = Path(__file__).parent
 PACKAGE = __name__.partition(".")[0]
-RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # modules of the original TDS that tds has renamed
+RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # modules of CPM-Pretrain's TDS that tds has renamed
 
-GONE = {  # modules that the original TDS had or imported, and what replaces them
+GONE = {  # modules that CPM-Pretrain's TDS had or imported, and what replaces them
     "pt": f"{PACKAGE}.runtime.utils, {PACKAGE}.runtime.config or {PACKAGE}.runtime.fp16.loss_scaler",
     "utils.distributed": f"{PACKAGE}.init_distributed",
 }
-MOVED = {  # names that the original TDS took from DeepSpeed, and the DeepSpeed modules that have them now
+MOVED = {  # names that CPM-Pretrain's TDS took from DeepSpeed, and the DeepSpeed modules that have them now
     "ADAM_OPTIMIZER": "deepspeed.runtime.engine",
     "LAMB_OPTIMIZER": "deepspeed.runtime.engine",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
@@ -32,14 +32,14 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Import finder for submodules of tds that have no file in tds, so they are DeepSpeed's."""
+    """Import finder for submodules of tds that have no file in tds, so DeepSpeed's are imported instead."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, inner = name.partition(".")
         if package != PACKAGE or not inner or (HERE / f"{inner}.py").is_file():
             return None
         if inner in GONE:
-            raise ModuleNotFoundError(f"{name} of the original TDS does not exist: use {GONE[inner]}", name=name)
+            raise ModuleNotFoundError(f"{name} of CPM-Pretrain's TDS does not exist: use {GONE[inner]}", name=name)
         theirs = RENAMED.get(inner, f"deepspeed.{inner}")
         if importlib.util.find_spec(theirs) is None:
             return None

@@ -65,14 +65,14 @@ def can_split(group: Any, device: torch.device) -> bool:
 def recorded_collectives() -> list[dict[str, Any]]:
     """Return the entries of torch's flight recorder, oldest first; empty if it is off or unreadable.
 
-    The public alternative is a file that torch writes when the process dies.
+    torch has no public function for this, only a file that it writes when the process dies.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
     found: list[dict[str, Any]] = []
     for name in (
         "_dump_nccl_trace_json",
         "_dump_fr_trace_json",
-    ):  # NCCL has its own recorder, the other backends share one
+    ):  # NCCL has a separate recorder; the other backends share one
         dump = getattr(module, name, None)
         if dump is not None:
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
@@ -80,11 +80,11 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return found
 
 
-ROW = 4096  # elements per norm; torch's norm on a CPU is a plain fp32 sum, off by 5e-4 for 10 million elements
+ROW = 4096  # elements per norm; torch's CPU norm sums naively in fp32, so it is off by 5e-4 for 10 million elements
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each tensor as scalars, in one kernel on accelerators and accurate to fp32 on CPUs."""
+    """Return the 2-norm of each tensor, a scalar: in one kernel on accelerators, with fp32 accuracy on CPUs."""
     if all(t.device.type == "cpu" for t in tensors):
         return [_norm_by_rows(t) for t in tensors]
     at_once = getattr(torch, "_foreach_norm", None)
@@ -140,7 +140,7 @@ def raw_bytes(tensor: Tensor) -> bytes:
 def keep_saved_tensors() -> None:
     """Disable donated buffers, so compiled backward passes keep the tensors that their forward pass saved.
 
-    A backward pass that is split in two (zb-h1) reads them twice. Resets torch.compile, so functions compiled
+    A backward pass that is split in two (zb-h1) reads these tensors twice. Resets torch.compile, so functions compiled
     before are compiled again.
     """
     from torch._functorch import config

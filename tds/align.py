@@ -1,6 +1,6 @@
 """Offsets of the ranks' clocks from rank 0's clock, with a proven error bound.
 
-When the last rank enters a collective, all ranks are inside it. So, measured on one clock, the intervals
+When the last rank enters a collective, no rank has left it yet. So, measured on one clock, the intervals
 [enter, leave] of all ranks overlap. The offset d of a clock from rank 0's therefore satisfies
 enter - leave_0 <= d <= leave - enter_0.
 Several collectives narrow the bound. This works on any backend and world size.
@@ -23,7 +23,7 @@ def narrow(mine: Sequence[Sequence[int]], zeros: Sequence[Sequence[int]]) -> tup
 
 
 def distance(device: torch.device) -> tuple[int, float, float]:
-    """Return (time of measurement, offset, error bound) of this rank's clock in ns. Collective."""
+    """Return (time of measurement, offset from rank 0, error bound) of this rank's clock in ns. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return time.perf_counter_ns(), 0.0, 0.0
     times = []
@@ -31,7 +31,7 @@ def distance(device: torch.device) -> tuple[int, float, float]:
     for _ in range(ROUNDS):
         enter = time.perf_counter_ns()
         dist.all_reduce(one)
-        one.fill_(1.0).item()  # makes the host wait for an accelerator
+        one.fill_(1.0).item()  # makes the host wait for its accelerator
         times.append((enter, time.perf_counter_ns()))
     mine = torch.tensor(times, dtype=torch.int64, device=device)
     zeros = mine.clone()

@@ -11,16 +11,16 @@ from torch import nn
 
 from . import _deepspeed
 
-# With any of these settings, DeepSpeed must partition the whole model when it builds its engine.
+# With any of these settings, DeepSpeed must partition the whole model at once, when it builds its engine.
 _OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
     """Return a callable that ZeRO-3-partitions an initialised layer; None if DeepSpeed partitions the whole model.
 
-    As a context, `deepspeed.zero.Init` would initialise in half precision, so not to the values of a run without
-    ZeRO.
-    config, mpu: arguments of `deepspeed.initialize`. dtype: of the forward pass.
+    The layer must be initialised before. If it were built inside `with deepspeed.zero.Init()`, it would be initialised
+    in half precision, so to other values than in a run without ZeRO.
+    config, mpu: arguments of `deepspeed.initialize`. dtype: dtype of the forward pass.
     """
     zero = config.get("zero_optimization", {})
     offloaded = (zero.get("offload_param") or {}).get("device")

@@ -20,11 +20,11 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     A DistributedOptimizer reduces its gradients itself. Without a pipeline, call its `arm()` before the last
     `backward()` of a step and `finish()` after it, then its `clip(norm, limit)` and the engine's `step()`. With
-    another optimizer, a weight that no replica used has no gradient after the reduction, so it does not decay.
+    any other optimizer, a weight that no replica used has no gradient after the reduction, so it does not decay.
     """
 
     optimizer: Any
-    _compared = False  # whether the buffers of the replicas were compared
+    _compared = False  # whether the first save has compared the replicas' buffers
 
     @property
     def distributed(self) -> DistributedOptimizer | None:
@@ -33,7 +33,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     @cached_property
     def known_model(self) -> KnownModel:
-        """The weights and layers that the optimizer was made for."""
+        """The weights and layers of the module when the optimizer was made."""
         return KnownModel(self.module)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -55,7 +55,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce the gradients over the replicas like DeepSpeed; `.grad` stays None if no replica has a gradient."""
-        # DeepSpeed's bf16 optimizer reduces its fp32 gradient sums, which all weights have.
+        # DeepSpeed's bf16 optimizer reduces its own fp32 gradient sums, so no `.grad` is filled with zeros.
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return

@@ -31,10 +31,10 @@ class Batches:
     """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
 
     ahead: how many micro-batches to prefetch, so that `same_until` can look ahead.
-    takes_inputs, takes_labels: whether this stage uses inputs and labels; those that it does not use are dropped.
+    takes_inputs, takes_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
-    when it is read. The copy moves to the device when it is used.
+    when it is read. The copy is moved to the device when it is used.
     """
 
     read: Callable[[], Any]
@@ -101,13 +101,13 @@ class Batches:
         )
 
     def read_to(self, needed: int, wanted: int = 0) -> None:
-        """Read until `wanted` micro-batches, or the end of the data. Raises DataEnded if fewer than `needed` exist."""
+        """Read until there are `wanted` micro-batches, or all. Raises DataEnded if fewer than `needed` exist."""
         while not self._ended and self.count < min(max(needed, wanted), self.total):
             try:
                 with trace.span("Read"):
                     batch = self.read()
             except StopIteration:
-                self._ended = True  # an error only if they are needed, see below
+                self._ended = True  # an error only if more are needed, see below
             else:
                 self._keep(self.count, batch)
         if self.count < needed:

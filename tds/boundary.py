@@ -57,7 +57,8 @@ Tensors = tuple[Boundary, ...] | None  # the declaration of one stage boundary; 
 class Contract:
     """A stage's boundary declarations, which the stages exchange before the first step.
 
-    puts_out, takes_in: declared outputs and inputs, one item per chunk. settings: must be equal on all stages.
+    puts_out, takes_in: declared outputs and inputs, one item per chunk.
+    settings: settings that must be equal on all stages.
     """
 
     puts_out: tuple[Tensors, ...]
@@ -68,7 +69,7 @@ class Contract:
 def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
     """Return the declarations of `model`: its `boundaries` (outputs) and `receives` (inputs).
 
-    Both attributes are optional; with several chunks they hold one sequence per chunk. The original TDS used three
+    Both attributes are optional; with several chunks they hold one sequence per chunk. CPM-Pretrain's TDS had three
     parallel lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. These
     lists declare both inputs and outputs.
     """
@@ -105,7 +106,7 @@ def _legacy(model: Any) -> Tensors:
 
 
 def check_match(contracts: Sequence[Contract]) -> None:
-    """Raise the same BoundaryError on every stage unless settings and declarations match. contracts: by stage."""
+    """Raise the same BoundaryError on every stage unless settings and declarations match. contracts: one per stage."""
     stages = len(contracts)
     for stage, contract in enumerate(contracts):
         for key, value in contract.settings.items():
@@ -150,7 +151,7 @@ def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None
             raise BoundaryError(f"{who}: tensor {i} is {kind}; make it dense (to_dense(), to_padded_tensor())")
         if device is not None and tensor.device.type != device.type:
             raise BoundaryError(
-                f"{who}: tensor {i} is on {tensor.device}, the stage on {device}; move it to the stage's device"
+                f"{who}: tensor {i} is on {tensor.device}, but the stage on {device}; move it to the stage's device"
             )
 
 
@@ -164,7 +165,7 @@ def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.d
         return
     if len(tensors) != len(declared):
         names = ", ".join(each.name for each in declared)
-        raise BoundaryError(f"{who}: got {len(tensors)} tensors, declared are {len(declared)}: {names}")
+        raise BoundaryError(f"{who}: got {len(tensors)} tensors, but {len(declared)} are declared: {names}")
     for tensor, each in zip(tensors, declared, strict=True):
         if kind_of(tensor) != each.kind:
             raise BoundaryError(f"{who}: {each.name!r} is declared {each.kind}, got {tensor.dtype}")

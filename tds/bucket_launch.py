@@ -11,17 +11,17 @@ from ._torch import has_hooks
 from .messages import ways
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
-BYTES_A_REPLICA = 4 * 2**20  # minimum per replica, so that messages do not shrink as replicas increase
+BYTES_A_REPLICA = 4 * 2**20  # minimum bytes per replica, so that more replicas do not mean smaller messages
 
 
 class ReducibleBucket(Protocol):
     """Gradients that are reduced together, in an order that is equal on all replicas."""
 
     parameters: list[nn.Parameter]
-    launched: bool  # whether this step's gradients are being reduced or already are
+    launched: bool  # whether the reduction of this step's gradients has started
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Accumulate the gradient in `parameter.grad`."""
+        """Accumulate the gradient `parameter.grad` into the bucket."""
         ...
 
     def reduce(self) -> None:
@@ -64,18 +64,20 @@ def pack(
 class BucketLauncher:
     """Scheduler of bucket reductions: `arm()` before a step's last backward pass, `finish()` after it.
 
-    A bucket is reduced once each of its gradients has arrived as often as in the previous step's last pass and
-    the reductions of all earlier buckets have started. chunk_of: for a stage with several chunks of layers, the
-    chunk whose backward pass gives a weight its last gradient; 0 by default.
+    The reduction of a bucket starts as soon as two conditions hold. The reductions of all earlier buckets have started,
+    and each gradient of the bucket has arrived as often as in the previous step's last backward pass.
+
+    chunk_of: for a stage with several chunks of layers, the chunk whose backward pass gives a weight its last gradient;
+    0 by default.
     """
 
     def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
         self._buckets, self._chunk_of = buckets, dict(chunk_of or {})
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._expected: Counter[nn.Parameter] = Counter()  # gradients in the last pass of the previous step
-        self._counts: Counter[nn.Parameter] = Counter()  # gradients in this step's last pass
-        # Weights with user hooks in the previous step. Autograd gives their gradient once, in total, not once per
-        # matmul.
+        self._expected: Counter[nn.Parameter] = Counter()  # gradients per weight in the previous step's last pass
+        self._counts: Counter[nn.Parameter] = Counter()  # gradients per weight in this step's last pass
+        # Weights that had user hooks in the previous step. The gradient of such a weight arrives once, as a total;
+        # that of another weight may arrive once per matmul.
         self._hooked: set[nn.Parameter] = set()
         self._armed: set[int] = set()  # chunks in their last backward pass
         self._next = 0  # next bucket to reduce

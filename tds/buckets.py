@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from ._torch import gather_shares, scatter_sum, users
 
-ALIGNMENT = 64  # elements; lets a share begin where every device copies fast
-NORM_SLICE = 2**20  # elements whose norm is taken in fp32; the squares of several such norms are summed in fp64
+ALIGNMENT = 64  # elements; shares begin at multiples of this, where every device copies fast
+NORM_SLICE = 2**20  # elements whose norm is computed in fp32; the squares of these norms are summed in fp64
 
 
 class Bucket:
     """Flat memory of some weights and their gradients, of which this replica owns one equal share.
 
-    The parameters become views of it. `reduce` sums the gradients over the replicas into the share, and `gather`
-    distributes the stepped weights.
+    The parameters become views of this memory. `reduce` sums the gradients over the replicas into the share, and
+    `gather` distributes the stepped weights.
 
-    parameters: of one dtype and device. group: process group of the replicas.
+    parameters: weights of one dtype on one device. group: process group of the replicas.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
@@ -56,7 +56,7 @@ class Bucket:
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
         self._arrived: set[nn.Parameter] = set()  # gradients accumulated in this step
-        self.launched = False  # whether this step's gradients are being reduced or already are
+        self.launched = False  # whether the reduction of this step's gradients has started
         self.work: dist.Work | None = None
 
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
@@ -66,7 +66,10 @@ class Bucket:
         return begin - self.begin, max(end, begin) - self.begin
 
     def count_views(self) -> None:
-        """Record how many tensors view the flat memory. Call it once all parameters do; later views are the user's."""
+        """Record how many tensors view the flat memory.
+
+        Call this as soon as all parameters are views of it, so that any further view must be a user's.
+        """
         self._views = users(self.weights)
 
     def view_of(self, parameter: nn.Parameter) -> Tensor:
@@ -80,8 +83,8 @@ class Bucket:
     def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
         """Copy these weights into the flat memory and make them views of it again.
 
-        Returns False, and does nothing, if another tensor views the flat memory: a user may have kept the
-        swapped-out data to restore it later.
+        Returns False, and does nothing, if another tensor views the flat memory: a user may have kept the old data of
+        a weight to restore it later.
         """
         if users(self.weights) != self._views - len(replaced):
             return False
@@ -107,7 +110,7 @@ class Bucket:
     def accumulates_matmuls(self) -> bool:
         """True if this device can add a matmul to the gradient sums in one kernel.
 
-        All devices can if weights and sums have one dtype; from half-precision weights to fp32 sums only CUDA can.
+        If weights and sums have the same dtype, all devices can; with half-precision weights and fp32 sums, only CUDA.
         """
         return not self.copies or widens(self.weights.device, self.weights.dtype)
 
@@ -122,7 +125,7 @@ class Bucket:
         self._arrived.add(parameter)
 
     def reduce(self) -> None:
-        """Start reducing gradients over the replicas, with zeros for missing ones; `share_grad` then holds the sums."""
+        """Start summing gradients over the replicas into `share_grad`, with zeros for missing gradients."""
         for parameter in self.parameters:
             if parameter.grad is not None:  # set by hand, so no autograd hook has seen it
                 self.add(parameter)
@@ -169,7 +172,7 @@ class Bucket:
             parameter.grad = None
 
     def norm_slices(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
-        """Return slices `[n]` of this replica's gradients, each with whether it counts in the global gradient norm.
+        """Return pairs: a slice `[n]` of this replica's gradients, and whether it counts in the global gradient norm.
 
         counts: for each parameter, whether this rank counts it in that norm.
         """

@@ -1,12 +1,11 @@
 """Transport of tensors over one stage boundary: one message per tuple, no casts, and sends that do not block.
 
-The first activation of a step is preceded by a header: shapes, dtypes, flags, and the number of consecutive
-micro-batches (a run) that have them. The others of the run need no header, so the receiver posts receives for them
-before it computes.
-Before the last message of a run, an 8-byte continuation says how many more micro-batches have the same layout.
-Zero means that the next message has its own header; with data-dependent shapes every message has one. Gradients
-need no header: they have the shapes of the activations that went the other way. neighbours.py describes which
-messages share a queue.
+A header precedes the first activation of a step. It holds the layout (shapes, dtypes, flags) and the number of
+consecutive micro-batches with this layout, a run. The later micro-batches of the run need no header, so the receiver
+posts receives for them before it computes. Before the last message of a run, an 8-byte continuation says how many more
+micro-batches have the same layout; zero means that another header follows the run. With data-dependent shapes every
+message has a header. Gradients need none: they have the shapes of the activations that went the other way.
+neighbours.py describes which messages share a queue.
 """
 
 import json
@@ -28,14 +27,14 @@ from .schedule import At
 
 HEADER_SIZE = 1536  # bytes; room for about 60 tensors of 4 dimensions
 CONTINUATION_SIZE = 8  # bytes
-ALIGN = 8  # bytes; each tensor of a message is padded to a multiple
+ALIGN = 8  # bytes; each tensor of a message is padded to a multiple of this
 GRAD, SPLIT = 1, 2
 
 Layout = tuple[tuple[torch.dtype, int, torch.Size], ...]  # dtype, flags and shape of each tensor of a message
 
 
 class BoundaryTensor(NamedTuple):
-    """One tensor in transit, with its `grad` and `split` flags."""
+    """One tensor in transit. grad: it needs a gradient. split: each tensor-parallel rank sends only a slice of it."""
 
     tensor: Tensor
     grad: bool = False
@@ -50,8 +49,8 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
 class LayoutRun:
     """Consecutive messages of one layout, as both ends of a channel know them.
 
-    Messages before `end` have the announced layout. A continuation precedes message `end - 1` if the step continues
-    after it and the run has more than one message.
+    total: messages of the step. Messages before number `end` have the known `layout`. A continuation precedes message
+    `end - 1` if the step has messages after it and the run has more than one message.
     """
 
     def __init__(self, total: int) -> None:
@@ -101,7 +100,7 @@ class Link:
 class Sender:
     """The sending end of a link: it packs each tuple of tensors into one message and returns at once.
 
-    `send` is for gradients, whose layout the receiver knows; `send_next` also announces layouts of activations.
+    `send` is for gradients, whose layout the receiver knows; `send_next` is for activations and sends layouts too.
     """
 
     def __init__(self, link: Link) -> None:
@@ -117,7 +116,7 @@ class Sender:
     def send(self, tensors: Sequence[BoundaryTensor]) -> None:
         """Start sending tensors.
 
-        A single tensor without other users is sent from its own memory; all others are copied.
+        A single tensor is sent from its own memory if no other tensor uses it; otherwise, the tensors are copied.
         """
         full = [p.tensor for p in tensors if p.tensor.numel()]
         lent = len(full) == 1 and users(full[0]) > 1
@@ -130,8 +129,8 @@ class Sender:
     def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
         """Send the activations of a micro-batch, with a header or continuation if one is due.
 
-        same_until: the first micro-batch whose layout may differ. Raises BoundaryError if the layout changes
-        earlier.
+        same_until: the first micro-batch whose layout may differ. what: beginning of error messages, e.g. `stage 0`.
+        Raises BoundaryError if the layout changes earlier.
         """
         (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]
@@ -141,8 +140,8 @@ class Sender:
         elif layout != run.layout:
             raise BoundaryError(
                 f"{what}: outputs of micro-batch {index} differ in number, shape, dtype or requires_grad from those of "
-                f"the previous one, although the inputs have equal shapes; if output shapes depend on the data, use "
-                f"PipelineModule(..., dynamic_shape=True)"
+                f"the previous micro-batch, although the inputs have equal shapes; if output shapes depend on the "
+                f"data, use PipelineModule(..., dynamic_shape=True)"
             )
         if run.continuation_due(index):
             more = max(same_until - run.end, 0)
@@ -151,7 +150,7 @@ class Sender:
         self.send(tensors)
 
     def send_end(self) -> None:
-        """Send the end of the data instead of the first message of a step, and wait until it has left."""
+        """Send, instead of a step's first message, a header that means the end of the data; wait until it is sent."""
         self._start(self._header([0], "the end of the data"))
         self.flush()
 
@@ -202,8 +201,8 @@ class Posted(NamedTuple):
 class Receiver:
     """The receiving end of a link: it posts receives of known layout in advance and returns messages in order.
 
-    A layout is known from a header (`take_next`), or for gradients from the stage itself (`expect`). ahead: how
-    many receives are posted in advance; each holds a buffer.
+    The layout of activations is known from a header (`take_next`), that of gradients from the activations that this
+    stage sent (`expect`). ahead: how many receives are posted in advance; each holds a buffer.
     """
 
     def __init__(self, link: Link, ahead: int) -> None:

@@ -23,8 +23,8 @@ def is_split(parameter: nn.Parameter) -> bool:
 def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
     """Return whether this rank counts `parameter` in a sum over all parameters of the model.
 
-    A parameter sharded over the tensor-parallel ranks counts on each of them. A replicated one counts on the
-    first rank only, and a tied one on the first stage that has it.
+    A parameter sharded over the tensor-parallel ranks counts on each of them. A replicated parameter counts on
+    the first of these ranks only, and a tied parameter on the first stage that has it.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -43,14 +43,14 @@ def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, devic
 def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.device) -> Tensor:
     """Return the squared norm of the gradients that count, a scalar in fp64; not finite if any gradient is not.
 
-    gradients: each with whether it counts.
+    gradients: (gradient, whether it counts) pairs.
     """
     total, there = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
     for counted in (True, False):
         grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
         if grads:
             squares = torch.stack(norms(grads)).double().square().sum()
-            total += squares if counted else 0 * squares  # NaN unless all are finite
+            total += squares if counted else 0 * squares  # 0 * squares is NaN unless all are finite
     return total
 
 
@@ -70,8 +70,8 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
     """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
     torch's fused Adam reads a flag on the device. For any other optimizer the host reads the norm, which
-    synchronizes in every step, and drops the gradients. That includes apex's Adam, and SGD, whose fused kernel
-    would leave the momentum uninitialised if it skipped the first step.
+    synchronizes in every step, and drops the gradients. These other optimizers include apex's Adam, and also fused
+    SGD, whose kernel would leave the momentum uninitialised if it skipped the first step.
     """
     if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Errors instead of hangs: if one rank fails, dies or stalls, all ranks exit and rank 0 reports where each one was.
 
-A thread in every rank polls a shared store a few times a second. A rank that fails or waits too long announces
-this fault in the store. Then every rank writes its current activity and its stack to the store, rank 0 prints all
-of them, and all ranks exit with code 1. The store is torch's own, through a separate connection, so a blocked
-collective does not block it. If the process that hosts the store stalls, a second thread of each rank ends its
-rank without the store.
+A thread in every rank polls a shared store a few times a second. A rank that fails or waits too long writes a
+description of this fault to the store. Then every rank writes its current activity and its stack to the store, rank 0
+prints all of them, and all ranks exit with code 1. The store is that of torch.distributed, used through a separate
+connection, so a blocked collective does not block it. If the process that hosts the store stalls, a second thread of
+each rank ends its rank without the store.
 """
 
 import atexit
@@ -31,8 +31,8 @@ from .messages import say
 from .recorder import Finished, not_ended
 
 POLL_SECONDS = 0.25
-COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the others
-SILENCE_SECONDS = 4 * COLLECT_SECONDS  # time limit for the store to answer and for a report to be written
+COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks
+SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may be silent, which includes the time for reports
 FAULT, PRINTED = "tds/fault", "tds/printed"
 _LOST = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
@@ -116,7 +116,7 @@ def _name_dead_ranks(fault: str, dead: list[int]) -> str:
 def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
     """Return the lines of a report: all ranks, grouped by equal stacks, each stack printed once.
 
-    reports: by rank; a rank that did not answer is absent.
+    reports: keyed by rank; a rank that did not answer is absent.
     """
     alike: dict[str, list[int]] = {}
     for rank in range(world):
@@ -145,7 +145,8 @@ def _exit(code: int) -> None:
 class FaultBoard:
     """Exchange of a fault, and then of each rank's report about it, through torch's store.
 
-    Rank 0 collects and prints the reports; the other ranks wait for that. name: what is monitored, for reports.
+    Rank 0 collects and prints the reports, and the other ranks wait until it has. name: what is monitored, e.g.
+    `pipeline`; reports begin with it.
     """
 
     def __init__(self, name: str) -> None:
@@ -160,7 +161,7 @@ class FaultBoard:
     def announce(self, fault: str, code: int = 0) -> None:
         """Publish the fault, unless another rank has already done so.
 
-        code: exit code of all ranks, whose report is then one line; 0: a report with all stacks, and exit code 1.
+        code: exit code of all ranks, with a report of one line; 0: exit code 1, with a report of all stacks.
         """
         if not self.has_fault():
             self._store.set(FAULT, json.dumps([fault, code]))
@@ -203,12 +204,12 @@ class Watchdog:
     """Monitor of what this rank does: `at` records an activity, and `fail` announces an error on the fault board.
 
     One thread ends the rank when any rank has announced a fault or an activity takes too long. Another thread ends
-    it when the fault board does not answer. Of several watchdogs in one process, e.g. of two engines, the one whose
-    `at` was called last is active.
+    the rank when the fault board does not answer. Of several watchdogs in one process, e.g. of two engines, the one
+    whose `at` was called last is active.
 
     timeout: seconds allowed for one activity.
-    describe: a method that describes an argument of `at` in a report, held by weak reference; None: `str`.
-    name: what is monitored, for reports.
+    describe: a method, held by weak reference, that turns an argument of `at` into text; None: `str` does.
+    name: what is monitored, e.g. `pipeline`; reports begin with it.
     device: an accelerator whose progress is reported.
     idle: text that describes this rank in a report while no activity is recorded.
     """
@@ -216,8 +217,8 @@ class Watchdog:
     _latest: "Watchdog | None" = None
     reports_all_errors = False  # also report errors outside steps, if they end the process
     advice = (
-        "smaller micro-batches (train_micro_batch_size_per_gpu), recomputed activations "
-        "(activation_checkpoint_interval), more stages or tensor-parallel ranks need less memory"
+        "to save memory, use smaller micro-batches (train_micro_batch_size_per_gpu), recompute activations "
+        "(activation_checkpoint_interval), or use more stages or tensor-parallel ranks"
     )
 
     def __init__(
@@ -261,7 +262,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Report an error in this block to all ranks, which may be waiting for this one, unless all ranks raise it."""
+        """Report an error in this block to the other ranks, which may be waiting for this rank.
+
+        An error whose attribute `everywhere` is true is not reported, because all ranks raise it.
+        """
         try:
             yield
         except BaseException as error:
@@ -294,7 +298,7 @@ class Watchdog:
         error.tds_reported = True  # type: ignore[attr-defined]
 
     def _fault(self, error: BaseException) -> tuple[str, int]:
-        """Return what happened to this rank, and the exit code to announce, or 0 for a report with stacks."""
+        """Return a description of the error, and the exit code to announce (0 for a report with stacks)."""
         if isinstance(error, KeyboardInterrupt):
             return "was interrupted (Ctrl-C)", INTERRUPTED
         if memory := out_of_memory(error):

@@ -2,7 +2,7 @@
 
 This is ZeRO stage 1 (Rajbhandari et al. 2020) in the manner of Megatron-LM's distributed optimizer. Gradients are
 reduced bucket by bucket during a step's last backward pass. Each replica steps its share of every bucket, and
-updated weights are gathered while the next share is stepped. DeepSpeed only starts reducing after the last
+all-gathers a bucket's updated weights while it steps the next bucket. DeepSpeed's reduction only starts after the last
 gradient.
 """
 
@@ -22,25 +22,27 @@ from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 
-# Optimizers with a step count per tensor, or none, so that each bucket can be stepped separately.
+# These optimizers count steps per tensor or not at all, so each bucket can be stepped separately.
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer sharded over the replicas, for fp32 and bf16 with ZeRO stage 1 in the ds_config.
 
-    Its weights and gradients lie in flat buckets, of which this replica steps one share each. A BucketLauncher
+    Weights and gradients lie in flat buckets, and this replica steps one share of each bucket. A BucketLauncher
     reduces each bucket during a step's last backward pass, and `step` all-gathers the weights of each bucket while
     the next one is stepped.
 
     Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`,
     with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in fp32. The learning
-    rate is in `param_groups`, as in the wrapped optimizer, whose update must be element-wise, as Adam's is. A
-    weight without a gradient gets zeros, as in DeepSpeed's ZeRO, and decays.
+    rate is in `param_groups`, as in the wrapped optimizer. The wrapped optimizer's update must be element-wise, like
+    Adam's. A weight without a gradient gets a gradient of zeros, as in DeepSpeed's ZeRO, so weight decay changes it.
 
     A pipeline engine calls the methods below. Without a pipeline, call `arm()` before the last `backward()` of a
-    step, then `finish()` and `clip()`. Gradients are summed, not averaged, so divide losses by the number of
-    replicas. bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
+    step, then `finish()`, `clip()` and the engine's `step()`. Gradients are summed, not averaged, so divide losses by
+    the number of replicas.
+
+    bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
 
     If a weight's storage was replaced between two steps (`p.data = new`), the new values are copied into the
     bucket. In-place changes of half-precision weights are copied too. Raises RuntimeError in a backward pass if a
@@ -57,7 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._name_of: dict[nn.Parameter, str] = {}
         self._frozen: list[nn.Parameter] = []
-        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed writes the shapes of these into its checkpoints
+        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed's checkpoints hold these weights' shapes
         self.fp16_groups = self.bf16_groups
         self._launcher: BucketLauncher | None = None
         self._summed = self._linked = False
@@ -77,9 +79,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Move the weights of `module`, already on their device and in their dtype, into flat memory.
 
-        group: the replicas. chunk_of: for a stage with several chunks, the chunk of a weight; 0 by default.
-        apart: weights that other stages also hold. Each gets its own bucket, so that all stages shard and reduce
-        it in the same way.
+        group: process group of the replicas. chunk_of: for a stage with several chunks, the chunk of a weight; 0 by
+        default. apart: weights that other stages also hold; each gets a separate bucket, so that all stages shard
+        and reduce it in the same way.
         """
         self._refuse_unsteppable(module)
         known = {p for p in module.parameters() if p.requires_grad}
@@ -112,9 +114,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._launcher
 
     def _accumulate_wgrad(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> bool:
-        """Take the gradient of `parameter` `[o, i]` from a layer, as `left` `[o, n]` @ `right` `[n, i]`, past autograd.
+        """Accumulate `left` `[o, n]` @ `right` `[n, i]` into the gradient of `parameter` `[o, i]`, without autograd.
 
-        Returns False if autograd must handle it, because a hook has to see the gradient.
+        A layer calls this in its backward pass. Returns False if the layer must give the gradient to autograd
+        instead, because a hook has to see it.
         """
         if has_hooks(parameter):
             return False
@@ -132,7 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
             problem = "has weights that are not in the model: register them in it"
         else:
-            return  # a stage without weights has a placeholder that belongs to no module
+            return  # a stage without weights has a placeholder weight that belongs to no module
         raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
 
     def _refuse_changes(self) -> None:
@@ -145,12 +148,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if changed:
                 raise RuntimeError(
                     f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
-                    f"tds.initialize(); a DistributedOptimizer does not support that: initialize again, or train "
-                    f"without it ({ways['no ZeRO']})"
+                    f"tds.initialize(), but a DistributedOptimizer shards them only then: call tds.initialize() again, "
+                    f"or train without this optimizer ({ways['no ZeRO']})"
                 )
 
     def _adopt_replaced(self) -> None:
-        """Copy in weights whose storage a user replaced since the last step.
+        """Copy weights whose storage a user replaced since the last step into the buckets.
 
         Raises ReplacedWeightError if the new values cannot be copied safely.
         """
@@ -186,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this replica's share `[n]` of the summed gradient of a tied weight, after `finish()`.
 
-        parameter: one of `apart` in `attach`. None if it is not trained.
+        parameter: a weight that was passed to `attach` in `apart`. Returns None if the weight is not trained.
         """
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.share_grad
@@ -194,8 +197,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def squared_norm(self, model_rank: int, device: torch.device) -> Tensor:
         """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
-        Not finite if any gradient in this rank's shares is not, even one that another rank counts. model_rank:
-        tensor-parallel rank.
+        It is NaN or Inf if any gradient in this rank's shares is, even a gradient that only another rank counts in
+        the norm. model_rank: tensor-parallel rank.
         """
         if self._counted is None:
             counts = {p: counts_here(p, model_rank) for p in self._bucket_of}
@@ -250,7 +253,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._lazy_init_hp_params_optimizer_state()
 
     def _scale_and_guard(self, norm: Tensor) -> None:
-        """Make the next step clip, or skip if `norm` is not finite; a fused kernel does both itself."""
+        """Clip the gradients, and make the next step a no-op if `norm` is not finite.
+
+        A fused optimizer clips in its kernel, so it only gets the divisor; otherwise the gradients are divided here.
+        """
         leave_out_unless_finite(self.optimizer, norm)
         if not self._limit:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -287,12 +293,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.pull_weights()
 
-    _restore_from_bit16_weights = refresh_fp32_params  # called when DeepSpeed has loaded weights only
+    _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed calls this after it has loaded weights only
 
     def state_dict(self) -> dict[str, Any]:
         """Return this replica's shares and optimizer states.
 
-        They load only with the same number of replicas and the same layers on each stage.
+        This state can be loaded only with the same number of replicas and the same layers on each stage.
         """
         shares = [bucket.share.detach().clone() for bucket in self.buckets]
         return {"optimizer": self.optimizer.state_dict(), "shares": shares}
@@ -300,13 +306,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(  # type: ignore[override]
         self, state_dict_list: Any, load_optimizer_states: bool = True, **_: Any
     ) -> None:
-        """Load the states of all replicas, in order. Raises ValueError if the shares differ in number or size."""
+        """Load this replica's state from `state_dict_list`, the states of all replicas in rank order.
+
+        Raises ValueError if the shares differ in number or size from this run's.
+        """
         mine = self._mine(state_dict_list)
         if mine is None:
             raise ValueError(
                 f"the checkpoint holds optimizer states of {len(state_dict_list)} replicas, whose shards differ from "
-                f"those of this run's {dist.get_world_size(self.dp_process_group)}: use as many replicas and the same "
-                f"partition of the layers, or load_optimizer_states=False"
+                f"those of this run's {dist.get_world_size(self.dp_process_group)}: use the same number of replicas "
+                f"and the same partition of the layers, or load_optimizer_states=False"
             )
         if load_optimizer_states:
             self.optimizer.load_state_dict(mine["optimizer"])

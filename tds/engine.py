@@ -1,7 +1,7 @@
 """The pipeline engine: an interpreter of schedules with one short method per instruction.
 
-Optimizer wrappers, gradient reduction, checkpoints and monitors are those of DeepSpeed's engine; `train_batch` and
-`eval_batch` are replaced.
+Optimizer wrappers, gradient reduction, checkpoints and monitors come from DeepSpeed's engine; this file replaces
+`train_batch` and `eval_batch`.
 """
 
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ class PipelineEngine(PipelineHooks):
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
-    a tensor, or a dict of named tensors. The sum of a dict is trained on, and `named_losses` has its items. If
-    `loss_fn` has a method `count_targets(labels)`, it must return sums. The loss is then their total over the global
-    batch divided by the total count, so it does not depend on the split into micro-batches and replicas.
+    a tensor, or a dict of named tensors. Training minimises the sum of a dict, and `named_losses` has its items. If
+    `loss_fn` has a method `count_targets(labels)`, `loss_fn` must return sums. The loss is then their total over the
+    global batch divided by the total count, so it does not depend on the split into micro-batches and replicas.
     """
 
     data_iterator: Any
@@ -80,16 +80,16 @@ class PipelineEngine(PipelineHooks):
 
         By default the data come from the loader of `training_data` or `set_dataloader`. Returns the loss over the
         global batch, a scalar in fp32 (fp64 if the loss is), equal on every rank. Raises DataEnded, a
-        StopIteration, if the data end. If they end before the first micro-batch, all stages raise it and nothing
-        has changed.
+        StopIteration, if the data end. If they end before the first micro-batch, all stages raise it, and the model
+        is unchanged.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() needs gradients; use eval_batch() under no_grad()")
+            raise RuntimeError("train_batch() needs gradients; under no_grad(), use eval_batch()")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # it grows if no progress line is due
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # this list grows until a progress line is due
             timer.reset()
         timer.start()
         try:
@@ -137,14 +137,14 @@ class PipelineEngine(PipelineHooks):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Return the loss over `num_micro_batches` (default: as in training) without training; shapes may differ.
+        """Return the loss over `num_micro_batches` (default: as in training), without training.
 
-        return_logits: return `(result, outputs of the last micro-batch)`, the latter None except on the last
+        Shapes may differ from those in training.
+        return_logits: return `(result, outputs of the last micro-batch)`; the outputs are None except on the last
             stage.
-        compute_loss: if False, the outputs are reduced and returned instead, on the last stage only (None
-            elsewhere).
-        reduce_output: "avg", the mean over micro-batches and replicas, or None, the list of all micro-batches, on
-            the last stage.
+        compute_loss: if False, return the outputs instead of the loss, on the last stage only (None elsewhere).
+        reduce_output: "avg" for the mean over micro-batches and replicas; None for the list over micro-batches, on
+            the last stage only.
         bcast_loss: if False, only the last stage gets the loss.
 
         Raises ValueError for another `reduce_output`.
@@ -385,7 +385,7 @@ class PipelineEngine(PipelineHooks):
     def _share_losses(self, squared_norm: Tensor | None = None) -> Tensor:
         """Return the loss over the global batch, a scalar, and broadcast it to all stages.
 
-        squared_norm: this rank's part, a scalar; the same all-reduce sums it over the ranks.
+        squared_norm: this rank's part of the squared gradient norm; the same all-reduce sums it over the ranks.
         """
         self._at("sharing the loss")
         if self._is_last:

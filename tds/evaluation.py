@@ -15,7 +15,7 @@ def check_arguments(reduce_output: str | None, micros: int) -> None:
         raise ValueError(f"num_micro_batches {micros}: there is nothing to evaluate; give 1 or more")
     if reduce_output not in (None, "avg"):
         raise ValueError(
-            f"reduce_output {reduce_output!r} is neither 'avg', the mean, nor None, the list of all micro-batches"
+            f"reduce_output {reduce_output!r} is neither 'avg' (the mean) nor None (a list over micro-batches)"
         )
 
 
@@ -39,7 +39,7 @@ def _mean(engine: Any) -> Any:
     if len(shapes) > 1:
         raise ValueError(
             "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
-            "use reduce_output=None for the list of them"
+            "use reduce_output=None to get the list of outputs"
         )
     sums = [torch.stack(each).sum(0) for each in zip(*outputs, strict=True)]
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)

@@ -2,7 +2,7 @@
 
 torch usually creates one group at a time, and every rank of the world takes part. With NCCL that is a world-wide
 collective for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One `split_group` makes all
-groups of an axis. On other backends groups are created one by one, but only once: the mesh and DeepSpeed's grid
+groups of an axis. On other backends groups are created one by one, but only once: megatron.mpu and DeepSpeed's grid
 share them. The stage boundaries of a pipeline have separate groups (neighbours.py).
 """
 
@@ -30,7 +30,7 @@ class _Cache:
 def splits() -> bool:
     """Return whether groups are split off the world's communicator.
 
-    This needs a device bound to the world at initialisation.
+    This is possible only if the world's process group was bound to a device when it was created.
     """
     world: Any = dist.group.WORLD
     device = world.bound_device_id
@@ -38,7 +38,7 @@ def splits() -> bool:
 
 
 def new_groups(lines: Lines) -> Any:
-    """Create disjoint groups, given by their ranks, and return this rank's, or None. Collective over the world."""
+    """Create disjoint groups, given by their ranks; return this rank's group, or None. Collective over the world."""
     if splits():
         return dist.split_group(split_ranks=[list(line) for line in lines])
     made = [dist.new_group(list(line)) for line in lines]
@@ -52,14 +52,14 @@ def shared(lines: Lines) -> Any:
 
 
 def of_members(ranks: Sequence[int]) -> Any:
-    """Return the group of these ranks, created at its first use; only its members take part."""
+    """Return the group of these ranks, created at its first use. Collective over these ranks only."""
     return _cached(("members", *ranks), lambda: _of_members(ranks))
 
 
 def _of_members(ranks: Sequence[int]) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:  # else torch would split the world's communicator, which needs all ranks
+    if bound is not None:  # a bound device makes torch split the world's communicator, which needs all ranks
         world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True)
@@ -77,7 +77,7 @@ def _cached(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
 
 
 def gather_objects(mine: Any, group: Any = None) -> list[Any]:
-    """Return `mine` of every rank of the group, in order. Collective."""
+    """Return `mine` of every rank of the group, in rank order. Collective."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
@@ -101,10 +101,10 @@ def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
 
 @contextmanager
 def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
-    """Make DeepSpeed's grid use the groups that `shared` creates per axis, although it asks for one at a time.
+    """Make DeepSpeed's grid take its groups from `shared`, which creates all groups of an axis at once.
 
-    topology: returns the grid's topology, which does not exist yet when the first group, of the whole world, is
-    created.
+    topology: returns the grid's topology; a function, because the topology does not exist yet when the grid creates
+    its first group, which is the whole world.
     """
     honest = deepspeed.comm.new_group
     known: dict[tuple[int, ...], Any] = {}  # ranks of a group -> this rank's group among all groups parallel to it

@@ -17,8 +17,8 @@ from .saving import PipelineState
 class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     """DeepSpeed's pipeline engine with a gradient norm over all stages and complete checkpoints.
 
-    Each rank computes its part of the squared norm. The all-reduce that shares the loss also sums the parts
-    (`_norm_part`), which saves a separate one; otherwise `_take_norm` sums them.
+    Each rank computes its part of the squared norm. If `_norm_part` returns this part, the all-reduce that shares the
+    loss also sums the parts, which saves an all-reduce. If it returns None, `_take_norm` sums them.
     """
 
     _reduction: Reduction
@@ -62,11 +62,11 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         return total.sqrt()
 
     def clip_fp32_gradients(self) -> None:
-        """Clip the gradients by the global norm; DeepSpeed's method counts only the first stage.
+        """Clip the gradients by the global norm; DeepSpeed's method counts only the first stage's gradients.
 
-        If the norm is not finite, the gradients are dropped. Then the optimizer changes neither weights nor
-        moments nor step counts, on all ranks, since all have the same norm. A `torch.amp.GradScaler` skips
-        such steps itself.
+        If the norm is not finite, the gradients are dropped, so the optimizer changes no weights, moments or step
+        counts. All ranks have the same norm, so all of them skip the step. A `torch.amp.GradScaler` skips such steps
+        itself.
         """
         root = self._take_norm()
         clip_by_norm(self.module.parameters(), root, self.gradient_clipping())

@@ -15,14 +15,14 @@ from ._deepspeed import finish
 from .memory import non_leaf_view
 from .nested import as_tuple, each_tensor, in_full, to_device
 
-ROUNDS = 5  # the first one warms up
+ROUNDS = 5  # passes per layer; the first one is a warm-up and is not counted
 
 
 def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> list[float]:
-    """Return the seconds of forward plus backward pass of each layer on the slowest rank, equal on every rank.
+    """Return for each layer the seconds of its forward plus backward pass on the slowest rank.
 
-    Layers are built one at a time and discarded. All ranks measure the same layer at the same time, so a layer
-    can communicate with its tensor-parallel peers.
+    The result is equal on every rank. Layers are built one at a time and discarded. All ranks measure the same layer at
+    the same time, so a layer can communicate with its tensor-parallel peers. example: an input of the first layer.
     """
     seconds = []
     inputs = to_device(example, device)
@@ -58,7 +58,10 @@ def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
 
 
 def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
-    """Return cuts into non-empty groups of layers that minimise the slowest group's time; of several, the most even."""
+    """Return the cuts into non-empty groups of layers that minimise the slowest group's time.
+
+    If several cuts do, return those with the most even times.
+    """
     slowest = _cut(seconds, groups, lambda most, took: max(most, took))[0]
     limit = slowest * (1 + 1e-9)
     return _cut(seconds, groups, lambda total, took: total + (took * took if took <= limit else float("inf")))[1]

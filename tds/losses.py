@@ -1,4 +1,4 @@
-"""The losses of one step: summed over micro-batches and replicas, divided by targets, sent to all stages."""
+"""The losses of one step: summed over micro-batches and replicas, divided by targets, broadcast to all stages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def _check(named: Mapping[str, Any]) -> None:
 class Losses:
     """The losses of one step: `add` sums them by name in fp64, `reduce` over replicas, `broadcast` to all stages.
 
-    A loss that is not a dict has the name `loss`. Additional losses are only reported, not trained on.
+    A loss that is not in a dict has the name `loss`. Additional losses are only reported, not trained on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,9 +89,9 @@ class Losses:
         }
 
     def _over_replicas(self, replicas: Any) -> dict[Key, Tensor]:
-        """Return the sums over replicas: one all-reduce of the losses that were known in the previous step.
+        """Return the losses summed over the replicas, by one all-reduce of the names known from the previous step.
 
-        A second exchange is needed only if a replica has a new name.
+        A second exchange follows only if a replica has a loss with a new name.
         """
         sums, known = self._sums, self._of_replicas
         zero = torch.zeros((), dtype=torch.float64, device=self.device)

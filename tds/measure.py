@@ -25,8 +25,8 @@ from .base_engine import Engine
 from .optimizer_state import get_weight, take_over_reduction
 
 SIZE = 64
-GRADIENT = 2.0**-10  # small enough for fp16 with the loss scale of `_settings`
-TOLERANCE = 0.02  # relative error; bf16 rounds by up to 0.4%, and a wrong factor is 2 or more
+GRADIENT = 2.0**-10  # small enough for fp16 with a loss scale of 2**8
+TOLERANCE = 0.02  # relative error; bf16 rounds by up to 0.4%, while a wrong factor is off by 2 or more
 COPIED = (
     "bf16",
     "data_types",
@@ -94,8 +94,8 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     given = engine._config._param_dict
     zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
     zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
-    # DeepSpeed allows bf16 with fp32 accumulation under ZeRO only; a caller with its own reduction needs neither
-    # setting.
+    # DeepSpeed allows bf16 with fp32 accumulation under ZeRO only. With its own reduction, a caller needs neither of
+    # these settings.
     names = [key for key in COPIED if not (own_reduction and key in ("bf16", "data_types"))]
     settings = {key: given[key] for key in names if key in given}
     settings |= {

@@ -16,7 +16,7 @@ from ._torch import users
 def plain(tensor: Tensor) -> Tensor:
     """Return a detached tensor of the same values with its conjugate or negative bit resolved.
 
-    Such a bit is not in the memory, so it would be lost in a message.
+    torch keeps such a bit outside the tensor's memory, so it would be lost in a message.
     """
     return tensor.detach().resolve_conj().resolve_neg()
 
@@ -48,13 +48,13 @@ class _NonLeafView(torch.autograd.Function):
 def non_leaf_view(tensor: Tensor) -> Tensor:
     """Return a non-leaf tensor that shares the memory of the leaf `tensor`, so a layer may modify it in place.
 
-    It works like `tensor.clone()` without the copy, so an in-place layer overwrites the values of `tensor`.
+    It acts like `tensor.clone()`, but copies nothing, so an in-place layer overwrites the values of `tensor`.
     """
     return _NonLeafView.apply(tensor) if tensor.requires_grad else alias(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def pop_grad(tensor: Tensor) -> Tensor:
-    """Return the gradient of a tensor, or zeros if it has none, to be sent without a copy; set `.grad` to None."""
+    """Return the gradient of `tensor`, not a copy, or zeros if there is none; set `tensor.grad` to None."""
     grad, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if grad is None else plain(grad)
 
@@ -63,7 +63,7 @@ class Pool:
     """Buffers by size, reused only when no tensor views them any more.
 
     A received tensor may live on in autograd's graph, in another message or in a user's variable. So callers do
-    not return buffers; torch's use count of a storage shows when a buffer is free.
+    not give buffers back; torch's use count of a storage shows when a buffer is free.
     """
 
     def __init__(self, device: torch.device) -> None:

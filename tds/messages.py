@@ -3,10 +3,10 @@
 import contextlib
 import sys
 
-ways = {  # advice in error messages, as keys of a ds_config; a program with its own flags replaces it
+ways = {  # advice in error messages, worded for a ds_config; a program with its own flags replaces it
     "overlap": '"overlap_grad_reduce": false in the pipeline section of the ds_config',
     "no ZeRO": '"zero_optimization": {"stage": 0} in the ds_config',
-    "no pipeline": "a plain module in the place of the PipelineModule",
+    "no pipeline": "a plain module instead of the PipelineModule",
     "ranks": "torchrun --nproc-per-node",
 }
 

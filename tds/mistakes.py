@@ -16,9 +16,8 @@ def require_iterator(data: Any, stage: int) -> None:
     if data is None or hasattr(type(data), "__next__"):
         return
     raise TypeError(
-        f"stage {stage}: the data of train_batch() and eval_batch() come from an iterator, not from a "
-        f"{type(data).__name__}, which would start again at "
-        f"every step: create iter(data) before the loop and pass it to every call"
+        f"stage {stage}: train_batch() and eval_batch() take an iterator, not a {type(data).__name__}, which would "
+        f"start again at every step: create iter(data) before the loop and pass it to every call"
     )
 
 
@@ -50,7 +49,7 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
 
 
 def warn_of_untied(module: Any) -> None:
-    """Warn on rank 0 of modules and weights that several layers share although these are on different stages."""
+    """Warn on rank 0 of modules and weights that several layers share although these layers are on different stages."""
     if module.num_stages == 1 or module.global_rank:
         return
     places: dict[int, list[int]] = defaultdict(list)
@@ -66,14 +65,14 @@ def warn_of_untied(module: Any) -> None:
         if len(stages) > 1 and tuple(indices) not in warned:
             warned.add(tuple(indices))
             warnings.warn(
-                f"{names[key]} is one object in the layers {', '.join(map(str, indices))}, which lie on the stages "
+                f"{names[key]} is shared by the layers {', '.join(map(str, indices))}, which lie on the stages "
                 f"{', '.join(map(str, stages))}: each stage trains a separate copy; use TiedLayerSpec to tie them",
                 stacklevel=3,
             )
 
 
 def _things(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module or weight) that `layer` may share with others: its own, or arguments of its LayerSpec."""
+    """Yield (name, module or weight) of all that `layer`, or its LayerSpec's arguments, may share with other layers."""
     if isinstance(layer, nn.Module):
         if any(True for _ in layer.parameters()):
             yield "", layer

@@ -4,7 +4,7 @@ NCCL runs all messages of a group in the order in which a rank posted them, and 
 received. So if a stage received and sent over one group, a message that it needs could be queued behind one that
 cannot end yet; with three stages this does deadlock. Therefore the two directions of a stage boundary use
 different groups, and so do the two boundaries of a stage: boundaries alternate between two parities, with a third
-for an odd number of stages in a ring. All chunks of a pipeline share one group per parity and direction, so a
+parity if an odd number of stages forms a ring. All chunks of a pipeline share one group per parity and direction, so a
 pipeline of any length needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, where messages do not
 wait for each other, all boundaries share two groups.
 """
@@ -29,7 +29,7 @@ PREVIOUS, NEXT = "previous", "next"
 class Neighbours:
     """The channels of this stage to the previous and the next stage, which all chunks share.
 
-    senders, receivers: by side, `previous` or `next`; a side is absent if the stage never has a neighbour on it.
+    senders, receivers: keyed by side, `previous` or `next`; a side is absent if the stage never has a neighbour on it.
     """
 
     stage: int
@@ -59,7 +59,7 @@ class Neighbours:
         return self.receivers[NEXT]
 
     def begin_step(self, instructions: Sequence[Instruction], micros: int) -> None:
-        """Announce the receives of a step to the channels, in the order of these instructions."""
+        """Prepare the channels for a step whose messages come in the order of these instructions."""
         for sender in self.senders.values():
             sender.begin_step(micros)
         for side, receiver in self.receivers.items():
@@ -111,8 +111,9 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
 def _meet(found: Neighbours, device: torch.device, parities: int) -> None:
     """Send one byte each way over every stage boundary, one parity after the other.
 
-    A stage has at most one boundary of each parity. Some libraries connect two ranks at their first message and
-    block both until the other arrives. Connecting now, in an order without cycles, keeps this out of the first step.
+    A stage has at most one boundary of each parity. Some libraries connect two ranks at their first message, and
+    the rank that comes first blocks until its peer arrives. Connecting now, in an order without cycles, keeps this
+    wait out of the first step.
     """
     stage, stages = found.stage, found.stages
     ways = (

@@ -52,8 +52,7 @@ def local_piece(parameter: nn.Parameter) -> Tensor:
 def get_weight(parameter: nn.Parameter) -> Tensor:
     """Return the fp32 master copy of a parameter, in its shape; without such a copy, the parameter.
 
-    If a user changed or swapped the weight since the last step, the values that the forward pass reads are
-    returned.
+    Where a user has changed the weight since the last step, the result has the values that the forward pass reads.
     """
     if hasattr(parameter, "ds_id") and not parameter.requires_grad:  # a frozen weight is sharded but has no fp32 copy
         with zero.GatheredParameters([parameter]):
@@ -87,7 +86,7 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
 def moment_names(engine: Any) -> list[str]:
     """Return the names of this rank's per-parameter optimizer tensors, e.g. exp_avg and exp_avg_sq.
 
-    Empty before the first step, and as long as no weight of this rank has had a gradient.
+    The list is empty as long as no weight of this rank has had a gradient in a step.
     """
     _link_moments(engine)
     states = [(owner, _inner(engine).state.get(owner, {})) for owner in _owners(engine)]
@@ -130,7 +129,7 @@ def get_step(engine: Any) -> int:
 def step_of(engine: Any, parameter: nn.Parameter) -> int | None:
     """Return one parameter's step count if the optimizer counts per parameter, else None.
 
-    A parameter without a gradient in some step has a lower count than the others.
+    A parameter that had no gradient in some steps has a lower count than the other parameters.
     """
     step = None if _wrapped(parameter) else _inner(engine).state.get(parameter, {}).get("step")
     return None if step is None else int(step)
@@ -141,8 +140,8 @@ def make_moments(
 ) -> None:
     """Give every parameter the state that it would have after `step` steps, with zero moments.
 
-    of: other step counts for some parameters; None for one without a gradient so far, which gets no state. Only
-    used if each parameter has separate state.
+    of: the step counts of parameters whose count is not `step`; None for a parameter that has had no gradient, which
+    gets no state. `of` has no effect if ZeRO flattens the parameters, because then no parameter has separate state.
     """
     inner, of = _inner(engine), of or {}
     # Like torch's `load_state_dict`: fused and capturable kernels read the step count on the device of the weights.
@@ -175,10 +174,10 @@ def take_over_reduction(engine: Any) -> None:
 
 
 def was_skipped(engine: Any) -> bool:
-    """Return whether the last step was skipped for a gradient with NaN or Inf."""
+    """Return whether the last step was skipped because a gradient had a NaN or Inf."""
     if isinstance(engine.optimizer, DeepSpeedOptimizer):
         return bool(engine.optimizer.overflow)
-    return bool(getattr(engine.optimizer, "overflow", False))  # set by the engines of this package when they skip
+    return bool(getattr(engine.optimizer, "overflow", False))  # set by tds's engines when they skip a step
 
 
 def loss_scale(engine: Any) -> float | None:
@@ -193,7 +192,7 @@ def _kept_of(scaler: Any) -> tuple[str, ...]:
 
 
 def _scaler_of(engine: Any, dynamic: bool = False) -> Any:
-    """Return fp16's loss scaler, or None in another precision; dynamic: also None for a static one."""
+    """Return fp16's loss scaler, or None in another precision. dynamic: return None for a static one too."""
     scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
     return scaler if scaler and (scaler.dynamic or not dynamic) else None
 
@@ -205,7 +204,10 @@ def get_loss_scaler(engine: Any) -> dict[str, float]:
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
-    """Restore a result of `get_loss_scaler` if both loss scales are dynamic; a static one is a setting of this run."""
+    """Restore a result of `get_loss_scaler` if both loss scales, saved and current, are dynamic.
+
+    A static loss scale is a setting of the run, so it is not restored.
+    """
     scaler = _scaler_of(engine, dynamic=True)
     if scaler and "cur_iter" in state:
         for key in _kept_of(scaler):
@@ -228,8 +230,8 @@ def check_all_copies(engine: Any) -> None:
     """Make DeepSpeed's optimizers skip a step if a replicated or tied weight's gradient is non-finite on one rank only.
 
     DeepSpeed's norms count such a weight on one rank only, so a NaN on another rank would not skip the step.
-    ZeRO-1 and ZeRO-2 in fp32, and ZeRO-3, then check all gradients, which costs one more pass over them and one
-    more synchronization.
+    With ZeRO-1 and ZeRO-2 in fp32, and with ZeRO-3, checking all gradients costs one more pass over them and one more
+    synchronization.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
@@ -241,9 +243,9 @@ def check_all_copies(engine: Any) -> None:
 
 
 def _with_copies(optimizer: Any, original: Any, for_clipping: bool = False) -> Any:
-    """Return the gradients that the bf16 optimizer's norm counts, and 0 times the norms of all other gradients.
+    """Return the gradients that the bf16 optimizer's norm counts, plus a scalar: 0 times the norms of all others.
 
-    The latter is NaN unless those gradients are finite.
+    The scalar is NaN unless all other gradients are finite, and NaN makes the optimizer skip the step.
     """
     found = original(for_clipping)
     if for_clipping:

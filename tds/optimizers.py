@@ -1,4 +1,4 @@
-"""Optimizers named in a ds_config: on a CPU, torch's replace DeepSpeed's, whose kernels need a compiler."""
+"""Optimizers named in a ds_config: on a CPU, torch's optimizers replace DeepSpeed's, which must be compiled."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ OF_THE_KERNELS = ("set_grad_none", "fp32_optimizer_states")  # DeepSpeed's memor
 def for_this_device() -> Iterator[list[str]]:
     """Make engines build optimizers that need no compiler on a CPU, and yield a list of notes for the user.
 
-    Raises ValueError for an optimizer or a setting that only DeepSpeed's kernels have.
+    Raises ValueError for an optimizer or a setting that only DeepSpeed's GPU kernels support.
     """
     before, notes = DeepSpeedEngine._configure_basic_optimizer, list[str]()
 

@@ -1,7 +1,7 @@
 """Exit of ranks whose launcher is gone: a killed launcher cannot end its ranks, which would train on forever.
 
-This applies only if a launcher identifies itself. A process started by hand, under nohup or tmux, may outlive its
-parent.
+This applies only if environment variables show that a launcher started the process. A process started by hand, under
+nohup or tmux, may outlive its parent.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 LAUNCHER = "TDS_LAUNCHER"  # set by megatron_tools/launch.py to its process id and its PID namespace
-THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and deepspeed, whose ranks are their child processes
+THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and by deepspeed, the parent processes of ranks
 POLL_SECONDS = 0.5
 
 
@@ -42,8 +42,8 @@ def started(pid: int) -> str | None:
 def process_table() -> str:
     """Return an id of the process table that this process sees: boot id and PID namespace.
 
-    Containers on one host may share its hostname, and each numbers processes from 1. "" if /proc is missing or
-    shows the table of another namespace.
+    A hostname and a process id do not identify a process: containers on one host may share its hostname, and each
+    numbers its processes from 1. Returns "" if /proc is missing or shows the table of another namespace.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
@@ -59,7 +59,10 @@ class ImpossibleRanks(ValueError):
 
 
 def refuse_impossible_ranks() -> None:
-    """Raise ImpossibleRanks if RANK or LOCAL_RANK does not fit WORLD_SIZE or LOCAL_WORLD_SIZE; ranks would hang."""
+    """Raise ImpossibleRanks if RANK is not below WORLD_SIZE, or LOCAL_RANK not below LOCAL_WORLD_SIZE.
+
+    Also raise it if one of these environment variables is not a number. With such values, ranks would hang.
+    """
     for name, total in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         given = {key: os.environ[key] for key in (name, total) if os.environ.get(key)}
         for key, text in given.items():
@@ -76,7 +79,7 @@ def refuse_impossible_ranks() -> None:
 
 
 def _is_gone() -> Callable[[], bool] | None:
-    """Return a check whether this process's launcher is gone, or None if no launcher started it."""
+    """Return a function that checks whether this process's launcher is gone; None if there is no launcher to check."""
     if LAUNCHER in os.environ:
         number, _, namespace = os.environ[LAUNCHER].partition(" ")
         if namespace and namespace != process_table().partition(" ")[2]:
@@ -91,7 +94,10 @@ def _is_gone() -> Callable[[], bool] | None:
 
 
 def _launches(pid: int) -> bool:
-    """Return whether a process may be a launcher: PID 1 is one in a container, elsewhere it adopts orphans."""
+    """Return whether the process `pid` may be a launcher, by its name.
+
+    In a container, PID 1 may be the launcher. Elsewhere PID 1 is the system's init process, which adopts orphans.
+    """
     try:
         name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -100,10 +106,10 @@ def _launches(pid: int) -> bool:
 
 
 def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device | None" = None) -> None:
-    """After a restart by torchrun, create the process group with separate keys in the store that attempts share.
+    """After a restart by torchrun, create the process group under new keys in the store that all attempts share.
 
-    A previous attempt left rank addresses and a failure report in it, which would end this attempt too. device:
-    this rank's, to which an NCCL group is bound, as DeepSpeed does it.
+    A previous attempt left rank addresses and a failure report in the store, which would end this attempt too.
+    device: this rank's device; an NCCL process group is bound to it, as in DeepSpeed.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore

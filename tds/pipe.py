@@ -31,11 +31,11 @@ from .start import raise_if_any_failed
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     """A model as a list of layers; this process builds the layers of its stage.
 
-    partition_method: `uniform`, `parameters`, `type:REGEX` as in DeepSpeed; `balanced`, by the measured time of
-        each layer; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the layers cuts[i] to
-        cuts[i+1]-1.
+    partition_method: one of `uniform`, `parameters` and `type:REGEX`, as in DeepSpeed; `balanced`, which measures the
+        layers and gives all stages similar times; or explicit cuts, `[0, 3, 7]` or `"0,3,7"`, where stage i gets the
+        layers cuts[i] to cuts[i+1]-1.
     example: input of the first layer, for `balanced`.
-    chunks: groups of layers per stage, for the schedule `interleaved`. The cuts then define stages x chunks
+    chunks: number of groups of layers per stage, for the schedule `interleaved`. Cuts then define stages x chunks
         groups. Stage i has group i, group stages + i, and so on.
 
     Raises ValueError for cuts that leave a layer out or do not fit the number of stages.
@@ -72,7 +72,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         for virtual_stage, (start, stop) in enumerate(pairwise(self.cuts)):
             if start <= layer_idx < stop:
                 return virtual_stage % self.num_stages  # type: ignore[no-any-return]
-        raise ValueError(f"there is no layer {layer_idx}; there are {self.cuts[-1]}")
+        raise ValueError(f"there is no layer {layer_idx}: the model has {self.cuts[-1]} layers, counted from 0")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
         """Return the path of a layer's checkpoint file, which is named by the layer's index in the whole model."""
@@ -102,9 +102,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             raise ValueError(f"{count} layers cannot be cut into {groups} groups: use fewer stages or chunks")
         if method == "balanced":
             if self._example is None:
-                raise ValueError(
-                    "partition_method 'balanced' measures the layers: give `example`, the first one's input"
-                )
+                raise ValueError("partition_method 'balanced' measures the layers: give `example`, an input of layer 0")
             return cut_by_time(layer_times(self._layer_specs, self._example, this_device()), groups)
         text = method if isinstance(method, str) else ",".join(map(str, method))
         if not text.replace(",", "").replace(" ", "").isdigit():
@@ -165,7 +163,7 @@ def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:
 def chunk_of_weights(module: Any) -> dict[Any, int]:
     """Return the chunk of a pipeline stage that uses each parameter.
 
-    If several chunks use it, this is the first, whose backward pass comes last.
+    If several chunks use a parameter, this is the first of them, whose backward pass comes last.
     """
     found: dict[Any, int] = {}
     for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "chunk_slices", ())))):
@@ -178,8 +176,8 @@ def chunk_of_weights(module: Any) -> dict[Any, int]:
 class SequentialModule(nn.Module):
     """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO-2 and ZeRO-3, generation).
 
-    Its parameters have the same names as in the PipelineModule of the same list, and, inside `seeded_layers`, the
-    same initial values.
+    Its parameters have the same names as those of a PipelineModule with the same list of layers. If both modules are
+    built inside `seeded_layers` with the same seed, the initial values are the same too.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -222,7 +220,7 @@ _seed: ContextVar[int | None] = ContextVar("seed of layers", default=None)
 def seeded_layers(seed: int) -> Iterator[None]:
     """Make the initialisation of layer i depend on (seed, i) only, not on partitioning or earlier layers.
 
-    This includes modules that DeepSpeed's PipelineModule builds. Restores torch's CPU generator afterwards.
+    This also applies to the layers of DeepSpeed's own PipelineModule. Restores torch's CPU generator afterwards.
     """
     token = _seed.set(seed)
     try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import trace
 from ._torch import timed_event
 
-MOST_TIMED = 1000  # steps whose times DeepSpeed's timer keeps; each takes two device events
+MOST_TIMED = 1000  # maximum number of steps in DeepSpeed's timer, which keeps two device events for each
 COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 
@@ -22,12 +22,12 @@ class Progress:
     breakdown: measure each kind of instruction.
 
     On a CPU, `busy` is the seconds of computation since it was last set to 0. It includes waits for
-    model-parallel ranks, not for other stages.
+    tensor-parallel ranks, but not for other stages.
     """
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
         self.device, self.every, self.breakdown = device, every, breakdown
-        self._seconds: dict[str, float] = defaultdict(float)  # per kind of instruction, since the last line
+        self._seconds: dict[str, float] = defaultdict(float)  # per kind of instruction, since the last progress line
         self._since = time.perf_counter()
         self._on_cpu = device.type == "cpu"
         self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # device events that are not accumulated yet
@@ -67,7 +67,7 @@ class Progress:
             self._seconds[what] += took
 
     def _add_up(self, wait: bool) -> None:
-        """Accumulate the times of recorded device events. wait: also wait for pending ones."""
+        """Accumulate the times of recorded device events. wait: also wait for events that are still pending."""
         while self._noted and (wait or self._noted[0][2].query()):
             what, begun, ended = self._noted.popleft()
             ended.synchronize()
@@ -81,7 +81,10 @@ class Progress:
         self.end(what, begun)
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
-        """Return the progress line after a step, if one is due. steps: optimizer steps so far. samples: per step."""
+        """Return the progress line after a step, if one is due.
+
+        steps: optimizer steps so far. samples: samples in each step.
+        """
         self._add_up(wait=False)
         if not self.every or steps % self.every:
             return None

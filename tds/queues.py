@@ -2,8 +2,8 @@
 
 gloo moves a message as soon as both ends have posted it. torch's NCCL moves the messages of a process group one
 after the other, in the order in which a rank posted them. A group has one communicator and one stream, at least
-if it was created with its device, as DeepSpeed does it. A send ends only when it is received, so a message may
-wait for one that is queued after another. With CUDA_DEVICE_MAX_CONNECTIONS=1, the device also starts all work,
+if it was created with its device, as DeepSpeed creates it. A send ends only when it is received, and until then
+all messages behind it in its group wait too. With CUDA_DEVICE_MAX_CONNECTIONS=1, the device also starts all work,
 computation and messages alike, in the order of submission.
 
 A step is modelled as a graph of operations that start after others. A message ends only after both its send and its
@@ -38,9 +38,10 @@ COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}
 
 
 def boundary_parity(boundary: int, stages: int) -> int:
-    """Return the parity of a stage boundary: 0 or 1, or 2 for the last one of an odd ring, so that neighbours differ.
+    """Return the parity of a stage boundary: 0, 1 or 2, such that neighbouring boundaries have different parities.
 
-    Boundary b leads from stage b to b + 1, the last one to stage 0.
+    Boundary b leads from stage b to stage b + 1, and the boundary of the last stage leads to stage 0. In such a ring
+    with an odd number of stages, the last boundary needs parity 2.
     """
     return 2 if stages % 2 and boundary == stages - 1 else boundary % 2
 
@@ -57,19 +58,23 @@ def posted_ahead(device: torch.device) -> int:
     """Return how many receives a channel posts in advance: none if the host may have to synchronize its device.
 
     The allocator synchronizes when memory is short, and CUDA when it loads a kernel. A pending receive must then
-    not depend on what this stage sends later, but even a single one may. With three stages in 1F1B, stage 0 posts
-    the receive of gradient 0 before forward 1, but stage 1 sends it only after its own forward 1.
+    not depend on what this stage sends later, but even a single receive posted in advance may. With three stages in
+    1F1B, stage 0 posts the receive of gradient 0 before forward 1, but stage 1 sends that gradient only after its own
+    forward 1, whose input stage 0 has yet to send.
     """
     return 0 if in_queues(device) else POSTED_AHEAD
 
 
 def one_hardware_queue(device: torch.device) -> bool:
-    """Return whether the device runs all its work in one order, a common setting with Megatron-LM."""
+    """Return whether the device starts all its work in one order: CUDA_DEVICE_MAX_CONNECTIONS is 1."""
     return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
-    """Return the process group of a message, as neighbours.py assigns it. down: to the next stage, an activation."""
+    """Return a key of the process group that transports a message: its boundary's parity, and its direction.
+
+    down: whether the message is an activation for the next stage; if not, it is a gradient for the previous one.
+    """
     return boundary_parity(boundary, stages), down
 
 
@@ -79,10 +84,10 @@ class Rules:
 
     ahead: receives that a channel posts in advance.
     one_hardware_queue: the device starts all its work in the order of submission.
-    dynamic: each activation has a header, for which the host waits. Otherwise the first one has a header and, in
-        the worst case, each other one a continuation (see channel.py), here called a word.
-    queue: key of a message's queue, from its boundary, the number of stages and whether it goes to the next stage;
-        None if the message waits for no other.
+    dynamic: each activation has a header, for which the host waits. Otherwise the first activation has a header and,
+        in the worst case, a small message (here called a word) precedes each later one.
+    queue: returns the key of a message's queue, from its boundary, the number of stages and whether it goes to the
+        next stage; None if the message waits for no other.
     message: duration of a message, in units of a stage's forward pass.
     device_waits: the host synchronizes the device before each computation, as when memory is short or a kernel is
         loaded.
@@ -144,17 +149,17 @@ class Graph:
 
 
 class StageGraph:
-    """Builder of the operations of one stage, in the engine's order, see engine.py and channel.py."""
+    """Builder of the graph of one stage: its operations, in the order in which the engine submits them."""
 
     def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int) -> None:
         self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
         self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # start and end events of messages
         self._last: dict[Hashable, int] = {}  # last message of each queue
         self._computed: int | None = None
-        self._host: int | None = None  # event that the host has waited for
+        self._host: int | None = None  # last event that the host has waited for
         self._last_start: int | None = None  # start of the last submitted operation
         self._since_sync: list[int] = []  # ends of operations submitted since the last device synchronization
-        # By kind of receive: messages that are not posted yet, those that are, and those of known layout.
+        # For each kind of receive: receives not posted yet, posted ones, and messages of known layout.
         self._agenda: dict[type[Instruction], deque[At]] = defaultdict(deque)
         self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = defaultdict(deque)
         self._known: dict[type[Instruction], set[At]] = defaultdict(set)
@@ -222,7 +227,7 @@ class StageGraph:
         """Let the device, not the host, wait for a message."""
         self._post(kind, max(self.rules.ahead, 1))
         if not self._posted[kind]:
-            raise ScheduleError(f"stage {self.stage}: {kind.__name__} stands before the SendActivation that it answers")
+            raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
         arrived, word = self._posted[kind].popleft()
         self._host = self._host if word is None else word
         self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]

@@ -1,6 +1,7 @@
 """Additions to the stack in a hang report: pending collectives, and the last work that the device finished.
 
-On an accelerator the host is far ahead: its stack shows what it submitted last, not what the device waits for.
+On an accelerator the host runs far ahead of the device. So the host's stack shows the last work that it submitted, not
+the work that the device waits for.
 torch's flight recorder gives the collectives, and an event after each instruction gives the finished work.
 """
 
@@ -13,10 +14,10 @@ import torch
 
 from ._torch import recorded_collectives
 
-ENTRIES = "2000"  # size of the flight recorder; several steps
-REMEMBERED = 1024  # instructions
-SHOWN = 4  # collectives
-MARKED_LATE = 0.5  # seconds; the thread that marks a collective as ended may be late
+ENTRIES = "2000"  # entries of the flight recorder, enough for several steps
+REMEMBERED = 1024  # number of instructions that are kept, the newest ones
+SHOWN = 4  # maximum number of collectives in a report
+MARKED_LATE = 0.5  # seconds to wait, as the thread that marks a collective as ended may be late
 
 
 def record_collectives() -> None:

@@ -1,7 +1,7 @@
 """Reduction of gradients over the replicas during the backward pass, for optimizers without sharded states.
 
-This follows torch's DistributedDataParallel (Li et al. 2020). DeepSpeed without ZeRO starts to reduce when all
-gradients exist.
+This follows torch's DistributedDataParallel (Li et al. 2020). DeepSpeed without ZeRO starts to reduce only when
+all gradients exist.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ class _GradBucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
         self.parameters, self.group, self.launched = list(parameters), group, False
-        self._present: Tensor | None = None  # ones, one for each parameter; their sum counts gradients
+        self._present: Tensor | None = None  # a one per parameter; its sum over replicas counts gradients
         self._work: dist.Work | None = None
         # Weights without a gradient on this replica, each with the number of replicas that have one.
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
@@ -57,9 +57,11 @@ class _GradBucket:
 
 
 class GradReducer:
-    """Gradient reduction: `arm()` before a step's last backward pass, `finish()` after it; `.grad` is then the sum.
+    """Gradient reduction: call `arm()` before a step's last backward pass and `finish()` after it.
 
-    module: its weights may be frozen, replaced or converted between steps. group: the replicas.
+    After `finish()`, each `.grad` is the sum over the replicas.
+
+    module: its weights may be frozen, replaced or converted between steps. group: process group of the replicas.
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas. chunk_of: for a
     stage with several chunks, the chunk of each weight.
     """

@@ -55,10 +55,10 @@ def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
 
 
 def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn.Parameter]:
-    """Set a missing gradient to zeros if another replica has one, and return the weights with a gradient on any.
+    """Set a missing gradient to zeros if another replica has it; return the weights with a gradient anywhere.
 
-    Collective. ZeRO packs gradients one after another and leaves out missing ones, so without these zeros, the
-    buckets of the replicas would not match.
+    Collective. ZeRO packs gradients one after another and leaves out missing ones. Without these zeros, the buckets of
+    the replicas would not match.
     """
     learned = _with_gradient(weights, replicas)
     for weight in learned:
@@ -69,8 +69,10 @@ def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn
 def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
     """Sum the gradients of each tied weight over its stages. Collective over these stages.
 
-    A weight with a gradient on one stage gets one on all. A weight without any (frozen, or unused in this step)
-    keeps none, so no optimizer decays it. gradient: returns the gradient of a weight if that is not in `.grad`.
+    A weight with a gradient on one of its stages gets the sum on all of them. A weight that has a gradient on none of
+    them (frozen, or unused in this step) keeps none, so no optimizer decays it.
+
+    gradient: returns the gradient of a weight, for gradients that are not in `.grad`.
     Raises RuntimeError if a weight is frozen on one stage and trained on another.
     """
     sparse = set() if gradient else set(sparse_weights(module))
@@ -82,14 +84,14 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
                 continue
             if not weight.requires_grad:
                 raise RuntimeError(
-                    f"the tied weight {key}.{name} is frozen on stage {stage} but learns on another one: freeze it "
+                    f"the tied weight {key}.{name} is frozen on stage {stage} but trained on another stage: freeze it "
                     "on all "
                     f"of its stages or on none"
                 )
             if grad is None and gradient is not None:
                 raise RuntimeError(
                     f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage "
-                    f"{stage}: give it to both"
+                    f"{stage}: give it to the optimizers of both"
                 )
             if weight in sparse:
                 sum_sparse([weight], group)
@@ -103,10 +105,10 @@ class Reduction:
     """Summation of a pipeline engine's gradients: over the replicas, then over the stages of each tied weight.
 
     `accumulating` surrounds each backward pass and `finish` follows the last one. This class lets DeepSpeed reduce
-    over the replicas after the last backward pass (fp32 without ZeRO); its subclasses do so in other ways.
+    over the replicas after the last backward pass (fp32 without ZeRO); its subclasses reduce in other ways.
 
-    Summing over replicas first makes all copies of a tied weight bitwise equal. DeepSpeed sums over stages first.
-    Then the rounding of a sum over three or more replicas depends on the weight's position in a message, which
+    Summing over replicas first makes all copies of a tied weight bitwise equal. DeepSpeed sums over stages first. In
+    that order, the rounding of a sum over three or more replicas depends on the weight's position in a message, which
     differs between stages.
     """
 
@@ -116,7 +118,7 @@ class Reduction:
         self._engine, self._module, self._replicas = engine, engine.module, engine.grid.get_data_parallel_group()
 
     def plan(self, instructions: Sequence[Instruction]) -> None:
-        """Announce the instructions of the coming steps."""
+        """Prepare for steps that run these instructions of this stage."""
 
     @contextmanager
     def accumulating(self, instruction: Instruction) -> Iterator[None]:
@@ -180,13 +182,14 @@ class Bf16(Reduction):
 class Zero(Reduction):
     """Reduction by ZeRO's optimizers, after tied gradients have been summed over their stages.
 
-    ZeRO leaves each rank only a shard of a sum, so tied gradients are summed before. Three or more replicas sum them
-    over replicas first. Then one replica gives ZeRO the complete sum and the others give zeros.
+    ZeRO leaves each rank only a shard of a sum over replicas, so tied gradients are summed over their stages before.
+    With three or more replicas, tied gradients are summed over the replicas even before that; then one replica passes
+    ZeRO the complete sum and the other replicas pass zeros.
     """
 
     def finish(self) -> None:
         tied = tied_weights(self._module)
-        several = dist.get_world_size(self._replicas) > 2  # for two replicas the order makes no difference
+        several = dist.get_world_size(self._replicas) > 2  # with two replicas, the order of sums makes no difference
         if several:
             for weight in fill_for_replicas(tied, self._replicas):
                 dist.all_reduce(weight.grad, group=self._replicas)
@@ -214,10 +217,10 @@ def reduction_of(engine: Any) -> Reduction:
 def _may_overlap(engine: Any) -> bool:
     """Return whether a GradReducer may replace DeepSpeed's reduction after the backward passes.
 
-    This needs fp32 on several replicas without ZeRO and without settings of DeepSpeed's reduction.
+    This needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
     """
     config = engine._config
-    asked = config.communication_data_type not in (None, torch.float64)  # fp64 comes from `use_fp64`
+    asked = config.communication_data_type not in (None, torch.float64)  # float64: set by `use_fp64`
     asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
         not engine.has_wrapped_optimizer

@@ -26,10 +26,10 @@ class KnownModel:
         self._layers = _layers(module)
 
     def follow_layers(self) -> None:
-        """Make a PipelineModule run the layers that are now registered under its names.
+        """Make a PipelineModule run the layers that are registered in it now.
 
-        The module runs a separate list, made when it was built. Raises ReplacedWeightError if that list has
-        neither the old layer nor the new one, but e.g. a function compiled from the old one.
+        The module runs a separate list of functions, made when it was built. Raises ReplacedWeightError if that list
+        has neither the old layer nor the new one, but e.g. a function compiled from the old layer.
         """
         for name, layer in _layers(self._module).items():
             before = self._layers.get(name)
@@ -40,8 +40,8 @@ class KnownModel:
             places = [at for at, function in enumerate(functions) if _layer_of(function) is before]
             if not places:
                 raise ReplacedWeightError(
-                    f"the layer {name} was replaced, but the pipeline runs a function made from the old one: "
-                    f"replace it before tds.initialize()"
+                    f"the layer {name} was replaced, but the pipeline runs a function made from the old "
+                    f"layer: replace layers before tds.initialize()"
                 )
             for at in places:
                 functions[at] = _with_layer(functions[at], layer)
@@ -66,7 +66,7 @@ class KnownModel:
                 if weight in names and weight.numel() and not _same_storage(weight, flat):
                     raise ReplacedWeightError(
                         f"the storage of the weight {names[weight]} was replaced after tds.initialize(), and "
-                        f"{type(optimizer).__name__} would keep stepping the old one: {ADVICE}"
+                        f"{type(optimizer).__name__} would keep stepping the old storage: {ADVICE}"
                     )
 
 

@@ -1,8 +1,8 @@
 """Additions to DeepSpeed's pipeline checkpoints: the partition of the layers, and state outside the layers.
 
-DeepSpeed stores optimizer states by position, so they fit one partition only. State outside the layers is that of a
-`loss_fn` that is a module, of the PipelineModule itself, and of tied modules that are only used through a
-`forward_fn`. Each stage writes a separate file next to DeepSpeed's.
+DeepSpeed stores optimizer states by position, so they fit one partition only. State outside the layers means weights
+and buffers of three kinds of modules: a `loss_fn` that is a module, the PipelineModule itself, and tied modules that
+are only used through a `forward_fn`. Each stage writes a separate file next to DeepSpeed's.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class PipelineState:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write the files of this rank into the folder of a checkpoint, if it is the first replica."""
+        """Write the files of this rank into the folder of a checkpoint, if the rank is in the first replica."""
         grid = self._grid
         if grid.get_data_parallel_rank():
             return
@@ -71,12 +71,12 @@ class PipelineState:
         os.replace(f"{path}.tmp", path)
 
     def load(self, folder: Path, tag: Any, with_optimizer: bool) -> None:
-        """Load what the stages have written in a checkpoint of `folder`.
+        """Load the state outside the layers from the checkpoint `tag` in `folder`.
 
-        With as many stages as at the save, each stage loads its own values. Otherwise it loads the values of the
-        stage on which they changed since the model was built. Warns of missing values, e.g. in a checkpoint that
-        DeepSpeed itself has written. Raises ValueError if the optimizer's states are to be loaded and are those of
-        another partition.
+        If the checkpoint has the same number of stages, each stage loads the values that it saved. Otherwise every
+        stage loads the values from the stage on which they had changed since the model was built. Warns of missing
+        values, e.g. in a checkpoint that DeepSpeed itself has written. Raises ValueError if optimizer states are
+        loaded too (`with_optimizer`) and the checkpoint has another partition of the layers.
         """
         path = _folder_of(folder, tag)
         if path and with_optimizer:
@@ -96,7 +96,7 @@ class PipelineState:
 
 
 def layout_of(module: Any) -> dict[str, Any]:
-    """Return the partition of the layers over the stages."""
+    """Return the partition of the layers: the first layer of each group, and the chunks per stage."""
     return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
 
 
@@ -112,7 +112,7 @@ def _chosen(files: list[Any], name: str, grid: Any) -> Tensor | None:
 
 
 def _folder_of(folder: Path, tag: Any) -> Path | None:
-    """Return the folder of a checkpoint, or None if it does not exist; DeepSpeed then reports this."""
+    """Return the folder of a checkpoint, or None if it does not exist; DeepSpeed then reports the error."""
     latest = folder / "latest"
     if tag is None and latest.is_file():
         tag = latest.read_text(encoding="utf-8").strip()
@@ -128,12 +128,12 @@ def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
     was = f"cut at {there['cuts']} with {there['chunks']} chunks a stage" if there else "written by DeepSpeed itself"
     raise ValueError(
         f"the checkpoint {path} was {was}, this model is cut at {here['cuts']} with {here['chunks']}, so optimizer "
-        f"states would go to the wrong layers: cut it the same way, or load with load_module_only=True"
+        f"states would go to the wrong layers: cut the model the same way, or pass load_module_only=True"
     )
 
 
 def warn_of_replicas(module: nn.Module, group: Any) -> None:
-    """Warn of persistent buffers that differ between the replicas in `group`, by name. Collective."""
+    """Warn of persistent buffers that differ between the replicas in `group`, and name them. Collective."""
     if dist.get_world_size(group) == 1:
         return
     weights = {id(p) for p in module.parameters()}
@@ -144,7 +144,8 @@ def warn_of_replicas(module: nn.Module, group: Any) -> None:
     differing = sorted({name for each in replicas for name in each if each[name] != replicas[0].get(name)})
     if differing and dist.get_rank(group) == 0:
         warnings.warn(
-            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds those of the first: "
-            f"reduce them over the replicas, or register them with persistent=False if they need not be saved",
+            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds only the first "
+            f"replica's: reduce them over the replicas, or register them with persistent=False if they need not be "
+            "saved",
             stacklevel=4,
         )

@@ -1,8 +1,8 @@
 """Pipeline schedules as plain sequences of instructions: when each stage computes and communicates.
 
-A schedule gives a stage's order of computation. `with_messages` puts a receive before and a send after every pass
-that needs one. This file knows nothing of tensors, ranks or DeepSpeed, so a whole schedule can be printed, drawn
-and checked on a laptop.
+A schedule sets the order of a stage's passes. `with_messages` adds a receive before each pass whose input comes from
+another stage, and a send after each pass whose result goes to another stage. This file knows nothing of tensors,
+ranks or DeepSpeed, so a whole schedule can be printed, drawn and checked on a laptop.
 
 A stage may hold several chunks of the model. A micro-batch goes through virtual stages in order; chunk c of stage
 s is virtual stage c x stages + s.
@@ -72,7 +72,7 @@ Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot work; the message names stage and instruction."""
+    """A schedule that is incomplete or deadlocks; the message names stage and instruction."""
 
 
 def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup: int = 0) -> Iterator[Instruction]:
@@ -82,10 +82,13 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
         stage 1 |    F0 F1    B0 F2 B1 F3 B2    B3
         stage 2 |       F0 B0 F1 B1 F2 B2 F3 B3
 
-    A stage runs `stages - 1 - stage` forward passes before its first backward pass, then alternates. extra_warmup
-    n multiplies this lead by 1 + n ("eager" 1F1B for n = 1, Zhuang et al. 2023). In classic 1F1B every stage
-    waits for a message that has only just been sent. With more micro-batches in flight, the next message has
-    already arrived. The price is memory: stage s keeps the activations of (stages - 1 - s)(1 + n) + 1 micro-batches.
+    A stage begins with `stages - 1 - stage` forward passes, the warm-up. Then one forward and one backward pass
+    alternate, until only backward passes are left. With extra_warmup n, the warm-up is 1 + n times as long, but at
+    most `micros` passes ("eager" 1F1B for n = 1, Zhuang et al. 2023).
+
+    In classic 1F1B every stage waits for a message that has only just been sent. With more micro-batches in flight,
+    the next message has already arrived. The price is memory: stage s keeps the activations of
+    (stages - 1 - s)(1 + n) + 1 micro-batches, or of all if there are fewer.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
@@ -97,7 +100,7 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
 def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     """Yield all forward passes, then all backward passes (Huang et al. 2019).
 
-    The activations of all micro-batches are kept.
+    Each stage keeps the activations of all micro-batches until the backward passes.
 
         stage 0 | F0 F1 F2 F3             B0 B1 B2 B3
         stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
@@ -107,12 +110,12 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterator[Instruction]:
-    """Yield 1F1B over several chunks per stage (Narayanan et al. 2021): 1/chunks of the bubble, chunks x the messages.
+    """Yield 1F1B over several chunks per stage (Narayanan et al. 2021): the bubble / chunks, but messages x chunks.
 
     Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through chunk
-    1 ..., then the next group. A pass takes 1/chunks of its time in 1F1B, so the idle time at the start and end of a
-    step shrinks by this factor. If `stages` does not divide the number of micro-batches, groups are larger, and so
-    is the memory.
+    1 ..., then the next group. A pass over one chunk takes 1/chunks of the time of a pass in 1F1B, so the idle time
+    at the start and end of a step shrinks by this factor. If `stages` does not divide the number of micro-batches,
+    the groups are larger and a stage keeps more activations.
     """
     forward, backward = _through_chunks(stages, micros, chunks)
     group = -(-micros // max(micros // stages, 1))
@@ -131,7 +134,7 @@ def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
         stage 1 |    F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
         stage 2 |       F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-    The gradient of the inputs (B) goes up the pipeline as soon as possible, and stage s delays weight gradients
+    The gradient of the inputs (B) goes to the previous stage as soon as possible, and stage s delays weight gradients
     (W) by s micro-batches. No stage keeps more micro-batches than the first stage in 1F1B. The bubble shrinks
     from (stages - 1)(F + B + W) to (stages - 1)(F + B - W), where F, B and W are the times of the passes.
     """
@@ -154,10 +157,11 @@ def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Itera
 
 
 def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (micro, chunk) in the order of the forward and of the backward passes, equal on every stage.
+    """Return the (micro, chunk) pairs in the order of the forward passes, then in the order of the backward passes.
 
-    Groups have `stages` micro-batches, or a few more if there is a remainder. With fewer, a stage would reach a
-    pass whose input is still on its way through the other stages.
+    Both orders are the same on every stage. Micro-batches go through the chunks in groups of `stages`, or a few more
+    if there is a remainder. In a smaller group, a stage would reach a pass whose input is still on its way through
+    the other stages.
     """
     count = max(micros // stages, 1)
     ends = [micros * i // count for i in range(count + 1)]
@@ -168,7 +172,10 @@ def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[i
 
 
 def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks: int = 1) -> Iterator[Instruction]:
-    """Yield `order` with a receive right before the pass that needs it and a send right after the pass that made it."""
+    """Yield `order` with the messages that its passes need.
+
+    A receive comes right before the pass that uses its data, and a send right after the pass that computes its data.
+    """
     last = stages * chunks - 1
     for each in order:
         virtual_stage = each.chunk * stages + stage
@@ -200,8 +207,8 @@ def register(name: str, schedule: Schedule) -> None:
     """Register a custom schedule under `"pipeline": {"schedule": name}` of a ds_config, before `initialize`.
 
     schedule: (stage, stages, micros) -> instructions with messages (see `with_messages`), for one chunk per
-    stage. It is checked before the first step, like the built-in ones. Raises ValueError for the name of a
-    built-in schedule.
+    stage. The schedule is checked before the first step, like the built-in ones. Raises ValueError if `name` is that
+    of a built-in schedule.
     """
     if name in NAMES:
         raise ValueError(f"{name!r} is a schedule of tds: give yours another name")
@@ -219,7 +226,7 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
         raise ValueError(f"there is no pipeline schedule {name!r}; there are {', '.join([*NAMES, *_ADDED])}")
     if not isinstance(extra, int) or extra < 0 or (extra and name != "1f1b"):
         raise ValueError(
-            f"extra_warmup {extra!r} does not fit the schedule {name}: 1f1b supports 0, 1, 2 ..., other schedules 0"
+            f"extra_warmup {extra!r} does not fit the schedule {name}: 1f1b supports 0, 1, 2 ..., others only 0"
         )
     if name == "interleaved":
         return partial(interleaved, chunks=chunks)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ABSENT, DENSE = -1, -2  # in place of a number of rows: no gradient, a dense gradient
+ABSENT, DENSE = -1, -2  # in a list of row counts: no gradient (ABSENT), a dense gradient (DENSE)
 
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
@@ -19,7 +19,7 @@ def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_sparse(module: nn.Module, optimizer: object) -> None:
-    """Raise ValueError naming a weight with sparse gradients if `optimizer` is a torch optimizer without support."""
+    """Raise ValueError if a weight has sparse gradients and `optimizer`, if it is torch's, does not support them."""
     weights = sparse_weights(module)
     takes = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
     if weights and not takes and type(optimizer).__module__.startswith("torch.optim."):
@@ -32,19 +32,22 @@ def refuse_sparse(module: nn.Module, optimizer: object) -> None:
 
 
 def numbers_of(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of `parameter`, or the values `[rows, ...]` of a sparse one.
+    """Return the gradient of `parameter`, or the values `[rows, ...]` of a sparse gradient.
 
     In-place changes of the result change the gradient.
     """
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter.grad.detach()
-    parameter.grad = parameter.grad.detach().coalesce()  # sums the entries of a row that was looked up twice
+    parameter.grad = parameter.grad.detach().coalesce()  # sums the gradients of a row that was looked up more than once
     return parameter.grad.values()
 
 
 def make_dense(weights: Iterable[nn.Parameter]) -> None:
-    """Make gradients of these weights dense as soon as autograd has them: ZeRO and half precision flatten gradients."""
+    """Make gradients of these weights dense as soon as autograd has accumulated them.
+
+    ZeRO and half-precision optimizers flatten gradients, so they need dense ones.
+    """
 
     def dense(parameter: nn.Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -62,9 +65,10 @@ def empty_gradient(weight: Tensor) -> Tensor:
 
 
 def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
-    """Sum the gradients of weights over the group; each rank's may be sparse, dense or absent. Collective.
+    """Sum the gradients of weights over the group; a rank's gradient may be sparse, dense or absent. Collective.
 
-    The sum is sparse, with the rows of all ranks, unless any gradient is dense. It is absent if all gradients are.
+    The sum is dense if any rank's gradient is dense, and absent if no rank has a gradient. Otherwise it is sparse, with
+    the rows of all ranks.
     """
     for weight in weights:
         grad = weight.grad
@@ -80,12 +84,12 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
 
 
 def _rows(grad: Tensor) -> int:
-    """Return the number of rows of a sparse gradient, or DENSE if it is dense or also sparse within rows."""
+    """Return the number of rows of a sparse gradient, or DENSE for any other layout of `grad`."""
     return grad.coalesce().indices().shape[1] if grad.is_sparse and grad.sparse_dim() == 1 else DENSE
 
 
 def _sum_of_rows(grad: Tensor, most: int, counts: list[Tensor], group: object) -> Tensor:
-    """Return the sparse sum over the group. most: the largest number of rows on a rank. counts: rows of each rank."""
+    """Return the sparse sum over the group. most: the largest number of rows on a rank. counts: rows on each rank."""
     grad = grad.coalesce()
     missing = most - grad.indices().shape[1]
     indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(missing)])

@@ -2,13 +2,13 @@
 
 Autograd's graph consists of operations whose edges lead back to inputs and weights. An operation is a fork if
 some of its edges lead to an input and others only to weights, as in a matmul. The first pass follows the paths to
-the inputs and records the gradients that arrive at each fork. The second pass starts from these and follows the
-remaining edges.
+the inputs and records the gradients that arrive at each fork. The second pass starts from these gradients and follows
+the edges that lead only to weights.
 
-Nothing is computed twice, except by a custom `autograd.Function` that ignores `ctx.needs_input_grad`. Hooks on
-activations run in both passes. A compiled layer computes all its gradients at once, so its weights get theirs in
-the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only within an unsplit
-backward pass; then nothing is deferred.
+No gradient is computed twice, except by a custom `autograd.Function` that ignores `ctx.needs_input_grad`. Hooks on
+activations run in both passes. A compiled layer computes all its gradients at once, so its weights get their
+gradients in the first pass. A re-entrant checkpoint runs a nested backward pass, which torch allows only within an
+unsplit backward pass, so with such a checkpoint no gradient is deferred.
 """
 
 import warnings
@@ -41,7 +41,7 @@ class DeferredWeightGrads:
         """Accumulate the gradients of the weights into their `.grad`. Call it once."""
         for fork, grads in self._noted:
             arrived = [(GradientEdge(fork.node, i), g) for i, g in enumerate(grads) if g is not None]
-            # The hooks on this node's tensors run again; replace their new result by that of the first pass.
+            # Hooks on this node's tensors run again here; this prehook restores the gradients of the first pass.
             handle = fork.node.register_prehook(partial(_instead, tuple(grads)))
             try:
                 torch.autograd.backward(  # type: ignore[call-overload]
@@ -65,8 +65,8 @@ def backward_input(
     grads: gradients of the outputs; None for a scalar.
     inputs: leaf tensors that need gradients.
 
-    A weight that is used more than once gets its gradient here, because its uses cannot be separated later. So
-    does a weight that no node on a path to an input leads to.
+    Two kinds of weights get their gradients at once: a weight that is used more than once, because its uses cannot be
+    separated later, and a weight that no node on a path to an input leads to.
     """
     deferred = DeferredWeightGrads()
     if not inputs:
@@ -103,7 +103,7 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
     """
     wanted = {id(t) for t in inputs}
     leads: set[Node] = set()  # nodes on paths to the inputs
-    below: dict[Node, dict[int, Tensor]] = {}  # weights below a node, without those below nodes in `leads`
+    below: dict[Node, dict[int, Tensor]] = {}  # weights that a node leads to, except through nodes in `leads`
     for node in order:
         leaf = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]

@@ -19,7 +19,10 @@ from .timetable import check
 
 
 def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
-    """Return the schedule named in `settings`, "pipeline" of the ds_config. Raises ValueError for invalid settings."""
+    """Return the schedule that `settings`, the section "pipeline" of the ds_config, names.
+
+    Raises ValueError for invalid settings.
+    """
     _validate(engine, settings, chunks)
     schedule = schedule_of(settings, chunks)
     _check(schedule, engine, chunks)
@@ -27,7 +30,10 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
 
 
 def raise_if_any_failed(error: Exception | None) -> None:
-    """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one."""
+    """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one.
+
+    error: the error of this rank, or None. If there is one, this function only reports it, and the caller raises it.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     errors = gather_objects(None if error is None else str(error) or type(error).__name__)
@@ -53,7 +59,7 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
             if not narrow:
                 raise
             raise ScheduleError(
-                f"{error}. The cause may be CUDA_DEVICE_MAX_CONNECTIONS=1: unset it, or use the schedule 1f1b without "
+                f"{error}. The cause may be CUDA_DEVICE_MAX_CONNECTIONS=1: unset this variable, or use 1f1b without "
                 f"extra_warmup"
             ) from None
 
@@ -63,7 +69,7 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     name = settings.get("schedule", "1f1b")
     if engine.fp16_enabled() and not engine.zero_optimization():
         raise ValueError(
-            "fp16 under a pipeline needs ZeRO stage 1 (without it DeepSpeed takes a wrong gradient norm): "
+            "fp16 under a pipeline needs ZeRO stage 1 (without ZeRO, DeepSpeed computes a wrong gradient norm): "
             'set "zero_optimization": {"stage": 1}'
         )
     if name == "interleaved" and chunks == 1 and engine.num_stages > 1:
@@ -71,12 +77,12 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     if name == "zb-h1" and engine.module.activation_checkpoint_interval > 0:
         raise ValueError(
             "the schedule zb-h1 would recompute activations twice, once for each half of the backward pass: "
-            "use 1f1b with activation checkpointing, or zb-h1 without"
+            "use 1f1b, or leave activation checkpointing out"
         )
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING=1 would deadlock: a stage waits for a message before it sends the one that its "
-            f"peer needs: unset it, or debug without a pipeline ({ways['no pipeline']})"
+            "CUDA_LAUNCH_BLOCKING=1 would deadlock: a stage waits for a message before it sends the message that its "
+            f"peer waits for: unset the variable, or debug without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:
@@ -89,8 +95,8 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
 def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: Any = None, **_: Any) -> None:
     """Raise ValueError, on all ranks, if a stage has nothing to train under ZeRO or half precision.
 
-    It also raises if stages differ in their number of parameter groups. ZeRO sums the norm group by group over
-    the stages and would hang. Call it before an engine is made.
+    Also raise ValueError if stages differ in their number of parameter groups, because ZeRO sums the norm group by
+    group over the stages and would hang. Call this function before an engine is made.
     """
     if config_class is None or not dist.is_initialized():
         return
@@ -118,7 +124,7 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
 
 
 def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
-    """Exchange the boundary declarations of all stages. Raises BoundaryError on all if they do not match."""
+    """Exchange the boundary declarations of all stages. Raises BoundaryError on every rank if they do not match."""
     shared = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
     shared |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
     contract = contract_of(engine.module, chunks, shared | {"dynamic_shape": engine.dynamic_shape})

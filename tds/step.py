@@ -1,4 +1,4 @@
-"""State of a stage during one step: of the whole step, and of each micro-batch between instructions."""
+"""State of a stage during one step: one object for the step, and one for each micro-batch between instructions."""
 
 from dataclasses import dataclass, field
 
@@ -15,10 +15,10 @@ from .split_backward import DeferredWeightGrads
 class Microbatch:
     """One micro-batch on one chunk of this stage; each field is emptied by the instruction that uses it.
 
-    received: the inputs, from RecvActivation to SendGrad (in evaluation to Forward).
-    to_send: the outputs, from Forward to SendActivation; afterwards their memory is free unless autograd needs
+    received: the inputs, from RecvActivation until SendGrad, or in evaluation until Forward.
+    to_send: the outputs, from Forward to SendActivation; afterwards their memory is freed unless autograd needs
         it.
-    edges: graph edges of the outputs, from Forward to the backward pass.
+    edges: autograd's graph edges of the outputs, from Forward to the backward pass.
     grads: gradients of the outputs, from RecvGrad to the backward pass.
     loss: a scalar to train on, on the last virtual stage.
     deferred: weight gradients, from BackwardInput to BackwardWeight.
@@ -65,7 +65,7 @@ class Microbatch:
 class Step:
     """One call of train_batch or eval_batch.
 
-    scale: factor on the sum of losses of a micro-batch, a scalar in fp64.
+    scale: factor on the loss of each micro-batch before its backward pass, a scalar in fp64.
     """
 
     batches: Batches
@@ -81,7 +81,7 @@ class Step:
         return found
 
     def forget_if_done(self, at: At) -> None:
-        """Drop the state of a micro-batch if it is empty, after an instruction."""
+        """Drop the state of a micro-batch on a chunk if the state is empty; called after each instruction."""
         found = self.microbatches.get(at)
         if found is not None and found.is_empty:
             del self.microbatches[at]

@@ -1,4 +1,4 @@
-"""Reader of the ranks' timelines: on one clock, and as one Chrome trace.
+"""Reader of the ranks' timelines, which puts them on one clock and merges them into one Chrome trace.
 
 Pure Python, so a laptop can read what a cluster has written. trace.py writes timelines, align.py compares the
 clocks.
@@ -59,7 +59,7 @@ def read(folder: Path) -> list[RankTrace]:
 
 
 def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
-    """Move events to rank 0's clock; a clock is assumed to drift evenly between its first and last comparison."""
+    """Move events to rank 0's clock, assuming even drift between the first and last comparison of the clocks."""
     clock = about["clock"]
     if not clock:
         return RankTrace(about, events, float("inf"))

@@ -43,10 +43,10 @@ def _chunks(plan: Plan) -> int:
 
 
 def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
-    """Raise ScheduleError unless each chunk runs every micro-batch once each way, messages match and no stage hangs.
+    """Raise ScheduleError unless each chunk runs every micro-batch's passes once, messages match and no stage hangs.
 
     It also checks that each chunk takes the micro-batches in rising order. `times` finds deadlocks that do not
-    depend on the transport. `queues.finish` finds those from message queues, under `rules`.
+    depend on the transport. `queues.finish` finds deadlocks that message queues cause, under `rules`.
     """
     chunks, kinds = _chunks(plan), {type(i) for stage in plan for i in stage}
     split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
@@ -60,21 +60,23 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
             if virtual_stage < last:
                 due += [SendActivation, *([RecvGrad] if backward else [])]
             done = _in_order(instructions, stage, chunk)
-            for kind in dict.fromkeys([*due, *done]):  # passes before messages; every rank reports the same error
+            for kind in dict.fromkeys([*due, *done]):  # in this order on every rank, so that all report the same error
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
                     raise ScheduleError(
-                        f"stage {stage}: {done[kind]} {kind.__name__} of chunk {chunk} instead of {wanted}"
+                        f"stage {stage}: chunk {chunk} has {done[kind]} {kind.__name__} instructions instead of "
+                        f"{wanted}"
                     )
     times(plan)
-    if len(plan) > 1:  # a stage sends nothing to itself
+    if len(plan) > 1:  # a single stage sends no messages
         finish(plan, rules)
 
 
 def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Counter[type[Instruction]]:
     """Return the number of instructions of each kind on a chunk.
 
-    Raises ScheduleError unless each kind takes the micro-batches in rising order, after what it depends on.
+    Raises ScheduleError unless each kind takes the micro-batches in rising order, and each instruction follows those
+    that it depends on, e.g. a backward pass its forward pass.
     """
     done: Counter[type[Instruction]] = Counter()
     for each in (i for i in instructions if i.chunk == chunk):
@@ -98,8 +100,8 @@ def times(
     """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
     forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
-    by default half. message: time in transit. seconds: returns times that differ by stage and chunk, instead of
-    `forward`, `backward` and `weight`.
+    by default half. message: time in transit. seconds: returns times that differ by stage and chunk; it
+    replaces `forward`, `backward` and `weight`.
     """
     chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight

@@ -1,9 +1,9 @@
 """Recorder of this rank's timeline, kept in memory until it is written as a Chrome trace (for Perfetto).
 
-A span is a tuple of two clock readings and its description. It costs a few hundred nanoseconds, so a recorder can
-stay on. On an accelerator, events replace the clock, so recording never synchronizes the device. On a CPU, the
-thread's CPU time is recorded too; unlike the wall-clock time, it does not grow if ranks share cores. align.py
-compares the clocks of the ranks; timeline.py reads the files.
+A span is a tuple of two clock readings and its description. Recording one costs a few hundred nanoseconds, so a
+recorder can stay on. On an accelerator, device events replace the clock, so recording never synchronizes the device.
+On a CPU, the thread's CPU time is recorded too: unlike wall-clock time, it does not grow if ranks share cores.
+align.py compares the clocks of the ranks; timeline.py reads the files.
 """
 
 import functools
@@ -63,8 +63,8 @@ PASSES = {"Forward", "Backward", "BackwardInput", "BackwardWeight"}
 class Tracer:
     """The recorder of one rank.
 
-    about: metadata for readers (rank, stage, ...). first, last: range of iterations to record; by default the
-    newest `LAST` are kept.
+    about: metadata for readers (rank, stage, ...). first, last: range of iterations to record; by default, the
+    newest 50 iterations are kept.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Tracer:
         self._zero = None if self._on_cpu else self._meet_device()
 
     def _meet_device(self) -> tuple[Any, int]:
-        """Return a device event and its host time in ns."""
+        """Return a device event, recorded now, and the host time in ns at which the device finished it."""
         torch.accelerator.synchronize(self._device)
         event = timed_event(self._device)
         torch.accelerator.synchronize(self._device)
@@ -107,7 +107,7 @@ class Tracer:
         self._kept.clear()
 
     def begin(self) -> Mark | None:
-        """Start a span; None while recording is off."""
+        """Start a span and return its mark, or None while recording is off."""
         if not self.on:
             return None
         if self._on_cpu:
@@ -127,9 +127,9 @@ class Tracer:
         self._now.append(Piece(mark.at, now, work, name, kind, micro, chunk, size))
 
     def pieces(self, wait: bool = True) -> list[tuple[int, list[Piece]]]:
-        """Return (iteration, its spans) with host times in ns.
+        """Return (iteration, its spans) pairs, with host times in ns.
 
-        On an accelerator this waits for the device, or without `wait` omits unfinished spans.
+        wait: wait for an accelerator to finish all spans; if False, omit unfinished ones.
         """
         for _, pieces in self._kept:
             pieces[:] = [
@@ -193,12 +193,12 @@ def current() -> Tracer | None:
 
 
 def begin() -> Mark | None:
-    """Start a span; None without a recorder."""
+    """Start a span and return its mark, or None if there is no active recorder."""
     return _on[0].begin() if _on else None
 
 
 def end(mark: Mark | None, name: str, kind: str = "part", micro: int = -1, chunk: int = 0) -> None:
-    """End a span."""
+    """End a span. mark: the result of `begin`."""
     if mark is not None and _on:
         _on[0].end(mark, name, kind, micro, chunk)
 
@@ -212,7 +212,7 @@ def span(name: str, kind: str = "part") -> Iterator[None]:
 
 
 def sent(size: int) -> None:
-    """Count sent bytes for the next message span that ends."""
+    """Add `size`, in bytes, to the next message span that ends."""
     if _on and _on[0].on:
         _on[0].size += size
 

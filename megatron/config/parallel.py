@@ -41,8 +41,8 @@ class ParallelConfig(Section):
     )
     pipeline_extra_warmup: int = opt(
         0,
-        "additional warm-up of 1f1b, to hide message latency: 1 doubles the warm-up forward passes, 2 triples them; "
-        "costs memory (tools/draw_schedule.py)",
+        "a value of n makes a stage of 1f1b run 1 + n times as many warm-up forward passes (at most all of a step), to "
+        "hide message latency; this costs memory, which tools/draw_schedule.py shows",
         at_least(0),
     )
     pipeline_timeout: float = opt(

@@ -77,7 +77,9 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="schedule (default: 1f1b)")
-    parser.add_argument("--extra-warmup", type=int, default=0, help="extra warmup micro-batches of 1f1b (default: 0)")
+    parser.add_argument(
+        "--extra-warmup", type=int, default=0, help="n: 1 + n times as many warm-up forward passes of 1f1b (default: 0)"
+    )
     parser.add_argument("--chunks", type=int, default=1, help="layer chunks per stage, for interleaved (default: 1)")
     parser.add_argument("--stages", type=int, help="pipeline stages")
     parser.add_argument("--micros", type=int, help="micro-batches per step")

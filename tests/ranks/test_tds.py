@@ -365,7 +365,8 @@ def test_stages_that_do_not_fit_are_found_at_start_on_both() -> None:
 def test_what_nobody_declared_is_checked_on_arrival_and_ends_both() -> None:
     ends = ends_of_ranks(2, _misfit, False)
     assert [end.code for end in ends] == [1, 1]
-    assert "stage 1, inputs from rank 0: got 1 tensors, declared are 2: hidden, mask" in ends[0].stderr  # the report
+    report = ends[0].stderr
+    assert "stage 1, inputs from rank 0: got 1 tensors, but 2 are declared: hidden, mask" in report
 
 
 # ------------------------------------------------- features that DeepSpeed's users rely on

@@ -38,7 +38,7 @@ def test_lists_that_cannot_be_are_refused(lists: dict[str, list[object]], messag
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ((HIDDEN,), "stage 1: got 1 tensors, declared are 2: hidden, mask"),
+        ((HIDDEN,), "stage 1: got 1 tensors, but 2 are declared: hidden, mask"),
         ((HIDDEN, MASK.float()), "stage 1: 'mask' is declared bool, got torch.float32"),
         ((HIDDEN, None), "stage 1: tensor 1 is NoneType"),
     ],
