@@ -22,7 +22,7 @@ from .objects import from_rank_0
 from .rank_0 import is_rank_0
 
 ROWS, WIDTH, ROUNDS = 256, 512, 15
-WORTH = 1.1  # minimum speedup of oneDNN; below it torch's own BLAS is kept, which other programs use too
+WORTH = 1.1  # minimum speedup of oneDNN; with less, torch's own BLAS is kept, the default of torch programs
 
 
 def by_onednn(wanted: str, device: torch.device) -> bool:

@@ -46,7 +46,9 @@ def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None)
 
 
 def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Tokenizer | None) -> nn.Module:
-    """Build the task's model, with the same initial weights in every layout. Raises RunError alike on every rank.
+    """Build the task's model. Raises RunError alike on every rank.
+
+    The initial weights do not depend on the parallel layout.
 
     Under ZeRO 3 each layer of `megatron.model` is partitioned over the ranks as soon as it is built, so no rank
     ever holds the whole model.
@@ -107,8 +109,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
-            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over ranks, as "
-            "the tasks of GPT-2 and Llama do; leave the flag out"
+            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over ranks (the "
+            "tasks of GPT-2 and Llama do); leave the flag out"
         )
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
@@ -121,7 +123,7 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
         if counts != (task.count_targets is not None):
             raise ValueError(
                 f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or in "
-                "neither: with count_targets a loss is the sum over targets, without it, or with None, the mean"
+                "neither: with count_targets a loss is the sum over targets; without it (or with None), the mean"
             )
     return pipeline
 

@@ -76,7 +76,7 @@ def memory_advice(parameters: int, config: Config, precision: str) -> str:
     width = {"fp64": 8, "fp32": 4}.get(precision)
     each = (
         width * (2 + moments) if width else 2 + 4 * (2 + moments)
-    )  # weight, gradient and moments; below fp32 also a low-precision copy of the weight
+    )  # bytes per parameter: weight, gradient and moments; in fp16 and bf16 also a 16-bit copy of the weight
     return (
         f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by "
         "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest: lower --batch-size "

@@ -42,7 +42,7 @@ def explain(run: Run, fault: Fault) -> str:
     found = find(run.engine.deepspeed.module, again)
     why = words(found, samples.first_sample, t.batch_size * t.gas)
     begin = samples.iteration - fault.streak + 1
-    skip = f"--skip-iterations {begin}-{samples.iteration} continues past them, {GENTLER} may avoid them"
+    skip = f"--skip-iterations {begin}-{samples.iteration} continues past them; {GENTLER} may avoid them"
     if fault.scale is not None:
         return (
             f"the loss scale of fp16 is at its minimum {fault.scale:g}, but the gradient still overflows at "

@@ -33,7 +33,7 @@ class FirstStep(Hook):
         if step is None or self._done:
             return
         self._done = True
-        if self._run.config.train.keep_freed_memory:  # by now moments are allocated, and later steps allocate alike
+        if self._run.config.train.keep_freed_memory:  # moments are allocated now; later steps reuse freed memory
             device_module.keep_freed_memory(self._run.device)
         for hook in self._hooks:
             hook.remove()

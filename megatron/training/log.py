@@ -1,4 +1,4 @@
-"""The log of a training run: lines, rows of metrics.jsonl, and the check that the run may continue."""
+"""The log of a training run: log lines, rows of metrics.jsonl, and the check that the run may continue."""
 
 import math
 import time

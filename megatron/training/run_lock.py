@@ -1,8 +1,8 @@
 """Lock of a directory for one run at a time: a file `run.lock` names the process and machine that write there.
 
-Only one process can create the file, even on a shared file system. If a crash left the file, its process is
-looked up by id and start time, provided that this process sees the same process table. Otherwise (another
-container, or a reboot since) an advisory lock on the file decides.
+Only one process can create the file, even on a shared file system. A crash leaves the file behind. A new run then
+looks the named process up by id and start time if both are in the same process table. If they are not (another
+container, or a reboot since), an advisory lock on the file shows whether the process still runs.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from . import advisory
 
 NAME = "run.lock"
 CHECKPOINTS = "the folder of checkpoints"
-PATIENCE = 5.0  # seconds that ranks may take to notice that their launcher is gone
+PATIENCE = 5.0  # seconds to wait for a lock, as ranks of a killed run may take that long to end
 
 
 class RunLockedError(ValueError):
@@ -76,8 +76,8 @@ class Holder:
         """Return whether `me` knows that the process lives; call it only if `is_gone` is False."""
         if self.is_visible(me):
             return True
-        # Since `is_gone` is False, the lock was held a moment ago. It may be free now if another process only
-        # probed it.
+        # `is_gone` has not found the lock free. If it is free now, another process was only probing it, and the
+        # next call of `is_gone` returns True.
         return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
 
     def _same_kernel(self, me: "Holder") -> bool:
@@ -173,9 +173,11 @@ class RunLock:
             return None
 
     def _remove(self, judged: str | None, force: bool) -> bool:
-        """Remove the lock whose content was `judged`; return False if another process has taken it over or is doing so.
+        """Remove the lock unless another process has taken it over or is doing so; return whether it was removed.
 
-        force: remove it even if its advisory lock is held.
+        judged: content of the lock when its process was found to have ended.
+
+        force: remove the lock even if its advisory lock is held.
         """
         with advisory.exclusive(self.path) as mine:
             # Only one of several processes that found the same lock removes it, and none removes the lock

@@ -44,10 +44,10 @@ class Saves(Hook):
             self._save(must=True)
 
     def _save(self, must: bool) -> None:
-        """Save the state after the last applied step unless it is saved already, as after skipped steps.
+        """Save the state after the last applied step, unless only skipped steps followed the last save.
 
-        must: raise if the save fails. It is set for the last save of a run, before which iterations since the
-        last log line still get one.
+        must: raise if the save fails, and first log the iterations since the last log line. Set for the last save
+        of a run.
         """
         run, log = self._run, self._log
         log.check()

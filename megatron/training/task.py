@@ -16,12 +16,11 @@ Batch = dict[str, Tensor]
 class Task:
     """Base class of tasks: `run(YourTask())` trains a subclass in any layout. `megatron.tasks` has GPT-2 and T5.
 
-    config: all settings.
-    tokenizer: loaded from --vocab-file, or returned by `extended`.
     name: used in the default run directory, runs/<name>-<time>.
     defaults: defaults that this task changes; flags still override them. `family` names the model family.
     `count_targets = None` declares that `loss`, and the loss function of the pipeline, return means
     instead of sums over targets.
+    The methods get `config`, all settings, and `tokenizer`, loaded from --vocab-file or returned by `extended`.
     """
 
     name: str = "model"
@@ -39,8 +38,8 @@ class Task:
 
         `dataset[n]` must give a dict of tensors for any n >= 0. All ranks call this method at the same time.
         With `reads_alone = True` only ranks that read data call it, rank 0 before the others, so that a large
-        corpus is opened and checked only where it is needed. Then it must not communicate with other ranks, nor
-        set attributes of the task.
+        corpus is opened and checked only where it is needed. In that case the method must not communicate with other
+        ranks, nor set attributes of the task.
         """
         raise NotImplementedError
 
@@ -62,8 +61,8 @@ class Task:
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the sum of the loss over the targets of a micro-batch, a scalar; used without a pipeline.
 
-        This default is for a model that takes `labels` [b, s] and returns the loss [b, s] of each; override it
-        for others. Under a pipeline the `loss_fn` of the PipelineModule computes the loss.
+        This default is for a model that takes `labels` [b, s] and returns the loss [b, s] of each label. Override it
+        for other models. Under a pipeline the `loss_fn` of the PipelineModule computes the loss.
         """
         inputs, (labels, loss_mask) = batch
         total: Tensor = (model(*inputs, labels=labels) * loss_mask).sum()

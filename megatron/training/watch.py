@@ -16,7 +16,7 @@ from ..ranks.errors import RunError
 class StepWatch:
     """Watchdog of the steps of an engine.
 
-    seconds: time limit of a micro-batch, and of the rest of a step after the last one.
+    seconds: time limit of each micro-batch, and of the part of a step that follows its last micro-batch.
     """
 
     def __init__(self, seconds: float, device: torch.device) -> None:

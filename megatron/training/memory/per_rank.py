@@ -41,9 +41,11 @@ class Memory:
 
 @lru_cache(maxsize=65536)
 def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
-    """Return the maximum number of micro-batch chunks whose activations a stage keeps at once.
+    """Return the maximum number of forward passes whose activations a stage keeps at once.
 
-    It is counted in the schedule, or, if that is long, in a shorter schedule with the same steady state.
+    A forward pass takes one micro-batch through one of the stage's `chunks` of layers. The passes are counted in the
+    schedule; if that has many micro-batches, they are counted in a shorter schedule with the same steady state.
+    name, extra: the schedule and its --pipeline-extra-warmup.
     """
     if stages == 1:
         return 1
@@ -55,8 +57,9 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
 
 
 def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
-    """Return bytes of (weights, gradients, optimizer) for `numbers` parameters on one rank, kept between passes.
+    """Return the bytes of (weights, gradients, optimizer states) that one rank keeps between passes.
 
+    numbers: parameters of the rank before ZeRO shards them.
     replicas: number of ranks over which ZeRO shards. Gradients are those held while later micro-batches of the
     step run.
     """
@@ -91,7 +94,7 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
 
 
 def _border(stage: Stage, config: Config, x: Shapes) -> float:
-    """Return the bytes that cross a stage boundary per micro-batch; see `boundary_bytes`."""
+    """Return the bytes that a stage sends on per micro-batch: hidden states, plus the encoder's in a T5 decoder."""
     tokens = x.of_layer(stage.layers[-1])
     return x.hidden(tokens) + (x.hidden(x.tokens[0]) if config.is_t5 and tokens == x.tokens[1] else 0.0)
 
@@ -115,7 +118,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     moments.append(_first_layer(x, layers, stage, (weights, gradients, optimizer), talk))
     if layers[-1].name == "head":
         logits, beside = logits_bytes(x)
-        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # ZeRO 2's bucket comes with the first gradient
+        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # the first gradient allocates ZeRO 2's bucket
         moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, 0.0))
     reduced = 0.0
     if resolved.zero_stage == 0 and replicas > 1:
