@@ -11,7 +11,7 @@ OF_DECODERS = ("lm", "sft", "prefix-lm")
 
 
 def objectives_of(family: str | None) -> tuple[str, ...]:
-    """Return a family's objectives, the default first; a custom model (None) has those of decoders."""
+    """Return a family's objectives, the default first; a custom model (family None) has those of GPT-2 and Llama."""
     return OF_T5 if family == "t5" else OF_DECODERS
 
 
@@ -27,7 +27,7 @@ def prefix_of(word: str) -> str:
 
 
 def prefixes_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes that --data-path names, merging both files of one pair (`data/x.*`); weights are kept.
+    """Return the prefixes that --data-path names, with their weights; two files of one pair (`data/x.*`) count once.
 
     A single word may itself be a list of weights and prefixes separated by spaces.
     """
@@ -58,7 +58,8 @@ class DataConfig(Section):
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
     tokenizer_type: str = opt(
-        "auto", "sentencepiece, cpm, cpm-vocab (these two also +rjieba), gpt2-bpe or hf; auto looks at the file"
+        "auto",
+        "sentencepiece, cpm, cpm+rjieba, cpm-vocab, cpm-vocab+rjieba, gpt2-bpe or hf; auto decides by the file",
     )
     seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
     enc_seq_length: int | None = opt(
@@ -79,7 +80,7 @@ class DataConfig(Section):
     )
     span_convention: str = opt(
         "t5",
-        "T5: format of masked spans: that of t5 or of cpm (docs/t5.md)",
+        "T5: format of masked spans: t5, or cpm as in CPM-Pretrain (docs/t5.md)",
         one_of("t5", "cpm"),
         family=("t5",),
     )
@@ -120,7 +121,7 @@ class DataConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-        """Corpora in the form that `build_train_valid_test_datasets` takes. Raises ConfigError if none is given."""
+        """Corpora of --data-path, or a dict of them by split (train, valid, test). Raises ConfigError without any."""
         if self.data_path:
             return self.data_path
         if not self.train_data_path:

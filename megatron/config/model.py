@@ -98,9 +98,9 @@ class ModelConfig(DecoderConfig):
     logits_chunk_size: int = opt(
         0,
         "compute logits and loss of a micro-batch in chunks of this many tokens; 0 computes all at once. Chunks "
-        "save memory only if a micro-batch has more tokens than --hidden-size + this, because the output matrix's "
-        "gradient is then kept in fp32 from the loss on; wide models become slower. No effect with --reference-ops "
-        "cross-entropy",
+        "save memory only if a micro-batch has more tokens than --hidden-size plus this number, because the output "
+        "matrix's gradient is then kept in fp32 from the loss on; wide models become slower. No effect with "
+        "--reference-ops cross-entropy",
         at_least(0),
         free=True,
     )
@@ -163,7 +163,7 @@ class ModelConfig(DecoderConfig):
 
     @property
     def key_value_heads(self) -> int:
-        """Number of key/value heads; below the number of attention heads, each serves a group of them."""
+        """Number of key/value heads. If there are fewer of them than attention heads, each serves a group of these."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
@@ -188,7 +188,7 @@ class ModelConfig(DecoderConfig):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings with `family` filled in; files older than that setting describe a gpt2 or a t5."""
+    """Return flat settings with `family` filled in; files older than the setting `family` describe a gpt2 or a t5."""
     return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 
 

@@ -30,7 +30,9 @@ class CheckpointConfig(Section):
         None, "with --keep-last: also keep checkpoints whose iteration is a multiple of this", at_least(1)
     )
     exit_duration_in_mins: float | None = opt(None, "save and end after this many minutes", at_least(0))
-    exit_interval: int | None = opt(None, "save and end at the next multiple of this iteration", at_least(1))
+    exit_interval: int | None = opt(
+        None, "save and end after the next iteration whose number is a multiple of this", at_least(1)
+    )
 
     def _problems(self) -> Iterator[str]:
         if self.keep_every and self.keep_last is None:
@@ -54,7 +56,7 @@ class LogConfig(Section):
         at_least(1),
     )
     log_details: bool = opt(
-        False, "add tokens, time, TFLOP/s and memory to each log line, and its parts to the memory estimate"
+        False, "add tokens, time, TFLOP/s and memory to each log line, and list the parts of the memory estimate"
     )
     tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, on if tensorboard is installed")
     tensorboard_dir: str | None = opt(

@@ -38,7 +38,7 @@ class TrainConfig(Section):
         None, "iterations to skip, e.g. 41 or 41-50: their samples count as consumed, but are not trained on"
     )
     skip_samples: tuple[str, ...] | None = opt(
-        None, "samples, e.g. 328-335: iterations that contain one are skipped; loss warnings name samples"
+        None, "samples to avoid, e.g. 328-335 as a loss warning names them: each iteration with one of them is skipped"
     )
     check_replicas: int = opt(
         0,
