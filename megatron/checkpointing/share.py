@@ -53,9 +53,9 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
 
 
 def _is_on_every_stage(model: Any, name: str) -> bool:
-    """Return whether the parameter `name` of a PipelineModule is outside its layers, so that every stage holds it.
+    """Return whether the parameter `name` of a PipelineModule belongs to none of its layers.
 
-    It then belongs to a tied module or to the PipelineModule itself.
+    It then belongs to a tied module or to the PipelineModule itself, and several stages hold it.
     """
     return is_pipeline(model) and not hasattr(model, "named_layers") and name.split(".")[0] not in model.fwd_map
 
@@ -146,7 +146,7 @@ def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Return, by key, each tensor's full shape, split dimension and pieces, from the reports of all files.
 
     Several stages may hold an untied parameter: one in the module of a tied weight, or in the PipelineModule
-    itself. It is taken from the stage on which it learns.
+    itself. Such a parameter is taken from the stage on which it gets gradients.
     """
     merged: dict[str, Any] = {}
     for report in reports:

@@ -184,7 +184,7 @@ def _alike(number: int, axis: mpu.Axis, device: torch.device) -> bool:
 
 
 def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
-    """Describe the first weight that differs, and the ranks on which it does."""
+    """Describe the first weight whose copies differ, and the ranks whose copy is not the most frequent one."""
     stage = mpu.get_mesh().pipe.rank
     own: dict[Hashable, int] = {(key if key[0] in ties else (*key, stage)): value for key, value in mine.items()}
     everywhere = gather_objects(own)

@@ -45,8 +45,8 @@ def backend(device: torch.device) -> str:
 def fast_bf16(device: torch.device) -> bool:
     """Return whether bf16 is faster than fp32 on `device` for models of any size; a CPU needs AMX tiles for that.
 
-    On CPUs with AVX512_BF16 but no AMX, bf16 is faster only for large models (docs/benchmarks.md). On CPUs without
-    both, it is never faster.
+    On CPUs with AVX512_BF16 but no AMX, bf16 is faster only for large models (docs/benchmarks.md). On CPUs with
+    neither, it is never faster.
     """
     if device.type == "cpu":
         return amx_tiles()

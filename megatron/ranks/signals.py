@@ -112,8 +112,8 @@ class StopSignals:
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
         """Return (strongest request of any rank, whether all ranks are `done`), alike on all ranks.
 
-        With several ranks, the result is what they reported one call ago. The present reports are all-reduced
-        asynchronously on the default process group while the ranks compute, so no iteration waits for the all-reduce.
+        With several ranks, the result is what the ranks reported at the previous call. The present reports are
+        all-reduced asynchronously on the default process group while the ranks compute, so no iteration waits for them.
         On an accelerator the host waits only for the all-reduce that the previous call has queued.
         """
         request, self._request = self._request, StopSignal.NOTHING

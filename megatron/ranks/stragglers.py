@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from .. import mpu
 
-# A straggler's time exceeds FACTOR times the median of its peers, and the median by SHARE of the iteration's time.
+# A straggler's time exceeds its peers' median by the factor FACTOR, and also by SHARE of the iteration's time.
 FACTOR = 1.5
 SHARE = 0.1
 
 
 class Straggler(NamedTuple):
-    """A rank and its working time as a multiple of the median rank's."""
+    """A rank, and its working time as a multiple of the median of its peers."""
 
     rank: int
     factor: float

@@ -17,12 +17,12 @@ _held: set[int] = set()
 
 
 def hold(handle: int) -> bool:
-    """Lock an open file until `drop` or the end of this process; return False if it cannot be locked."""
+    """Lock the open file `handle` until `drop` or the end of this process; return False if it cannot be locked."""
     for _ in range(20):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.05)  # another process is probing the lock, which takes microseconds
+            time.sleep(0.05)  # another process may be probing the lock, for microseconds
         except OSError:
             return False
         else:

@@ -33,7 +33,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None) -> Engine:
-    """Join the ranks and build the task's engine, for a custom training loop.
+    """Join the other ranks and build the task's engine, for a custom training loop.
 
     tokenizer: needed only if the task's model or batches use it.
     """
@@ -57,8 +57,8 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Token
     with all_ranks(), tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
         model = checked_model(task, config, tokenizer)
     if cut is not None:
-        # Also partition modules that a user built around these layers: DeepSpeed casts and moves either all
-        # parameters or none.
+        # Also partition the user's own modules around the layers of megatron.model: DeepSpeed casts and moves either
+        # all parameters or none.
         cut(model)
     return model
 
@@ -99,7 +99,7 @@ def build_engine(
 
 
 def _checked(model: nn.Module, task: Task, config: Config) -> bool:
-    """Return whether `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
+    """Return whether `model` is a PipelineModule. Raises ValueError if a model does not fit the task or settings."""
     for name, parameter in global_parameters(model):
         if not parameter.dim():
             raise ValueError(

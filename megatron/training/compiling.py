@@ -34,7 +34,7 @@ def compile_layers(model: Any, config: Config) -> None:
 
 @functools.cache
 def _keep_outside() -> None:
-    """Exclude functions from compilation. Call this only with --compile, as it loads torch's compiler for seconds."""
+    """Exclude functions from compilation. Call this only with --compile: importing torch's compiler takes seconds."""
     kept = [
         (Attention, "_with_dropout"),
         (Attention, "_computed_again"),

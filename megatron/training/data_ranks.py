@@ -39,7 +39,7 @@ class RemoteDataset:
 
 
 def lengths_of(dataset: Any) -> Lengths | None:
-    """Return the sample lengths of a T5 data set, which its attribute `plan` holds; None for any other data set."""
+    """Return the sample lengths of a T5 data set, from its attribute `plan`; None for any other data set."""
     plan = getattr(dataset, "plan", None)
     encoder, decoder = getattr(plan, "encoder", None), getattr(plan, "decoder", None)
     return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None

@@ -142,7 +142,7 @@ class NoPipeEngine:
     """Engine without a pipeline: every rank runs all layers.
 
     All micro-batches of a step are prepared before the first forward pass.
-    watch: ends all ranks if one fails or stalls in a step.
+    watch: watchdog that ends all ranks if one of them fails or stalls in a step; None for no watchdog.
     """
 
     watch: StepWatch | None = None
@@ -243,7 +243,7 @@ class NoPipeEngine:
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
 
     def _agreed(self, aux: Mapping[str, Any], when: str) -> tuple[str, ...]:
-        """Return the names of additional losses in all-reduce order. Raises ValueError if the names change."""
+        """Return the names of additional losses in the order of their all-reduce. Raises ValueError if names change."""
         names = tuple(sorted(aux))
         if self.data.size == 1:
             return names

@@ -81,7 +81,7 @@ def _complain(error: BaseException, everywhere: bool) -> None:
     if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):
         # The launcher ends all ranks when the first one exits. Rank 0 must exit first, after it has printed the
         # error.
-        time.sleep(10)  # a rank that is still alive after these seconds is the only one with the error
+        time.sleep(10)  # if rank 0 has the error, too, its exit ends this rank meanwhile; else print it here
     if rank == 0 or not isinstance(error, KeyboardInterrupt) or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
         text = str(error) if isinstance(error, ConfigError) else complaint(error)

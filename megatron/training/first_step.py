@@ -17,7 +17,7 @@ from .run_state import Run
 
 
 class FirstStep(Hook):
-    """Hook that records which parameters of this process get a gradient in the first step, and warns of the others."""
+    """Hook that warns of parameters that get no gradient in the first step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

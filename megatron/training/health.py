@@ -30,7 +30,7 @@ class SampleRange(NamedTuple):
 
 
 class Spike(NamedTuple):
-    """A loss far above those before it."""
+    """A loss far above the median of recent losses."""
 
     samples: SampleRange
     loss: float
@@ -50,7 +50,7 @@ class Interval(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Reason why a run cannot continue: the skipped steps before and in an iteration, or its non-finite loss.
+    """Reason why a run cannot continue: skipped steps up to and including an iteration, or its non-finite loss.
 
     Skipped steps are a reason if too many occur in a row, or if fp16's loss scale is at its minimum.
 

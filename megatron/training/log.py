@@ -120,7 +120,7 @@ class TrainingLog(Hook):
         timed = run.timers.take()
         behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)
         row |= {"straggler": behind._asdict()} if behind else {}
-        waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
+        waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median of its peers" if behind else ""
         last = config.train.train_iters
         left = self.left.after(run.state.iteration, last, seconds)
         print_rank_0(training_line(row, last, seconds, left, run.config.log.log_details) + waits)

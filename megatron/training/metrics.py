@@ -194,8 +194,7 @@ class MetricsWriter:
     def write(self, row: dict[str, Any]) -> None:
         """Append a row of numbers, texts, and lists and dicts of these; NaN and infinities become null.
 
-        If the file cannot be written, e.g. on a full disk, it prints a note and writes the row
-        together with a later one.
+        If the file cannot be written, e.g. on a full disk, print a note and write the row together with a later row.
         """
         if self._path is not None:
             self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")

@@ -24,7 +24,7 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 
 FOLDER, MERGED = "profile", "merged.json.gz"
 MOST_MERGED = 64  # ranks; with more, the merged file would be too large
-AFTER, COUNT = 5, 3  # without --profile-iterations: iterations skipped after the start, iterations profiled
+AFTER, COUNT = 5, 3  # without --profile-iterations: number of iterations before the profile, and number profiled
 CLOCK = "perf_counter "  # prefix of a clock event's name, followed by the reading of time.perf_counter_ns
 # Number of clock events before and after the profile. An event is inaccurate if its thread is preempted between
 # the readings of the two clocks, so several are recorded.
@@ -174,6 +174,7 @@ def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
     marks = [e for e in seen if str(e.get("name", "")).startswith(CLOCK) and e.get("ph") == "X"]
     if not marks:
         raise ValueError(f"the profile of rank {rank.about['rank']} has no clock event")
-    # perf_counter is read before the profiler's clock, so each difference of the two is too small, the largest least.
+    # perf_counter is read before the profiler's clock, so each difference of the two is too small, and the largest
+    # one is the most accurate.
     own: float = max(int(e["name"].removeprefix(CLOCK)) / 1e3 - e["ts"] for e in marks)
     return own - (rank.about["clock"][0][1] / 1e3 if rank.about["clock"] else 0.0)

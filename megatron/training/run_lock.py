@@ -61,8 +61,8 @@ class Holder:
     def is_gone(self, me: "Holder", path: Path) -> bool:
         """Return whether `me` knows that the process, which holds `path`, has ended.
 
-        That is known in three cases: `me` looks the process up, it belonged to an earlier start of this SLURM
-        job, or the advisory lock is free although `me` would see it held.
+        That is known in three cases: `me` could see the process but does not find it, the process belonged to an
+        earlier start of this SLURM job, or the advisory lock is free although `me` would see it held.
         """
         if self.is_visible(me):
             now = started(self.pid)
@@ -97,7 +97,7 @@ class RunLock:
         """Take the lock.
 
         Raises RunLockedError if another process holds it, and ValueError if the directory is not writable.
-        override: take it even if its holder on another machine may still live.
+        override: take the lock even if its holder on another machine may still live.
         what: name of the directory in messages.
         """
         self.path, self.notes = folder / NAME, list[str]()
@@ -142,7 +142,7 @@ class RunLock:
         gone = holder.is_gone(self._me, self.path)
         alive = not gone and holder.is_alive(self._me, self.path)
         if gone or (override and not alive):
-            late = time.monotonic() > deadline  # if so, an orphaned child of the process holds the advisory lock
+            late = time.monotonic() > deadline  # by now only an orphaned child can hold an ended process's lock
             if self._remove(text, force=override or late):
                 why = "has ended without releasing it" if gone else "may still run (--override-lock)"
                 self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
@@ -176,7 +176,6 @@ class RunLock:
         """Remove the lock unless another process has taken it over or is doing so; return whether it was removed.
 
         judged: content of the lock when its process was found to have ended.
-
         force: remove the lock even if its advisory lock is held.
         """
         with advisory.exclusive(self.path) as mine:

@@ -53,8 +53,9 @@ class Task:
     def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> tuple[Any, Any]:
         """Return a micro-batch as (inputs of the first layer, targets of the loss), on the device of this rank.
 
-        data: a collated batch of the dataset. One rank of a model-parallel group reads it; on the others it is
-        None, and they receive it by `mpu.broadcast_data`. Called once for each micro-batch.
+        This method is called once for each micro-batch.
+        data: a collated batch of the dataset. One rank of a model-parallel group reads it. On the group's other ranks
+        it is None, and they receive the tensors by `mpu.broadcast_data`.
         """
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from . import profile
 from .hooks import Hook
 from .log import TrainingLog
 
-MOST_MERGED = 64  # ranks; with more, a merged file has hundreds of megabytes: use tools/draw_schedule.py if needed
+MOST_MERGED = 64  # ranks; with more, the merged file has hundreds of megabytes (tools/draw_schedule.py writes it)
 
 
 def about(config: Config, engine: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Watchdog for runs without a pipeline: if a rank fails or stalls, all ranks end and rank 0 reports where each was.
+"""Watchdog for runs without a pipeline: if a rank fails or stalls, all ranks end, and rank 0 reports where they were.
 
 The pipeline engine has its own watchdog, which reports instructions; this one reports micro-batches.
 """

@@ -76,7 +76,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
-    """Return the id by which a service knows this run, kept in a file; a run that starts over gets a new one."""
+    """Return the id by which a service knows this run, kept in a file; a run that starts over gets a new id."""
     if iteration and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     name = new()
@@ -106,7 +106,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A wandb run, which is resumed when the training run is.
+    """A wandb run, which is resumed when the training run is resumed.
 
     WANDB_MODE=offline keeps it on the local disk; wandb's other environment variables apply, too.
     """
@@ -138,7 +138,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """An MLflow run, which is resumed when the training run is.
+    """An MLflow run, which is resumed when the training run is resumed.
 
     It is kept in the run directory unless MLFLOW_TRACKING_URI is set.
     """

@@ -37,7 +37,7 @@ class _Keep(argparse.Action):
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Let `parser` accept foreign flags, hidden from its help; their values go to the dict `foreign`.
 
-    Each flag is also accepted with `_` for `-`.
+    Each flag is also accepted with `_` in place of `-`.
     """
     for name, row in FLAGS.items():
         form: dict[str, Any] = {"type": row.takes}

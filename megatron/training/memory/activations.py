@@ -43,7 +43,7 @@ class Shapes:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of a micro-batch on one rank: (those of T5's encoder or of a decoder-only model, T5's decoder)."""
+        """Tokens of a micro-batch on one rank, as (in T5's encoder or in a decoder-only model, in T5's decoder)."""
         first, second = lengths(self.config)
         b = self.config.train.batch_size
         return first * b // self.config.parallel.context_parallel_size, second * b

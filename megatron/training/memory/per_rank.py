@@ -94,7 +94,10 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
 
 
 def _border(stage: Stage, config: Config, x: Shapes) -> float:
-    """Return the bytes that a stage sends on per micro-batch: hidden states, plus the encoder's in a T5 decoder."""
+    """Return the bytes that a stage sends to the next one per micro-batch.
+
+    These are hidden states; a stage in T5's decoder also passes on those of the encoder.
+    """
     tokens = x.of_layer(stage.layers[-1])
     return x.hidden(tokens) + (x.hidden(x.tokens[0]) if config.is_t5 and tokens == x.tokens[1] else 0.0)
 
@@ -110,7 +113,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
     ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
-    later = config.train.gas > flying / p.virtual_pipeline_size  # gradients of earlier micro-batches exist
+    later = config.train.gas > flying / p.virtual_pipeline_size  # if true, gradients of earlier micro-batches exist
     waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
     talk = _communication(stage, config, resolved, replicas, x, flying)
