@@ -95,7 +95,7 @@ def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
     changed = [each for each in held if each.changed and not each.data and not each.model]
     found = {
         "data-parallel replicas: reduce it over mpu.get_data_parallel_group()": [e for e in there if not e.model],
-        "model-parallel ranks: make it a parameter without gradient, of which mpu.declare() describes the split": [
+        "model-parallel ranks: make it a parameter without gradient, and describe its split with mpu.declare()": [
             e for e in there if not e.data
         ],
         "pipeline stages: keep it in the layer that changes it": [] if name.startswith("loss_fn.") else changed,
@@ -104,7 +104,7 @@ def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
         if len({one.fingerprint for one in each}) > 1:
             axis, advice = axis_and_advice.split(": ")
             yield (
-                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only that of the first "
+                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only the first copy "
                 f"(stage {owner}); "
                 f"{advice}, or set persistent=False if it need not be saved"
             )

@@ -135,7 +135,7 @@ def refuse_contradictions(
             more += f"; --config {settings} sets the checkpoint's values"
         raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
     if wanted.same_tokenizer:
-        reader.check_tokenizer(fingerprint, "; pass --override-tokenizer to continue with this run's")
+        reader.check_tokenizer(fingerprint, "; pass --override-tokenizer to continue with this run's tokenizer")
     before = reader.config["optim"]["optimizer"]
     if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
         raise CheckpointError(

@@ -62,9 +62,8 @@ def named_if_slow(path: Path) -> Iterator[None]:
     """Print a note if writing `path` inside the context takes more than `SLOW_SECONDS`, as on a hanging disk."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     words = (
-        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if its disk does not answer, the "
-        "checkpoint is never "
-        f"valid, and the next save waits for it"
+        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if the disk hangs, this checkpoint never "
+        "becomes valid, and the next save waits for this one"
     )
     timer = threading.Timer(SLOW_SECONDS, lambda: print(words, flush=True))
     timer.daemon = True

@@ -67,14 +67,14 @@ class DataConfig(Section):
     )
     dec_seq_length: int | None = opt(
         None,
-        "T5: maximum length of the decoder's sequence in tokens; if not given, as long as the masked spans need",
+        "T5: maximum length of the decoder's sequence in tokens; if not given, the length that masked spans need",
         at_least(4),
         family=("t5",),
     )
     objective: str | None = opt(
         None,
         "training objective: lm (each next token; the default), sft (the answers of conversations) or prefix-lm "
-        "(the text after a prefix with bidirectional attention; docs/objectives.md). T5: span-corruption (the "
+        "(the text after a prefix, which attends in both directions; docs/objectives.md). T5: span-corruption (the "
         "default) or prefix-lm",
         one_of(*dict.fromkeys((*OF_DECODERS, *OF_T5))),
     )
@@ -91,8 +91,8 @@ class DataConfig(Section):
     )
     fim_rate: float = opt(
         0.0,
-        "with --objective lm: share of documents for fill-in-the-middle, whose middle is moved to the end "
-        "(docs/objectives.md)",
+        "with --objective lm: share of the documents that become fill-in-the-middle documents: their middle is moved "
+        "to the end (docs/objectives.md)",
         between(0, 1),
     )
     fim_spm_rate: float = opt(

@@ -48,7 +48,7 @@ class LogConfig(Section):
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
     override_lock: bool = opt(
         False,
-        "take over run.lock of a run on another machine or in another container; only if that run has ended",
+        "take over run.lock of a run on another machine or in another container; use it only if that run has ended",
     )
     log_interval: int | None = opt(
         None,

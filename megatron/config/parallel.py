@@ -21,7 +21,7 @@ class ParallelConfig(Section):
     )
     context_parallel_size: int = opt(
         1,
-        "ranks that shard the tokens of each sample, for long samples; attention gathers their keys and values",
+        "ranks that shard the tokens of each sample, for long samples; attention gathers all keys and values",
         at_least(1),
         family=("gpt2", "llama"),
     )

@@ -56,7 +56,8 @@ class TrainConfig(Section):
     cpu_matmul: str = opt(
         "auto",
         "library for fp32 matmuls on a CPU: torch (torch's BLAS, MKL) or onednn; auto measures both at the first "
-        "start on a machine, in milliseconds, and takes the faster one (cached in ~/.cache/megatron-cpu-matmul.json)",
+        "start on a machine, within milliseconds, and takes the faster one (cached in "
+        "~/.cache/megatron-cpu-matmul.json)",
         one_of("auto", "torch", "onednn"),
     )
     keep_freed_memory: bool = opt(

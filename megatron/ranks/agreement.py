@@ -197,7 +197,7 @@ def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
             return (
                 f"the weight {name} on {_ranks([ranks[at] for at in others])} differs from that on rank "
                 f"{ranks[values.index(usual)]}, though they hold copies of it: the hardware is faulty, or a layer "
-                "draws other random numbers or skips a reduction there; nothing was saved or deleted. If the weight is "
-                "split over tensor-parallel ranks, set weight.model_parallel = True where it is made"
+                "draws other random numbers or skips a reduction on some ranks; nothing was saved or deleted. If the "
+                "weight is split over tensor-parallel ranks, set weight.model_parallel = True where it is made"
             )
     return "copies of weights differ between ranks, but not when compared again: the hardware is faulty"

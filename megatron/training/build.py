@@ -135,7 +135,7 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
         raise ValueError(
             f"the model is a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
-            f"build it with topology=mpu.get_topology(), and a plain module for 0"
+            f"build it with topology=mpu.get_topology(); for --pipe-parallel-size 0, build a plain module"
         )
     ranks, topology = mpu.get_mesh().model.size, cast(Any, model).topology if pipeline else None
     if topology and max(topology().get_dim("model"), 1) != ranks:

@@ -24,7 +24,7 @@ def compile_layers(model: Any, config: Config) -> None:
     if not config.train.compile:
         return
     if not compiler_found():
-        print_rank_0("--compile has no effect: no C++ compiler was found; set CXX to the name of one")
+        print_rank_0("--compile has no effect: no C++ compiler was found; set CXX to a compiler's name")
         return
     _keep_outside()
     for module in model.modules():

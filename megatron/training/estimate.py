@@ -80,5 +80,6 @@ def memory_advice(parameters: int, config: Config, precision: str) -> str:
     return (
         f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by "
         "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest of the memory: lower "
-        f"--batch-size {config.train.batch_size} and raise --gas, or use --checkpoint-activations or --offload-activations"
+        f"--batch-size {config.train.batch_size} and raise --gas, or use --checkpoint-activations or "
+        "--offload-activations"
     )

@@ -89,6 +89,8 @@ def words(found: list[Finding], first_sample: int, share: int) -> str:
             rank, each = bad[0]
             begin = first_sample + each.share * share
             name = f"the weight {each.weight}" if what == "weight" else f"the gradient of {each.gradient}"
-            others = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            others = f"; ranks with such a {what}: {len(bad)}" if len(bad) > 1 else ""
             return f"{name} is not finite on rank {rank} (its samples: {begin} to {begin + share - 1}){others}"
-    return "recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"
+    return (
+        "when recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"
+    )

@@ -79,7 +79,9 @@ class TrainingLog(Hook):
         if found.norms or found.skipped:
             self.grad_norm = found.norms[-1] if found.norms else math.inf
         for samples, loss, median in found.spikes:
-            print_rank_0(f"warning: the loss jumped to {loss:.4f} at {samples}; the median before is {median:.4f}")
+            print_rank_0(
+                f"warning: the loss jumped to {loss:.4f} at {samples}; the median of recent losses is {median:.4f}"
+            )
             self.spikes.append({**samples._asdict(), "lm_loss": loss, "median": median})
         if self.health.fault:
             # Complete the pending save first: it holds an earlier, healthy iteration.
