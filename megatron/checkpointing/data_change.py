@@ -24,6 +24,7 @@ class Corpus(NamedTuple):
 def describe(saved: Config, config: Config, dataset: Any, consumed: int, in_order: bool) -> str:
     """Return one sentence on the samples that are skipped and repeated after `consumed` samples of `saved`.
 
+    saved, config: settings of the checkpoint and of this run.
     dataset: the training data set of `config`.
     in_order: whether each corpus still gives its samples in the same order. If so, the sentence names the ranges of
     samples: each corpus continues at the sample that it would have reached if `config` had been used from the start.

@@ -127,7 +127,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "pipeline_schedule": "1f1b",
         "virtual_pipeline_size": 1,
         "pipeline_extra_warmup": 0,
-        "sequence_parallel": False,  # inference takes texts of any length
+        "sequence_parallel": False,  # inference takes texts of any length, not only multiples of the rank count
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
     }

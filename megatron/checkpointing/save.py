@@ -257,7 +257,7 @@ def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config,
 
 
 def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fingerprint: str) -> None:
-    """Write imported weights as a checkpoint before any training: one process, one tensor at a time."""
+    """Write imported weights as a checkpoint of iteration 0, in one process and one tensor at a time."""
     temporary = _temporary(final)
     remove(temporary)
     temporary.mkdir(parents=True)

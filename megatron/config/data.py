@@ -16,7 +16,7 @@ def objectives_of(family: str | None) -> tuple[str, ...]:
 
 
 def prefix_of(word: str) -> str:
-    """Return the prefix of a .bin/.idx pair, given as the prefix or as either file.
+    """Return the prefix of the .bin/.idx pair that `word` names, by its prefix or by one of its files.
 
     `x`, `x.bin` and `x.idx` give `x`, unless a pair x.bin.bin and x.bin.idx exists.
     """

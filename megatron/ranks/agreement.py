@@ -147,7 +147,7 @@ def check_replicas(engine: Any) -> None:
 
 Key = tuple[
     str, int | None, int | None
-]  # global name; model-parallel rank, if split; data-parallel rank, if ZeRO 3 shards it
+]  # (global name, model-parallel rank or None if unsplit, data-parallel rank or None if not sharded by ZeRO 3)
 
 
 def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key, int]]:

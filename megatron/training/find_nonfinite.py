@@ -54,7 +54,7 @@ def explain(run: Run, fault: Fault) -> str:
 def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
     """Return the findings of all ranks, by rank. A collective that waits for the device.
 
-    compute: computes the skipped step again.
+    compute: function that computes the skipped step again.
     """
     every = list(global_parameters(model))
     weights = [name for name, p in every if not _finite(local_piece(p))]
@@ -81,7 +81,7 @@ def words(found: list[Finding], first_sample: int, share: int) -> str:
     """Describe the findings in a clause of a sentence.
 
     first_sample: first sample of the iteration.
-    share: samples in each rank's share.
+    share: number of samples that each rank computes.
     """
     for what in ("weight", "gradient"):
         bad = [(rank, each) for rank, each in enumerate(found) if getattr(each, what)]
@@ -89,7 +89,7 @@ def words(found: list[Finding], first_sample: int, share: int) -> str:
             rank, each = bad[0]
             begin = first_sample + each.share * share
             name = f"the weight {each.weight}" if what == "weight" else f"the gradient of {each.gradient}"
-            others = f"; ranks with such a {what}: {len(bad)}" if len(bad) > 1 else ""
+            others = f", and on {len(bad) - 1} more" if len(bad) > 1 else ""
             return f"{name} is not finite on rank {rank} (its samples: {begin} to {begin + share - 1}){others}"
     return (
         "when recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"

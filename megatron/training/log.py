@@ -68,7 +68,7 @@ class TrainingLog(Hook):
 
     @property
     def has_unreported(self) -> bool:
-        """True if iterations that `check` has read are in no log line yet."""
+        """True if `check` has read iterations that no log line has reported yet."""
         return bool(self.losses or self.skipped or self.left_out)
 
     def check(self) -> None:

@@ -35,7 +35,7 @@ class Profile:
     """Profiler of one rank. Calls that start it or write its files are collective.
 
     about: metadata of this rank's timeline: its place in the grid and the pipeline's schedule.
-    first, last: the profiled iterations.
+    first, last: first and last profiled iteration.
     """
 
     def __init__(self, device: torch.device, folder: Path, about: dict[str, Any], first: int, last: int) -> None:

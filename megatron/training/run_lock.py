@@ -25,7 +25,7 @@ PATIENCE = 5.0  # seconds to wait for a lock, as ranks of a killed run may take 
 
 
 class RunLockedError(ValueError):
-    """Another run uses the directory; the message names it."""
+    """Another run uses the directory; the message names that run's process."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Holder:
         return mine == theirs
 
     def is_visible(self, me: "Holder") -> bool:
-        """Return whether `me` can look the process up: same machine, same boot, same PID namespace."""
+        """Return whether the process `me` can look this one up: same machine, same boot, same PID namespace."""
         return bool(self.table) and (self.host, self.table) == (me.host, me.table)
 
     def is_gone(self, me: "Holder", path: Path) -> bool:

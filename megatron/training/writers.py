@@ -85,7 +85,7 @@ def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """TensorBoard event files. A resumed run hides earlier events after the iteration it resumes from."""
+    """TensorBoard event files. A resumed run hides old events of iterations after the one from which it resumes."""
 
     name, flag = "TensorBoard", "tensorboard"
 

@@ -105,7 +105,7 @@ def _border(stage: Stage, config: Config, x: Shapes) -> float:
 def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
     """Return the peak memory of a step on a rank of `stage`.
 
-    replicas: number of data-parallel ranks, including context-parallel ones.
+    replicas: number of ranks that hold copies of the stage's weights: data-parallel x context-parallel ranks.
     """
     x, p = Shapes(config, resolved.precision, accelerated), config.parallel
     weights, gradients, optimizer = states(stage.count.held, config, resolved, replicas)
@@ -157,7 +157,7 @@ def _first_layer(
 ) -> Memory:
     """Return the memory during the first transformer layer's backward pass.
 
-    All gradients exist by then, and only the activations of this layer and of those before it are still kept.
+    All gradients exist by then. Only the activations of this layer and of the layers before it are still kept.
     """
     at = next((at for at, layer in enumerate(layers) if layer.repeated), None)
     if at is None:
@@ -169,7 +169,7 @@ def _first_layer(
 def rank_memory(
     config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
 ) -> list[Memory]:
-    """Return the peak memory of a rank of every stage, in order."""
+    """Return, for each stage in order, the peak memory of one of its ranks."""
     p = config.parallel
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]
