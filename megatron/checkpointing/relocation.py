@@ -28,7 +28,7 @@ from ..tokenizer.beside import (
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
 FOLDER = "tokenizer"
-ENDS = 1 << 16  # bytes at each end of a file that are hashed
+ENDS = 1 << 16  # number of bytes that are hashed at the start and at the end of a file
 WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 

@@ -21,7 +21,7 @@ from .foreign.translate import Translation, add_to, flag_of, suggestion, written
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 
-HOME = {f.name: section for section, _, f in settings()}  # section of each setting
+HOME = {f.name: section for section, _, f in settings()}  # name of a setting -> name of its section
 # Former name of a setting -> its new name. Flags, files, checkpoints and `get_args()` accept both for one version.
 RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}

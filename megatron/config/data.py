@@ -121,7 +121,10 @@ class DataConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-        """Corpora of --data-path, or a dict of them by split (train, valid, test). Raises ConfigError without any."""
+        """Corpora of --data-path, or a dict of corpora by split (train, valid, test).
+
+        Raises ConfigError if no corpus is given.
+        """
         if self.data_path:
             return self.data_path
         if not self.train_data_path:

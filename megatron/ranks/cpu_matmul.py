@@ -26,7 +26,7 @@ WORTH = 1.1  # minimum speedup of oneDNN; with less, torch's own BLAS is kept, t
 
 
 def by_onednn(wanted: str, device: torch.device) -> bool:
-    """Return whether `--cpu-matmul` selects oneDNN, alike on all ranks. Raises ConfigError if torch lacks it."""
+    """Return whether `--cpu-matmul` selects oneDNN, alike on all ranks. Raises ConfigError if torch has no oneDNN."""
     if wanted == "onednn" and not mpu.onednn_is_there():
         raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
     if wanted != "auto" or device.type != "cpu" or not mpu.onednn_is_there():

@@ -142,7 +142,7 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     return 6.0 * (blocks + logits) / (encoder + decoder)
 
 
-MOST_WAITING = 100_000  # lines kept in memory until they can be written
+MOST_WAITING = 100_000  # maximum number of lines kept in memory while the file cannot be written
 
 
 def _plain(value: Any) -> Any:

@@ -27,7 +27,7 @@ class Saves(Hook):
         saver, c = self._run.saver, self._run.config.checkpoint
         asked, written = self._signals.agree(saver.pending and not saver.busy)
         self.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
-        # `agree` returns the reports of the previous call: right after a save has begun, `written` is about an older one.
+        # `agree` returns the reports of the previous call: right after a save has begun, `written` is about older ones.
         if saver.pending and written and samples.iteration > self._began + 1:
             saver.finish()
         if self.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):

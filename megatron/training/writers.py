@@ -158,7 +158,7 @@ class MLflow:
         if known is None:
             write_text(path, run.info.run_id + "\n")
             settings = [(name, str(value)[:500]) for name, value in flat(config).items()]
-            for begin in range(0, len(settings), 100):  # at most 100 parameters a call
+            for begin in range(0, len(settings), 100):  # MLflow accepts 100 parameters a call
                 mlflow.log_params(dict(settings[begin : begin + 100]))
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:

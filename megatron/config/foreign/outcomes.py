@@ -1,4 +1,4 @@
-"""Outcomes of a foreign flag: settings of ours, no effect, or a refusal with advice."""
+"""Outcomes of another project's flag: settings of this project, no effect, or a refusal with advice."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ def given(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Means:
-    """Translation to our settings.
+    """Translation to settings of this project.
 
     settings: each value is a constant or a function of the value that the user gave.
     but: note on what differs from the original project; with `unless`, it describes the settings of `unless`.
