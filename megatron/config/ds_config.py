@@ -96,7 +96,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
     # training/log.py prints the progress lines. DeepSpeed's own lines would need its logger, which is kept quiet.
     ds["steps_per_print"] = 10**9
-    # With neither ZeRO nor a pipeline, training/engine.py clips, as DeepSpeed does not report the norm by which it clips.
+    # With neither ZeRO nor a pipeline, training/engine.py clips: DeepSpeed would not report its norm.
     plain = zero == 0 and p.pipe_parallel_size == 0
     ds["gradient_clipping"] = 0.0 if plain else clip
     if precision in ("fp16", "bf16"):
