@@ -14,13 +14,18 @@ SIZES = (
     "intermediate_size",
     "head_dim",
 )  # fmt: skip
-# Values above these limits are refused at once. Otherwise the model is built without weights first, so that an error
-# can name the tensor that does not fit.
+# Smaller values are accepted here, even if no tensor has them: the model is then built without weights, and an error
+# names the tensor that does not fit. Values above MOST are always refused.
 FEW_LAYERS, SMALL_SIZE, MOST = 512, 1 << 20, 1 << 40
 
 
 def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int]], where: Path) -> None:
-    """Raise CheckpointError for more layers than tensors, a size above every tensor dimension, or one above 2**40."""
+    """Raise CheckpointError for settings that are too large for the tensors.
+
+    These are more layers than tensors (and than 512), a size above every tensor dimension (and above 2**20), and any
+    number above 2**40.
+    values: settings of the model. shapes: shapes of the stored tensors.
+    """
     dims = [list(shape) for shape in shapes]
     largest = max((size for shape in dims for size in shape), default=0)
     for key, value in values.items():

@@ -40,7 +40,10 @@ class Buffers:
         return {key: list(value.shape) for key, value in self.copies.items()}
 
     def write(self, path: Path) -> dict[str, Any] | None:
-        """Write this rank's buffers to `path`; return the file's report, None if there are none. Raises OSError."""
+        """Write this rank's buffers to `path`. Raises OSError.
+
+        Returns the file's report (name, checksum and tensors); None if this rank has no buffers to write.
+        """
         if not self.copies:
             return None
         slots = [Slot(key, tuple(value.shape), value.dtype) for key, value in self.copies.items()]
@@ -76,8 +79,8 @@ def _not_savable(model: nn.Module) -> Iterator[str]:
 def _owner(name: str, held: Sequence[BufferCopy]) -> int:
     """Return the pipeline stage whose copy of a buffer is saved.
 
-    It is the last stage for buffers of the loss function, else the first stage that changed the buffer, else the
-    first stage that holds it.
+    For buffers of the loss function, this is the last stage. For other buffers, it is the first stage that changed
+    the buffer, or, if none did, the first stage that holds it.
     """
     stages = sorted({each.pipe for each in held})
     if name.startswith("loss_fn."):
@@ -92,7 +95,7 @@ def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
     changed = [each for each in held if each.changed and not each.data and not each.model]
     found = {
         "data-parallel replicas: reduce it over mpu.get_data_parallel_group()": [e for e in there if not e.model],
-        "model-parallel ranks: make it a parameter without gradient, of which mpu.declare() describes the split": [
+        "model-parallel ranks: make it a parameter without gradient, and describe its split with mpu.declare()": [
             e for e in there if not e.data
         ],
         "pipeline stages: keep it in the layer that changes it": [] if name.startswith("loss_fn.") else changed,
@@ -101,7 +104,7 @@ def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
         if len({one.fingerprint for one in each}) > 1:
             axis, advice = axis_and_advice.split(": ")
             yield (
-                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only that of the first "
+                f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only the first copy "
                 f"(stage {owner}); "
                 f"{advice}, or set persistent=False if it need not be saved"
             )

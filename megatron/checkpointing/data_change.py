@@ -12,8 +12,8 @@ from .relocation import corpus_fingerprint
 class Corpus(NamedTuple):
     """One corpus of a training blend.
 
-    identity: equal for copies of the same files.
-    weight: None if not given.
+    identity: fingerprint of the corpus's files; copies of the files have the same one.
+    weight: weight in the blend as the user gave it, None if not given.
     """
 
     prefix: str
@@ -24,9 +24,10 @@ class Corpus(NamedTuple):
 def describe(saved: Config, config: Config, dataset: Any, consumed: int, in_order: bool) -> str:
     """Return one sentence on the samples that are skipped and repeated after `consumed` samples of `saved`.
 
+    saved, config: settings of the checkpoint and of this run.
     dataset: the training data set of `config`.
-    in_order: whether each corpus still gives its samples in the same order. Then the sentence names the ranges:
-    each corpus continues at the sample that it would have reached if `config` had been used from the start.
+    in_order: whether each corpus still gives its samples in the same order. If so, the sentence names the ranges of
+    samples: each corpus continues at the sample that it would have reached if `config` had been used from the start.
     """
     unknown = (
         f"the {consumed} samples consumed so far differ from what this data, --split and --seed produce, "
@@ -80,9 +81,10 @@ def _epochs(dataset: Any, corpora: int) -> list[int]:
 
 
 def _consumed(corpora: list[Corpus], lengths: dict[str, int], consumed: int) -> dict[str, int] | None:
-    """Return how many of the first `consumed` samples come from each corpus, by its identity.
+    """Return how many of the first `consumed` samples come from each corpus, by the corpus's identity.
 
-    lengths: samples of each known corpus, the default of its weight. Returns None if a weight is unknown.
+    Returns None if a weight is unknown.
+    lengths: number of samples of each known corpus by identity; it is the weight of a corpus without a given weight.
     """
     weights = [c.weight or lengths.get(c.identity) for c in corpora]
     if len(corpora) > 1 and None in weights:

@@ -16,7 +16,7 @@ from ..atomic import remove, write_text
 SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 3
-WEIGHT = "weight"  # keys of weights are `weight.<parameter>`, beside the optimizer's moments
+WEIGHT = "weight"  # keys of weights are `weight.<parameter>`, those of the optimizer's moments `<moment>.<parameter>`
 BUFFER = "buffer"  # keys of persistent buffers are `buffer.<name>`
 _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
 
@@ -49,7 +49,8 @@ def sync(path: Path) -> None:
 def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -> None:
     """Turn a folder of written tensors into the checkpoint `final`, and update `latest` to name it.
 
-    At every moment there is a complete checkpoint that `latest` names or that `recover` can restore.
+    If an earlier checkpoint exists, a crash at any moment leaves a complete one that `latest` names or that `recover`
+    can restore.
     index: text of checkpoint.json.
     sums: SHA-256 of every other file.
     """
@@ -105,8 +106,8 @@ def latest_name(folder: Path) -> str | None:
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint that `latest` names, None if there is no checkpoint yet.
 
-    Raises CheckpointError if `latest` is damaged, or missing although there are checkpoints, or names a missing
-    one. A hand-written `latest` may contain only the name.
+    Raises CheckpointError if `latest` is damaged, if it names a checkpoint that does not exist, or if there are
+    checkpoints but no `latest`. A `latest` written by hand may contain only the name.
     """
     pointer = folder / "latest"
     if not pointer.exists():
@@ -132,7 +133,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_checkpoint(load: str) -> Path:
-    """Return the newest checkpoint of a run directory or of a folder of checkpoints, or `load` itself if it is one."""
+    """Return the checkpoint that `load` names: a checkpoint itself, or the newest one in a run or checkpoint folder."""
     for folder in (Path(load) / "checkpoints", Path(load)):
         if (folder / SUMS).is_file() or (folder / INDEX).is_file():
             return folder
@@ -175,7 +176,7 @@ def open_tensors(path: Path) -> Any:
     except (OSError, SafetensorError) as error:
         if _begins_with(path, b"version https://git-lfs"):
             raise CheckpointError(
-                f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull there"
+                f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
             ) from None
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 

@@ -126,7 +126,7 @@ def refuse_contradictions(
     saved = plain_config(reader)
     there, here = _architecture(saved, reader.positions), _architecture(config, config.positions)
     if there["family"] is None or here["family"] is None:
-        there["family"] = here["family"]  # a custom model, whose family is unknown
+        there["family"] = here["family"]  # the family of a custom model is unknown, so do not compare it
     differing = _differences(there, here)
     if differing and not (config.checkpoint.finetune and _only_reach(there, here)):
         more = "; pass --finetune to continue with this run's values" if _only_reach(there, here) else ""
@@ -135,7 +135,7 @@ def refuse_contradictions(
             more += f"; --config {settings} sets the checkpoint's values"
         raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
     if wanted.same_tokenizer:
-        reader.check_tokenizer(fingerprint, "; pass --override-tokenizer to continue with this run's")
+        reader.check_tokenizer(fingerprint, "; pass --override-tokenizer to continue with this run's tokenizer")
     before = reader.config["optim"]["optimizer"]
     if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
         raise CheckpointError(
@@ -186,7 +186,7 @@ def _architecture(config: Config, positions: int) -> dict[str, Any]:
 
 
 def _only_reach(there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Return whether the models differ only in rotary settings and window size, as when adapting to longer texts."""
+    """Return whether the models differ only in rotary settings and window size, as after adapting one to long texts."""
     return all(name.startswith("rope_") or name == "sliding_window" for name in there if there[name] != here[name])
 
 
@@ -238,10 +238,10 @@ def _read_once(
 ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
     """Yield (kind, parameter, value) of each of `keys`; a value has the local shape, in fp32 or fp64, on `device`.
 
-    One rank of the data-parallel group reads a value and broadcasts it to the others. Each rank of the group reads
-    another key at the same time. A rank that cannot read still takes part in the broadcasts, so that no other rank
-    hangs, and raises its CheckpointError or OSError at the end; the values of all ranks are invalid then.
-    If all ranks are on the CPUs of one machine, each rank reads the files itself: the kernel's page cache is
+    The ranks of a data-parallel group divide the keys: each value is read by one rank, which broadcasts it to the
+    other ranks. A rank that cannot read still takes part in the broadcasts, so that no other rank hangs. At the end
+    it raises its CheckpointError or OSError; if any rank does, the values on all ranks are invalid.
+    If all ranks are on the CPUs of one machine, each rank reads all values itself: the kernel's page cache is
     faster than a broadcast.
     """
     axis, problem = mpu.get_mesh().data, None

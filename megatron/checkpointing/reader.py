@@ -37,13 +37,16 @@ class CheckpointReader:
             self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]
             self.tokenizer = content["tokenizer"]
             if version == 2 and self.config["model"].get("activation") == "gelu":
-                self.config["model"]["activation"] = "gelu-tanh"  # format 2 used this name before erf GELU existed
+                self.config["model"]["activation"] = "gelu-tanh"  # in format 2, "gelu" was the tanh form
         except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
             raise CheckpointError(f"{path / INDEX} cannot be read: {describe(error)}") from None
         self._open: dict[str, Any] = {}
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Check the files against their checksums, every `ranks`-th of them. Raises CheckpointError naming the file."""
+        """Check every `ranks`-th file, from number `rank` on, against its checksum.
+
+        Together, the ranks check all files. Raises CheckpointError naming the file.
+        """
         used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
         for name in sorted(used - self.sums.keys()):
             raise CheckpointError(f"{self.path / SUMS} does not list {name}: it is damaged")
@@ -55,7 +58,7 @@ class CheckpointReader:
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key!r}")
         entry = self.tensors[key]
-        if dim != entry["dim"]:  # split along another dimension, so read all pieces
+        if dim != entry["dim"]:  # the pieces are split along another dimension, so read all of them
             return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
         if begin == end:  # this rank holds only padding
             empty = entry["shape"][:dim] + [0] + entry["shape"][dim + 1 :]
@@ -92,7 +95,7 @@ class CheckpointReader:
         return next(d for d, code in CODES.items() if code == self._piece(key, some).get_dtype())
 
     def local(self, key: str, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's shard of `key` in the layout of `parameter`, fp32 or fp64, with zeros as padding."""
+        """Return this rank's shard of tensor `key`, for `parameter`, with the parameter's padding filled with zeros."""
         spec = mpu.spec_of(parameter)
         if key in self.tensors and tuple(self.tensors[key]["shape"]) != spec.full_shape:
             raise CheckpointError(
@@ -115,7 +118,7 @@ class CheckpointReader:
 
 
 def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
-    """Return the settings that a checkpoint was saved with, in another layout; by default for one process."""
+    """Return the settings of a checkpoint with the parallel layout replaced, by default with that of one process."""
     saved = {RENAMED.get(name, name): value for section in reader.config.values() for name, value in section.items()}
     where = reader.path / INDEX
     refuse_absurd_sizes(reader.config["model"], (entry["shape"] for entry in reader.tensors.values()), where)
@@ -124,7 +127,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "pipeline_schedule": "1f1b",
         "virtual_pipeline_size": 1,
         "pipeline_extra_warmup": 0,
-        "sequence_parallel": False,  # inference takes texts of any length
+        "sequence_parallel": False,  # inference takes texts of any length, not only multiples of the rank count
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
     }
@@ -155,9 +158,9 @@ def load_weights(path: Path, model: Any) -> CheckpointReader:
 
 @torch.no_grad()
 def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[str]]:
-    """Load the persistent buffers of `model`; return the names that the checkpoint holds and those that it lacks.
+    """Load the persistent buffers of `model`; return (names of the loaded buffers, names that the checkpoint lacks).
 
-    Raises CheckpointError for a buffer of another shape.
+    Raises CheckpointError if a buffer has another shape in the checkpoint than in the model.
     """
     found, missing = set[str](), set[str]()
     for name, buffer in global_buffers(model):

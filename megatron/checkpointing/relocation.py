@@ -28,7 +28,7 @@ from ..tokenizer.beside import (
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
 FOLDER = "tokenizer"
-ENDS = 1 << 16  # bytes at each end of a file that are hashed
+ENDS = 1 << 16  # number of bytes that are hashed at the start and at the end of a file
 WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 
@@ -55,7 +55,7 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
 
 
 def kept_beside(home: Path) -> Path:
-    """Return a path whose neighbours are the tokenizer files kept in `home`."""
+    """Return the path of config.json among the tokenizer files kept in `home`; the file need not exist."""
     return home / FOLDER / "config.json"
 
 
@@ -115,9 +115,10 @@ def relocated(config: Config, run_dir: Path) -> Config:
 
 
 def corpus_fingerprint(prefix: str) -> str:
-    """Return a hash that identifies the corpus `prefix`: of the size, start and end of its .bin and .idx files.
+    """Return a hash that identifies the corpus `prefix`.
 
-    The files of its loss mask, if there are any, are included.
+    It covers the size, start and end of the .bin and .idx files, and of those of the corpus's loss mask if there are
+    any.
     """
     digest = hashlib.sha256()
     for path in (Path(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):

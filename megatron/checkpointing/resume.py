@@ -74,7 +74,8 @@ def start_or_resume(
         return state, config
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     saved = plain_config(CheckpointReader(path))
-    if state.iteration:  # imported weights have no schedule, only the defaults stored with them
+    # Iteration 0 means imported weights, which are stored with default settings: keep this run's schedule then.
+    if state.iteration:
         config, note = settled(config, saved)
         if note:
             print_rank_0(f"note: {note}")
@@ -98,7 +99,7 @@ def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, 
     """
     found = extend(begin, dataset, 0, state.consumed_samples)
     others = state.consumed_samples > 0 and _other_documents(saved, config)
-    # The hash of older checkpoints began with 0, as it did not depend on the corpora.
+    # Older checkpoints have a hash that begins with 0, as it did not depend on the corpora. Accept that hash, too.
     if not others and (
         state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
     ):
@@ -115,8 +116,8 @@ def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, 
 def _other_documents(saved: Config, config: Config) -> bool:
     """Return whether --split selects other training documents than it did for the checkpoint.
 
-    The sample hash may miss that: it depends on the number of samples of an epoch, which two splits can have in
-    common. Its definition is fixed by existing checkpoints.
+    The sample hash may miss such a change: it depends on the number of samples in an epoch, which two splits can have
+    in common. The definition of the hash cannot change, as existing checkpoints hold it.
     """
     if saved.data.split == config.data.split or not (saved.data.data_path and config.data.data_path):
         return False

@@ -12,12 +12,13 @@ from .whole import is_complete
 def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
     """Delete older checkpoints; return a note on each one that could not be deleted.
 
-    The checkpoint that `latest` names always stays, and so does the newest complete one up to it. So the run can
-    resume even if newer checkpoints are damaged.
-    Checkpoints numbered above `latest` neither count nor are deleted: a user who went back to an earlier one has
-    abandoned them. Each checkpoint is renamed before deletion, so that a crash leaves no partial one under its name.
+    The checkpoint that `latest` names always stays. So does the newest complete checkpoint up to that number, so that
+    the run can resume even if newer checkpoints are damaged.
+    Checkpoints numbered above `latest` are neither counted nor deleted: the user has gone back to an earlier
+    checkpoint and abandoned them. Each checkpoint is renamed before deletion, so that a crash leaves no partial
+    checkpoint under its name.
     keep_last: number of newest checkpoints to keep; None keeps all.
-    keep_every: also keep those whose iteration is divisible by it.
+    keep_every: also keep checkpoints whose iteration is divisible by this number.
     """
     if keep_last is None:
         return []

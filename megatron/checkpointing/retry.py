@@ -11,7 +11,7 @@ class RetryingSaver:
 
     Failures that are not the disk's fault, such as weights that differ between replicas or are not finite, are
     raised at once. All ranks must make the same calls.
-    limit: failures in a row that are tolerated; one more raises its SaveError.
+    limit: number of failures in a row that are tolerated; one more failure raises SaveError.
     """
 
     def __init__(self, saver: Saver, limit: int) -> None:
@@ -32,7 +32,7 @@ class RetryingSaver:
         """Save a checkpoint of `state`.
 
         wait: return only when the checkpoint is valid, even with background saves.
-        must: wait, and raise if the save fails, as there will be no later one.
+        must: wait, and raise if the save fails, as no later save follows.
         """
         if self.pending:
             self.finish()

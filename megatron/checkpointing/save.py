@@ -62,9 +62,8 @@ def named_if_slow(path: Path) -> Iterator[None]:
     """Print a note if writing `path` inside the context takes more than `SLOW_SECONDS`, as on a hanging disk."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     words = (
-        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if its disk does not answer, the "
-        "checkpoint is never "
-        f"valid, and the next save waits for it"
+        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if the disk hangs, this checkpoint never "
+        "becomes valid, and the next save waits for this one"
     )
     timer = threading.Timer(SLOW_SECONDS, lambda: print(words, flush=True))
     timer.daemon = True
@@ -83,7 +82,7 @@ class SaveError(RunError):
 class Saver:
     """Saver of a run's checkpoints into `folder`. All ranks must make the same calls.
 
-    background: training continues as soon as this rank's share is copied; a thread writes it.
+    background: training continues as soon as this rank's share is copied to the CPU; a thread writes the copy.
     """
 
     def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
@@ -99,7 +98,10 @@ class Saver:
         self._problem: Exception | None = None  # an error of a type that `all_ranks` handles
 
     def save(self, state: TrainState, wait: bool = False) -> None:
-        """Save a checkpoint of `state`. A background save becomes valid in `finish`; `wait` calls that at once."""
+        """Save a checkpoint of `state`.
+
+        In the background, the checkpoint becomes valid only in `finish`; `wait` calls `finish` at once.
+        """
         if self.pending:
             self.finish()
         self.begin(state)
@@ -160,7 +162,7 @@ class Saver:
             copies = _copies(values)
             self._thread = threading.Thread(target=self._write, args=(path, parts, copies), daemon=True)
             self._thread.start()
-        # If memory or threads are exhausted, the other ranks must learn of it in `finish`.
+        # E.g. no memory or no thread left. Do not raise here: `finish` raises the error on all ranks.
         except Exception as error:
             self._thread, self._problem = None, _named(error)
 
@@ -205,7 +207,10 @@ class Saver:
         return final
 
     def _publish(self, final: Path, temporary: Path, content: dict[str, Any], every: list[Any]) -> None:
-        """Make the checkpoint valid from every rank's reports, expected shapes and step counts."""
+        """Check that the checkpoint is complete and publish it.
+
+        every: by rank, (reports of the written files, expected shapes, step counts).
+        """
         reports = [report for each, _, _ in every for report in each]
         expected = {key: shape for _, each, _ in every for key, shape in each.items()}
         optimizer, tensors = content["optimizer"], merge(reports)
@@ -222,7 +227,7 @@ class Saver:
 def _guarded(temporary: Path) -> Iterator[None]:
     """Delete the temporary folder and raise on all ranks if the block fails on any rank.
 
-    Raises SaveError if only disks are to blame, else RunError.
+    Raises SaveError if all failures are OSErrors, e.g. of a full disk, else RunError.
     """
     grave = False
     try:
@@ -242,7 +247,7 @@ def _guarded(temporary: Path) -> Iterator[None]:
 
 
 def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config, fingerprint: str) -> Path:
-    """Write a checkpoint of `state.iteration` into `folder` and return its folder; all ranks must call this.
+    """Write a checkpoint of `state.iteration` below `folder` and return its path; all ranks must call this.
 
     Raises RunError on every rank if any rank cannot write; earlier checkpoints stay intact.
     """
@@ -252,7 +257,7 @@ def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config,
 
 
 def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fingerprint: str) -> None:
-    """Write imported weights as a checkpoint before any training: one process, one tensor at a time."""
+    """Write imported weights as a checkpoint of iteration 0, in one process and one tensor at a time."""
     temporary = _temporary(final)
     remove(temporary)
     temporary.mkdir(parents=True)
@@ -276,7 +281,7 @@ def _named(error: Exception) -> Exception:
 
 
 def _copies(values: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Copy all values to the CPU. After an error it still consumes all of them, as reading one may be a collective."""
+    """Copy all values to the CPU. Even after an error, consume all values, as reading one may be a collective."""
     copied: list[tuple[str, Tensor]] = []
     problem: Exception | None = None
     for key, value in values:
@@ -296,7 +301,7 @@ def _temporary(final: Path) -> Path:
 
 
 def _gather_on_rank_0(report: Any) -> list[Any]:
-    """Return every rank's report on rank 0, which writes the index, and an empty list on the others."""
+    """Return every rank's report on rank 0, which writes the index, and an empty list on the other ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     reports = [report] * world if is_rank_0() else []
     if world > 1:

@@ -92,7 +92,7 @@ def _check_state(state: Any) -> None:
     for name, value in state.items():
         if name not in known:
             raise SchemaError(f"state holds {name!r}, which is none of {', '.join(sorted(known))}")
-        # The sample hash is an unsigned 64-bit number; rng_seed may be negative or None.
+        # The sample hash may be any unsigned 64-bit number, and rng_seed may be negative or None.
         right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int
         _expect(right, f"state.{name}", "a whole number, 0 or more", value)
     for name in ("iteration", "consumed_samples"):
@@ -118,16 +118,19 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Raise SchemaError unless each weight has all announced moments, or none (frozen or without gradients)."""
+    """Raise SchemaError unless each weight has all moments in optimizer.moments, or none.
+
+    A weight has none if it is frozen or never had a gradient.
+    """
     weights = [key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}.")]
     moments, without = optimizer["moments"], optimizer.get("without_moments")
     for name in weights:
         missing = [moment for moment in moments if f"{moment}.{name}" not in tensors]
         known = len(missing) == len(moments) and (without is None or name in without)
         if missing and not known:
-            raise SchemaError(f"tensors lack {missing[0]}.{name}, a moment that optimizer.moments announces")
+            raise SchemaError(f"tensors lack {missing[0]}.{name}, a moment that optimizer.moments lists")
     if moments and without is None and not any(f"{moments[0]}.{name}" in tensors for name in weights):
-        raise SchemaError(f"optimizer.moments announces {', '.join(moments)}, but no weight has one")
+        raise SchemaError(f"optimizer.moments lists {', '.join(moments)}, but no weight has such a moment")
 
 
 def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:

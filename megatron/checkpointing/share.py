@@ -20,9 +20,9 @@ from .stream import Slot, StreamWriter
 class Part(NamedTuple):
     """A parameter and its part in a checkpoint.
 
-    kinds: what is stored of it, i.e. its weight and moments.
-    mine: whether this rank writes it.
-    shared: whether other pipeline stages hold it as well.
+    kinds: tensors that are stored for it: "weight" and the names of its moments.
+    mine: whether this rank writes these tensors.
+    shared: whether other pipeline stages hold the parameter as well.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def parts_of(engine: Any, moments: list[str]) -> list[Part]:
-    """Return all parameters of this rank; data-parallel ranks divide the writing evenly, largest parameters first."""
+    """Return all parameters of this rank, and which of them it writes: data-parallel ranks divide the work evenly."""
     mesh = mpu.get_mesh()
     every = list(global_parameters(engine.module))
     load = [0] * mesh.data.size
@@ -53,12 +53,18 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
 
 
 def _is_on_every_stage(model: Any, name: str) -> bool:
-    """Return whether `name` is outside the layers of a PipelineModule: in a tied module or the container itself."""
+    """Return whether the parameter `name` of a PipelineModule belongs to none of its layers.
+
+    It then belongs to a tied module or to the PipelineModule itself, and several stages hold it.
+    """
     return is_pipeline(model) and not hasattr(model, "named_layers") and name.split(".")[0] not in model.fwd_map
 
 
 def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
-    """Return the full shape of each key that a checkpoint must hold: all weights, and the moments this rank writes."""
+    """Return the full shape, by key, of each tensor that a checkpoint must hold.
+
+    These are all weights of `parts`, and the moments that this rank writes.
+    """
     return {
         f"{kind}.{part.name}": list(mpu.spec_of(part.parameter).full_shape)
         for part in parts
@@ -73,7 +79,7 @@ def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
-    """Return the step counts, by name, of parameters that this rank writes and that have fewer steps than `most`."""
+    """Return, by name, the step counts below `most` among the parameters that this rank writes."""
     steps = {part.name: zero_state.step_of(engine, part.parameter) for part in parts if part.mine}
     return {name: step for name, step in steps.items() if step is not None and step != most}
 
@@ -81,7 +87,7 @@ def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
 def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's share, one tensor at a time.
 
-    Under ZeRO reading a tensor is a collective, so all ranks must consume all of them.
+    Under ZeRO, reading a tensor is a collective, so every rank must consume the iterator to its end.
     """
     for name, parameter, kinds, mine, _ in parts:
         for kind in kinds:
@@ -92,7 +98,7 @@ def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_share(path: Path, parts: list[Part], values: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
-    """Write this rank's file and return its report, None if it has nothing to write.
+    """Write this rank's file and return the file's report; None if this rank has nothing to write.
 
     Raises OSError, and ValueError for a weight that is not finite.
     """
@@ -137,10 +143,10 @@ def _finite(x: Tensor) -> bool:
 
 
 def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by key, the full shape of each tensor and the pieces that make it up.
+    """Return, by key, each tensor's full shape, split dimension and pieces, from the reports of all files.
 
-    A parameter that several stages hold without a tie (beside a tied weight, or in the PipelineModule itself)
-    is taken from the stage on which it learns.
+    Several stages may hold an untied parameter: one in the module of a tied weight, or in the PipelineModule
+    itself. Such a parameter is taken from the stage on which it gets gradients.
     """
     merged: dict[str, Any] = {}
     for report in reports:

@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Entry(Slot):
-    """A tensor to be written, which `make` returns when it is written."""
+    """A tensor to be written; `make` builds it when its turn comes."""
 
     make: Callable[[], Tensor]
 
@@ -76,7 +76,7 @@ class StreamWriter:
         self._put(struct.pack("<Q", len(raw)) + raw)
 
     def _put(self, block: bytes | memoryview) -> None:
-        # Hash in parallel with writing, which is about as slow.
+        # Hash in parallel with writing: both take about the same time.
         hashed = self._hasher.submit(self._digest.update, block)
         self._file.write(block)
         hashed.result()
@@ -86,7 +86,8 @@ class StreamWriter:
         slot = self._slots[self._next]
         if name != slot.name or tuple(value.shape) != slot.shape:
             raise ValueError(
-                f"{name} of shape {list(value.shape)}, not {slot.name} of {list(slot.shape)}, was to be written"
+                f"got {name} of shape {list(value.shape)}, but the next tensor of the file is {slot.name} of shape "
+                f"{list(slot.shape)}"
             )
         self._next += 1
         flat = value.detach().to("cpu", slot.dtype).contiguous().view(-1)
@@ -102,7 +103,7 @@ class StreamWriter:
         try:
             if kind is None:
                 if self._next != len(self._slots):
-                    raise ValueError(f"{self._slots[self._next].name} was announced but not written")
+                    raise ValueError(f"{self._slots[self._next].name} was declared but not written")
                 self._file.flush()
                 os.fsync(self._file.fileno())
         finally:

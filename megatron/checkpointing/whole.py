@@ -33,7 +33,7 @@ def check_complete(
                 files[name] = open_tensors(folder / name)
             _check_piece(folder / name, files[name], key, dim, entry["shape"], piece["end"] - piece["begin"])
         if at != entry["shape"][dim]:
-            raise CheckpointError(f"rows {at} and on of {key!r} were written by no rank")
+            raise CheckpointError(f"no rank has written rows {at} and later of {key!r}")
 
 
 def _check_piece(path: Path, file: Any, key: str, dim: int, whole: Sequence[int], rows: int) -> None:

@@ -21,11 +21,11 @@ from .foreign.translate import Translation, add_to, flag_of, suggestion, written
 from .model import with_family, without_t5s_objective
 from .sections import SECTIONS, Config, settings
 
-HOME = {f.name: section for section, _, f in settings()}  # section of each setting
-# Former name of a setting -> its name. Flags, files, checkpoints and `get_args()` accept both for one version.
+HOME = {f.name: section for section, _, f in settings()}  # name of a setting -> name of its section
+# Former name of a setting -> its new name. Flags, files, checkpoints and `get_args()` accept both for one version.
 RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
-# What the word `none` in a file sets: None, or the default of a setting that holds several words.
+# The value that the word `none` in a file stands for: None, or, for a setting of several words, its default.
 _WITHOUT = dict.fromkeys(_MAY_BE_NONE) | {f.name: f.default for _, s, f in settings() if tuple in types_of(s, f.name)}
 
 
@@ -86,7 +86,7 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
             if kind is tuple:
                 many = {"nargs": "+", "type": str, "action": partial(_Words, none=f.default)}
             groups[name].add_argument(flag(f.name), metavar=_metavar(f, kind), help=text, **many)
-    # Launchers pass this flag to every process. The rank itself comes from the environment.
+    # Launchers pass this flag to every process, so accept and ignore it: the environment has the rank.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     add_to(parser)
     return parser
@@ -99,7 +99,7 @@ def help_if_asked(family: str | None = None) -> None:
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
-    """Return a reader of values of `kind` that also accepts `none`, which overrides a value from a file."""
+    """Return a function that converts a word to `kind`, and the word `none` to None, to override a value in a file."""
 
     def read(word: str) -> Any:
         return None if word == "none" else kind(word)
@@ -169,8 +169,9 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def _named(content: Mapping[str, Any], where: str) -> Translation:
-    """Translate the content of a file: sections, flat settings or both, under this project's or another's names.
+    """Translate the content of a settings file, with the names of this project or of another one.
 
+    content: sections that hold settings, settings without a section, or both.
     where: the file's name for messages.
     """
     values: dict[str, Any] = {}
@@ -204,8 +205,8 @@ def parse(
 ) -> Config:
     """Return the configuration that `argv` describes.
 
-    defaults: the entry script's overrides of field defaults. ranks: world size, which some foreign flags depend
-    on.
+    defaults: the entry script's overrides of field defaults.
+    ranks: world size, on which the translation of some foreign flags depends.
     tell: called with each note on how a foreign flag was translated.
     Raises ConfigError with one sentence, or one line per invalid argument.
     """
@@ -257,7 +258,8 @@ def _with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _check_min_lr(config: Config) -> None:
     """Raise ConfigError if the minimum learning rate exceeds the peak.
 
-    The section itself does not check this, so that checkpoints of such older runs stay readable.
+    The section itself does not check this: older runs could have such settings, and their checkpoints must stay
+    readable.
     """
     o = config.optim
     if o.min_lr > o.lr and o.lr_decay_style != "constant":
@@ -267,8 +269,8 @@ def _check_min_lr(config: Config) -> None:
 def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tuple[dict[str, Any], list[str]]:
     """Merge settings of files with those of the command line, which wins; return them with notes on dropped ones.
 
-    Parameters of a file's --rope-scaling that a later --rope-scaling does not use are dropped instead of refused,
-    as the user did not give them with it.
+    If the command line or a later file changes --rope-scaling, earlier parameters that the new method does not use
+    are dropped, not refused: the user gave them for the old method.
     """
     values: dict[str, Any] = {}
     source_of: dict[str, str] = {}

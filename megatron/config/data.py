@@ -11,12 +11,12 @@ OF_DECODERS = ("lm", "sft", "prefix-lm")
 
 
 def objectives_of(family: str | None) -> tuple[str, ...]:
-    """Return a family's objectives, the default first; a custom model (None) has those of decoders."""
+    """Return a family's objectives, the default first; a custom model (family None) has those of GPT-2 and Llama."""
     return OF_T5 if family == "t5" else OF_DECODERS
 
 
 def prefix_of(word: str) -> str:
-    """Return the prefix of a .bin/.idx pair, given as the prefix or as either file.
+    """Return the prefix of the .bin/.idx pair that `word` names, by its prefix or by one of its files.
 
     `x`, `x.bin` and `x.idx` give `x`, unless a pair x.bin.bin and x.bin.idx exists.
     """
@@ -27,7 +27,7 @@ def prefix_of(word: str) -> str:
 
 
 def prefixes_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes that --data-path names, merging both files of one pair (`data/x.*`); weights are kept.
+    """Return the prefixes that --data-path names, with their weights; two files of one pair (`data/x.*`) count once.
 
     A single word may itself be a list of weights and prefixes separated by spaces.
     """
@@ -58,7 +58,8 @@ class DataConfig(Section):
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
     tokenizer_type: str = opt(
-        "auto", "sentencepiece, cpm, cpm-vocab (these two also +rjieba), gpt2-bpe or hf; auto looks at the file"
+        "auto",
+        "sentencepiece, cpm, cpm+rjieba, cpm-vocab, cpm-vocab+rjieba, gpt2-bpe or hf; auto decides by the file",
     )
     seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
     enc_seq_length: int | None = opt(
@@ -66,20 +67,20 @@ class DataConfig(Section):
     )
     dec_seq_length: int | None = opt(
         None,
-        "T5: maximum length of the decoder's sequence in tokens; if not given, as long as the masked spans need",
+        "T5: maximum length of the decoder's sequence in tokens; if not given, the length that masked spans need",
         at_least(4),
         family=("t5",),
     )
     objective: str | None = opt(
         None,
         "training objective: lm (each next token; the default), sft (the answers of conversations) or prefix-lm "
-        "(the text after a prefix with bidirectional attention; docs/objectives.md). T5: span-corruption (the "
+        "(the text after a prefix, which attends in both directions; docs/objectives.md). T5: span-corruption (the "
         "default) or prefix-lm",
         one_of(*dict.fromkeys((*OF_DECODERS, *OF_T5))),
     )
     span_convention: str = opt(
         "t5",
-        "T5: format of masked spans: that of t5 or of cpm (docs/t5.md)",
+        "T5: format of masked spans: t5, or cpm as in CPM-Pretrain (docs/t5.md)",
         one_of("t5", "cpm"),
         family=("t5",),
     )
@@ -90,8 +91,8 @@ class DataConfig(Section):
     )
     fim_rate: float = opt(
         0.0,
-        "with --objective lm: share of documents for fill-in-the-middle, whose middle is moved to the end "
-        "(docs/objectives.md)",
+        "with --objective lm: share of the documents that become fill-in-the-middle documents: their middle is moved "
+        "to the end (docs/objectives.md)",
         between(0, 1),
     )
     fim_spm_rate: float = opt(
@@ -120,7 +121,10 @@ class DataConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-        """Corpora in the form that `build_train_valid_test_datasets` takes. Raises ConfigError if none is given."""
+        """Corpora of --data-path, or a dict of corpora by split (train, valid, test).
+
+        Raises ConfigError if no corpus is given.
+        """
         if self.data_path:
             return self.data_path
         if not self.train_data_path:

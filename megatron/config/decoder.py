@@ -1,6 +1,6 @@
 """Decoder settings beyond GPT-2: rotary positions, grouped-query attention, QK norm, QKV biases, sliding window.
 
-Llama, Qwen and Mistral are combinations of these with the settings that all models share.
+Llama, Qwen and Mistral are combinations of these settings with those that all models share.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ class DecoderConfig(Section):
     qk_norm: bool = opt(False, "apply an RMS norm to each head of queries and keys before their rotation", family=LLAMA)
     sliding_window: int | None = opt(
         None,
-        "number of latest tokens that a token attends to, itself included; all if not given or none",
+        "number of latest tokens, itself included, to which a token attends; all tokens if not given or none",
         at_least(1),
         family=LLAMA,
     )
@@ -81,7 +81,7 @@ class DecoderConfig(Section):
     )
     rope_attention_factor: float | None = opt(
         None,
-        "yarn: factor of queries and keys; 0.1 ln(--rope-scaling-factor) + 1 if not given",
+        "yarn: factor that multiplies queries and keys; 0.1 ln(--rope-scaling-factor) + 1 if not given",
         at_least(0),
         family=LLAMA,
     )
@@ -104,7 +104,7 @@ class DecoderConfig(Section):
         if self.rope_scaling == "yarn" and not self.rope_beta_fast > self.rope_beta_slow > 0:
             yield (
                 f"--rope-beta-fast {self.rope_beta_fast:g} must be more than --rope-beta-slow {self.rope_beta_slow:g}, "
-                f"and this more than 0"
+                f"which must be more than 0"
             )
 
 

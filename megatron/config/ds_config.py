@@ -56,7 +56,7 @@ class Resolved:
     wall_clock_breakdown: bool
     overlap_grad_reduce: bool  # without ZeRO: GradReducer all-reduces gradients instead of DeepSpeed
     distributed_optimizer: bool  # ZeRO 1 by tds' own optimizer instead of DeepSpeed's
-    notes: tuple[str, ...] = ()  # values in the file that a flag overrides without changing results
+    notes: tuple[str, ...] = ()  # notes on values in the file that a flag overrides without changing results
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -94,9 +94,9 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     ds.setdefault("zero_allow_untested_optimizer", True)
     # CPU offload uses torch's fused AdamW, which like DeepSpeed's is vectorised, but needs no compiler.
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
-    # training/log.py prints the progress lines. DeepSpeed's would need DeepSpeed's logger, which is kept quiet.
+    # training/log.py prints the progress lines. DeepSpeed's own lines would need its logger, which is kept quiet.
     ds["steps_per_print"] = 10**9
-    # Without an optimizer wrapper DeepSpeed clips by a norm that it does not report. training/engine.py clips instead.
+    # With neither ZeRO nor a pipeline, training/engine.py clips: DeepSpeed would not report its norm.
     plain = zero == 0 and p.pipe_parallel_size == 0
     ds["gradient_clipping"] = 0.0 if plain else clip
     if precision in ("fp16", "bf16"):
@@ -105,10 +105,10 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
         # Add each gradient to its fp32 sum at once and free it, else gradient and sum live until the pass ends.
         ds["bf16"].setdefault("immediate_grad_update", True)
-        if zero <= 1:  # DeepSpeed would reduce these sums between replicas in bf16.
+        if zero <= 1:  # else DeepSpeed would reduce these fp32 sums between replicas in bf16
             ds.setdefault("communication_data_type", "fp32")
     overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
-    # If the file sets options of ZeRO or bf16 besides "stage" and "enabled", DeepSpeed's ZeRO 1 must be used.
+    # If the file sets options of ZeRO or bf16 besides "stage" and "enabled", use DeepSpeed's ZeRO 1, which reads them.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     overlap &= zero == 0 and p.pipe_parallel_size == 0

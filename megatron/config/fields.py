@@ -136,7 +136,7 @@ def _hints(section: Any) -> dict[str, Any]:
 
 
 def types_of(section: type, name: str) -> tuple[type, ...]:
-    """Return the types that a field may have, with `int | None` split into both."""
+    """Return the types that a field may have: `int | None` gives int and NoneType."""
     hint = _hints(section)[name]
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     return tuple(get_origin(kind) or kind for kind in kinds)

@@ -55,14 +55,16 @@ class ModelConfig(DecoderConfig):
     )
     relative_attention_num_buckets: int = opt(32, "distance buckets of relative positions", at_least(4), family=("t5",))
     relative_attention_max_distance: int = opt(
-        128, "distance in tokens from which on all distances share the last bucket", at_least(2), family=("t5",)
+        128, "distance in tokens; it and all longer ones share the last bucket", at_least(2), family=("t5",)
     )
     relative_attention_per_layer: bool = opt(
         False,
         "give each layer its own table of relative positions, as in UMT5, instead of one for each stack",
         family=("t5",),
     )
-    scale_attention: bool = opt(True, "divide attention scores by the square root of the head size; T5 does not")
+    scale_attention: bool = opt(
+        True, "divide attention scores by the square root of the head size; the original T5 does not"
+    )
     tie_embeddings: bool = opt(True, "use the embedding matrix in the output layer, too")
     scale_tied_logits: bool = opt(
         False, "multiply logits by hidden size ** -0.5, as T5 of 2019 does with its tied matrix", family=("t5",)
@@ -72,7 +74,10 @@ class ModelConfig(DecoderConfig):
     max_position_embeddings: int | None = opt(None, "longest sequence the model can read; --seq-length if not given")
     vocab_size: int | None = opt(None, "number of tokens; taken from the tokenizer if not given", at_least(1))
     make_vocab_size_divisible_by: int = opt(
-        128, "pad the embedding table to a multiple of this times --model-parallel-size", at_least(1), free=True
+        128,
+        "pad the rows of the embedding table to a multiple of this number times --model-parallel-size",
+        at_least(1),
+        free=True,
     )
     hidden_dropout: float = opt(
         0.1, "dropout on embeddings and on sub-layer outputs before the residual addition", between(0, 1), free=True
@@ -86,7 +91,7 @@ class ModelConfig(DecoderConfig):
     recompute_modules: tuple[str, ...] = opt(
         (),
         "modules whose outputs are recomputed in the backward pass: norm, qkv (queries, keys and values), activation; "
-        "for attention kernels that keep no scores",
+        "meant for fused attention, which keeps no scores",
         each_of("norm", "qkv", "activation"),
         free=True,
     )
@@ -98,9 +103,9 @@ class ModelConfig(DecoderConfig):
     logits_chunk_size: int = opt(
         0,
         "compute logits and loss of a micro-batch in chunks of this many tokens; 0 computes all at once. Chunks "
-        "save memory only if a micro-batch has more tokens than --hidden-size + this, because the output matrix's "
-        "gradient is then kept in fp32 from the loss on; wide models become slower. No effect with --reference-ops "
-        "cross-entropy",
+        "save memory only if a micro-batch has more tokens than --hidden-size plus this number, because the output "
+        "matrix's gradient is then kept in fp32 from the loss on; wide models become slower. No effect with "
+        "--reference-ops cross-entropy",
         at_least(0),
         free=True,
     )
@@ -163,7 +168,7 @@ class ModelConfig(DecoderConfig):
 
     @property
     def key_value_heads(self) -> int:
-        """Number of key/value heads; below the number of attention heads, each serves a group of them."""
+        """Number of key/value heads. If there are fewer of them than attention heads, each serves a group of these."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
@@ -188,7 +193,7 @@ class ModelConfig(DecoderConfig):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings with `family` filled in; files older than that setting describe a gpt2 or a t5."""
+    """Return flat settings with `family` filled in; files older than the setting `family` describe a gpt2 or a t5."""
     return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 
 

@@ -30,7 +30,9 @@ class CheckpointConfig(Section):
         None, "with --keep-last: also keep checkpoints whose iteration is a multiple of this", at_least(1)
     )
     exit_duration_in_mins: float | None = opt(None, "save and end after this many minutes", at_least(0))
-    exit_interval: int | None = opt(None, "save and end at the next multiple of this iteration", at_least(1))
+    exit_interval: int | None = opt(
+        None, "save and end after the next iteration whose number is a multiple of this", at_least(1)
+    )
 
     def _problems(self) -> Iterator[str]:
         if self.keep_every and self.keep_last is None:
@@ -46,7 +48,7 @@ class LogConfig(Section):
     run_dir: str | None = opt(None, "folder of this run; runs/<model>-<time> if not given")
     override_lock: bool = opt(
         False,
-        "take over run.lock of a run on another machine or in another container; only if that run has ended",
+        "take over run.lock of a run on another machine or in another container; use it only if that run has ended",
     )
     log_interval: int | None = opt(
         None,
@@ -54,7 +56,7 @@ class LogConfig(Section):
         at_least(1),
     )
     log_details: bool = opt(
-        False, "add tokens, time, TFLOP/s and memory to each log line, and its parts to the memory estimate"
+        False, "add tokens, time, TFLOP/s and memory to each log line, and list the parts of the memory estimate"
     )
     tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, on if tensorboard is installed")
     tensorboard_dir: str | None = opt(

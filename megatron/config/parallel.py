@@ -13,15 +13,15 @@ class ParallelConfig(Section):
     model_parallel_size: int = opt(1, "ranks that split every layer (tensor parallelism)", at_least(1))
     sequence_parallel: bool | None = opt(
         None,
-        "also shard hidden states along the sequence over the model-parallel ranks: saves memory and sends as many "
-        "bytes; if not given, on for GPT-2, Llama and T5 on accelerators if the sequences split evenly",
+        "also shard hidden states along the sequence over the model-parallel ranks: saves memory without sending "
+        "more bytes; if not given, on for GPT-2, Llama and T5 on accelerators if the sequences split evenly",
     )
     async_tensor_model_parallel_allreduce: bool = opt(
         True, "all-reduce the gradient of a layer's input while the gradient of its weight is computed"
     )
     context_parallel_size: int = opt(
         1,
-        "ranks that shard the tokens of each sample, for long samples; attention gathers their keys and values",
+        "ranks that shard the tokens of each sample, for long samples; attention gathers all keys and values",
         at_least(1),
         family=("gpt2", "llama"),
     )
@@ -57,8 +57,8 @@ class ParallelConfig(Section):
     )
     overlap_grad_reduce: bool = opt(
         True,
-        "reduce gradients over replicas during the last backward pass of a step instead of after it, without ZeRO "
-        "and with ZeRO 1 in fp32 and bf16; --no-overlap-grad-reduce uses DeepSpeed's ZeRO 1",
+        "reduce gradients over replicas during the last backward pass of a step instead of after it; for runs without "
+        "ZeRO, and for ZeRO 1 in fp32 and bf16. With --no-overlap-grad-reduce, ZeRO 1 is DeepSpeed's own",
     )
     checkpoint_activations: bool = opt(False, "keep only layer inputs and recompute activations in the backward pass")
     checkpoint_num_layers: int = opt(

@@ -66,7 +66,7 @@ class Config:
         for name, given in (
             ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
             ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
-            ("--offload-activations, which keeps them elsewhere", m.offload_activations),
+            ("--offload-activations, which keeps activations elsewhere", m.offload_activations),
             ("--compile, which chooses what to recompute itself", t.compile),
             ("--pipeline-schedule zb-h1, which would recompute for each half of the backward pass", zero_bubble),
         ):
@@ -109,8 +109,8 @@ class Config:
         looks_ahead = "--objective prefix-lm lets a prefix look ahead, which"
         if prefixes and not self.is_t5 and m.sliding_window is not None:
             yield (
-                f"{looks_ahead} --sliding-window forbids: leave one of them out, or turn off a file's with "
-                f"--sliding-window none"
+                f"{looks_ahead} --sliding-window forbids: leave one of them out; --sliding-window none turns off the "
+                f"window that a --config file sets"
             )
         if prefixes and self.parallel.context_parallel_size > 1:
             yield f"{looks_ahead} --context-parallel-size does not support yet: leave one of them out"
@@ -174,7 +174,7 @@ class Config:
     def splits_sequences(self, accelerated: bool) -> bool:
         """Return True if model-parallel ranks split the sequence between their layers (sequence parallelism).
 
-        accelerated: False on a CPU, where it is slower and therefore off by default.
+        accelerated: False on a CPU, where sequence parallelism is slower and therefore off by default.
         """
         asked, ranks, d = self.parallel.sequence_parallel, self.parallel.model_parallel_size, self.data
         if asked is not None:
@@ -200,7 +200,7 @@ class Config:
 
     @property
     def recomputed_layers(self) -> int:
-        """Number of layers between two kept inputs; 0 keeps all activations."""
+        """Number of layers that are recomputed from one kept input; 0 keeps all activations instead."""
         return self.parallel.checkpoint_num_layers if self.parallel.checkpoint_activations else 0
 
     @property

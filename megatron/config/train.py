@@ -38,7 +38,7 @@ class TrainConfig(Section):
         None, "iterations to skip, e.g. 41 or 41-50: their samples count as consumed, but are not trained on"
     )
     skip_samples: tuple[str, ...] | None = opt(
-        None, "samples, e.g. 328-335: iterations that contain one are skipped; loss warnings name samples"
+        None, "samples to avoid, e.g. 328-335 as a loss warning names them: each iteration with one of them is skipped"
     )
     check_replicas: int = opt(
         0,
@@ -56,7 +56,8 @@ class TrainConfig(Section):
     cpu_matmul: str = opt(
         "auto",
         "library for fp32 matmuls on a CPU: torch (torch's BLAS, MKL) or onednn; auto measures both at the first "
-        "start on a machine, in milliseconds, and takes the faster one (cached in ~/.cache/megatron-cpu-matmul.json)",
+        "start on a machine, within milliseconds, and takes the faster one (cached in "
+        "~/.cache/megatron-cpu-matmul.json)",
         one_of("auto", "torch", "onednn"),
     )
     keep_freed_memory: bool = opt(

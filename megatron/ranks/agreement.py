@@ -33,9 +33,9 @@ AT_ONCE = 1 << 20  # elements hashed at a time
 def all_ranks() -> Iterator[None]:
     """Raise one RunError on all ranks if the block fails on any of them, so that none hangs.
 
-    The end of the block is a collective. The block itself must not contain one that a rank could miss by failing
-    before it. The message is that of the lowest rank that failed. Only ValueError and OSError, which user input
-    causes, are handled: other exceptions are bugs and propagate on the rank that raised them.
+    The end of the block is a collective. The block itself must not contain a collective that a rank could miss by
+    failing before it. The RunError has the message of the lowest rank that failed. Only ValueError and OSError, which
+    user input causes, are handled: other exceptions are bugs and propagate on the rank that raised them.
     """
     problem = None
     try:
@@ -48,7 +48,7 @@ def all_ranks() -> Iterator[None]:
 
 
 def settings_and_versions(config: Config) -> dict[str, str]:
-    """Return the settings and versions that decide how a rank computes, by the name that an error message shows."""
+    """Return the settings and versions that must agree between ranks, keyed by their names in error messages."""
     found = {flag(f.name): str(getattr(getattr(config, section), f.name)) for section, _, f in settings()}
     path = config.train.deepspeed_config
     if path:
@@ -69,7 +69,7 @@ def source_files() -> list[Path]:
 def same_everywhere(values: Mapping[str, str] | None) -> None:
     """Raise RunError on all ranks, with the name and the values, if any value differs between ranks. A collective.
 
-    Ranks exchange only a hash, and the values if the hashes differ.
+    Ranks exchange a hash of the values, and the values themselves only if the hashes differ.
     values: None on a rank that has nothing to compare.
     """
     if dist.get_world_size() == 1:
@@ -125,9 +125,8 @@ def fingerprint(x: Tensor) -> Tensor:
 def check_replicas(engine: Any) -> None:
     """Raise RunError on all ranks, naming a weight and its ranks, if copies of a weight differ by a bit. A collective.
 
-    Copies are weights that the forward pass reads on several ranks. Data-parallel ranks hold copies of
-    all weights (except under ZeRO 3, which shards them), model-parallel ranks of unsplit weights, and
-    pipeline stages of tied weights.
+    Copies are weights that the forward pass reads on several ranks: all weights on data-parallel ranks (except
+    under ZeRO 3, which shards them), unsplit weights on model-parallel ranks, and tied weights on pipeline stages.
     engine: DeepSpeed's engine, or the pipeline engine of `tds`.
     """
     if dist.get_world_size() == 1:
@@ -148,7 +147,7 @@ def check_replicas(engine: Any) -> None:
 
 Key = tuple[
     str, int | None, int | None
-]  # global name; model-parallel rank, if split; data-parallel rank, if ZeRO 3 shards it
+]  # (global name, model-parallel rank or None if unsplit, data-parallel rank or None if not sharded by ZeRO 3)
 
 
 def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key, int]]:
@@ -185,7 +184,7 @@ def _alike(number: int, axis: mpu.Axis, device: torch.device) -> bool:
 
 
 def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
-    """Describe the first weight that differs, and the ranks on which it does."""
+    """Describe the first weight whose copies differ, and the ranks whose copy is not the most frequent one."""
     stage = mpu.get_mesh().pipe.rank
     own: dict[Hashable, int] = {(key if key[0] in ties else (*key, stage)): value for key, value in mine.items()}
     everywhere = gather_objects(own)
@@ -198,7 +197,7 @@ def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
             return (
                 f"the weight {name} on {_ranks([ranks[at] for at in others])} differs from that on rank "
                 f"{ranks[values.index(usual)]}, though they hold copies of it: the hardware is faulty, or a layer "
-                "draws other random numbers or skips a reduction there; nothing was saved or deleted. If the weight is "
-                "split over tensor-parallel ranks, set weight.model_parallel = True where it is made"
+                "draws other random numbers or skips a reduction on some ranks; nothing was saved or deleted. If the "
+                "weight is split over tensor-parallel ranks, set weight.model_parallel = True where it is made"
             )
     return "copies of weights differ between ranks, but not when compared again: the hardware is faulty"

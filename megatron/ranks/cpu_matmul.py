@@ -22,11 +22,11 @@ from .objects import from_rank_0
 from .rank_0 import is_rank_0
 
 ROWS, WIDTH, ROUNDS = 256, 512, 15
-WORTH = 1.1  # minimum speedup of oneDNN; below it torch's own BLAS is kept, which other programs use too
+WORTH = 1.1  # minimum speedup of oneDNN; with less, torch's own BLAS is kept, the default of torch programs
 
 
 def by_onednn(wanted: str, device: torch.device) -> bool:
-    """Return whether `--cpu-matmul` selects oneDNN, alike on all ranks. Raises ConfigError if torch lacks it."""
+    """Return whether `--cpu-matmul` selects oneDNN, alike on all ranks. Raises ConfigError if torch has no oneDNN."""
     if wanted == "onednn" and not mpu.onednn_is_there():
         raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
     if wanted != "auto" or device.type != "cpu" or not mpu.onednn_is_there():

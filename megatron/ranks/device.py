@@ -45,7 +45,8 @@ def backend(device: torch.device) -> str:
 def fast_bf16(device: torch.device) -> bool:
     """Return whether bf16 is faster than fp32 on `device` for models of any size; a CPU needs AMX tiles for that.
 
-    On CPUs with only AVX512_BF16, bf16 is faster for large models (docs/benchmarks.md); with neither, for none.
+    On CPUs with AVX512_BF16 but no AMX, bf16 is faster only for large models (docs/benchmarks.md). On CPUs with
+    neither, it is never faster.
     """
     if device.type == "cpu":
         return amx_tiles()
@@ -114,8 +115,8 @@ def memory(device: torch.device) -> float | None:
 def keep_freed_memory(device: torch.device) -> None:
     """Keep glibc from returning freed memory to the kernel, which zeroes every page before it hands it out again.
 
-    Activations and logits are freed and allocated again in every step. Only CPUs need this: torch has a caching
-    allocator for accelerators.
+    This saves time because every step frees and allocates its activations and logits. Only CPUs need it: torch has a
+    caching allocator for accelerators.
     """
     if device.type != "cpu" or not sys.platform.startswith("linux"):
         return

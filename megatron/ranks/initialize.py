@@ -19,7 +19,7 @@ from .agreement import same_everywhere, settings_and_versions
 from .cpu_matmul import by_onednn
 
 AFTER_THE_WATCHDOG = 30.0  # seconds that collectives wait longer than the watchdog
-FLAGS = {  # what error messages of `tds` advise, as flags; see tds/messages.py
+FLAGS = {  # the flags that error messages of `tds` advise, in place of the ds_config keys in tds/messages.py
     "overlap": "--no-overlap-grad-reduce",
     "no ZeRO": "--zero-stage 0",
     "no pipeline": "--pipe-parallel-size 0",
@@ -28,14 +28,13 @@ FLAGS = {  # what error messages of `tds` advise, as flags; see tds/messages.py
 
 
 def world_size() -> int:
-    """Return the number of ranks that the launcher announced."""
+    """Return the number of ranks that the launcher has set in WORLD_SIZE; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_here(world: int) -> int | None:
-    """Return the number of ranks on this machine, None if no launcher announced it.
+    """Return the number of ranks on this machine, as torchrun or DeepSpeed's launcher sets it; None if unknown.
 
-    The number comes from torchrun or DeepSpeed's launcher.
     world: ranks of the whole run.
     """
     known = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
@@ -90,7 +89,7 @@ def initialize_megatron(config: Config) -> torch.device:
 def use_step_timeout(config: Config) -> None:
     """Switch the timeout of collectives from startup to training steps.
 
-    It exceeds the time limits of the watchdogs, so that they fire first: their reports say more.
+    The new timeout exceeds the time limits of the watchdogs, so that the watchdogs fire first: their reports say more.
     """
     p = config.parallel
     seconds = 60 * p.distributed_timeout_minutes

@@ -37,7 +37,7 @@ def _print(words: str) -> None:
 
 
 class StopSignal(IntEnum):
-    """Request that a signal makes; if ranks receive different ones, the greatest wins."""
+    """Request that a signal makes; if ranks receive different requests, the one with the greatest value wins."""
 
     NOTHING = 0
     SAVE = 1
@@ -112,9 +112,9 @@ class StopSignals:
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
         """Return (strongest request of any rank, whether all ranks are `done`), alike on all ranks.
 
-        With several ranks, the result is what they reported one call ago. The present reports are all-reduced
-        asynchronously on the default process group while the ranks compute, so no iteration waits for them.
-        (On an accelerator the host waits until the iteration before the last is done.)
+        With several ranks, the result is what the ranks reported at the previous call. The present reports are
+        all-reduced asynchronously on the default process group while the ranks compute, so no iteration waits for them.
+        On an accelerator the host waits only for the all-reduce that the previous call has queued.
         """
         request, self._request = self._request, StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:

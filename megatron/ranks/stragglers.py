@@ -1,6 +1,6 @@
 """Detection of a straggler: the rank that spends the most time on its own work.
 
-Iterations take equally long on all ranks, as they wait for each other. Only the time that a rank works, without
+Iterations take equally long on all ranks, as ranks wait for each other. Only the time that a rank works, without
 waiting, shows which rank is slow.
 """
 
@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from .. import mpu
 
-# A straggler's time exceeds FACTOR times the median of its peers, and the median by SHARE of the iteration's time.
+# A straggler's time exceeds its peers' median by the factor FACTOR, and also by SHARE of the iteration's time.
 FACTOR = 1.5
 SHARE = 0.1
 
 
 class Straggler(NamedTuple):
-    """A rank and its working time as a multiple of the median rank's."""
+    """A rank, and its working time as a multiple of the median of its peers."""
 
     rank: int
     factor: float
@@ -29,7 +29,7 @@ def straggler(seconds: float, iteration: float, device: torch.device) -> Straggl
     """Return the slowest rank of the last interval if it is far slower than its peers, else None. A collective.
 
     All ranks get the same answer. A rank's peers are the ranks of its pipeline stage, as stages differ in their
-    layers. If each stage has one rank and there are more than two, its peers are all ranks.
+    layers. If there are more than two stages of one rank each, a rank's peers are all ranks.
     seconds: time per iteration in which this rank read data and computed.
     iteration: duration of an iteration in seconds.
     """

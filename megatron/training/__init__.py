@@ -1,6 +1,6 @@
-"""Training runs: from a task, or the functions of an entry script, to a trained checkpoint.
+"""Runs that train a model: `run(task)`, `pretrain` for entry scripts, and the parts of which both consist.
 
-The names below are imported lazily, so code that needs only an engine does not import checkpointing.
+The names in `__all__` are imported lazily, so code that needs only an engine does not import checkpointing.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """Advisory locks (`flock`), which the kernel releases when the process that holds them ends.
 
-A free lock proves that its holder has ended only on a local file system (`is_local`).
+On a local file system (`is_local`) a free lock proves that its holder has ended; on other file systems it does not.
 """
 
 import contextlib
@@ -10,19 +10,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Only one machine can mount these file systems at a time, so every process that sees the file sees the lock.
+# Only one machine can mount these file systems at a time, so every process that sees a file on them sees its lock.
 # Network and virtual file systems may keep each machine's locks separately.
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
 _held: set[int] = set()
 
 
 def hold(handle: int) -> bool:
-    """Lock an open file until `drop` or the end of this process; return False if it cannot be locked."""
+    """Lock the open file `handle` until `drop` or the end of this process; return False if it cannot be locked."""
     for _ in range(20):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.05)  # another process is probing the lock, which takes microseconds
+            time.sleep(0.05)  # another process may be probing the lock, for microseconds
         except OSError:
             return False
         else:

@@ -33,7 +33,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None) -> Engine:
-    """Join the ranks and build the task's engine, for a custom training loop.
+    """Join the other ranks and build the task's engine, for a custom training loop.
 
     tokenizer: needed only if the task's model or batches use it.
     """
@@ -46,7 +46,9 @@ def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None)
 
 
 def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Tokenizer | None) -> nn.Module:
-    """Build the task's model, with the same initial weights in every layout. Raises RunError alike on every rank.
+    """Build the task's model. Raises RunError alike on every rank.
+
+    The initial weights do not depend on the parallel layout.
 
     Under ZeRO 3 each layer of `megatron.model` is partitioned over the ranks as soon as it is built, so no rank
     ever holds the whole model.
@@ -55,8 +57,8 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Token
     with all_ranks(), tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
         model = checked_model(task, config, tokenizer)
     if cut is not None:
-        # Also partition modules that a user built around these layers: DeepSpeed casts and moves either all
-        # parameters or none.
+        # Also partition the user's own modules around the layers of megatron.model: DeepSpeed casts and moves either
+        # all parameters or none.
         cut(model)
     return model
 
@@ -97,7 +99,7 @@ def build_engine(
 
 
 def _checked(model: nn.Module, task: Task, config: Config) -> bool:
-    """Return whether `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
+    """Return whether `model` is a PipelineModule. Raises ValueError if a model does not fit the task or settings."""
     for name, parameter in global_parameters(model):
         if not parameter.dim():
             raise ValueError(
@@ -107,8 +109,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
-            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over ranks, as "
-            "the tasks of GPT-2 and Llama do; leave the flag out"
+            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over ranks (the "
+            "tasks of GPT-2 and Llama do); leave the flag out"
         )
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
@@ -121,7 +123,7 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
         if counts != (task.count_targets is not None):
             raise ValueError(
                 f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or in "
-                "neither: with count_targets a loss is the sum over targets, without it, or with None, the mean"
+                "neither: with count_targets a loss is the sum over targets; without it (or with None), the mean"
             )
     return pipeline
 
@@ -133,7 +135,7 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
         raise ValueError(
             f"the model is a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
-            f"build it with topology=mpu.get_topology(), and a plain module for 0"
+            f"build it with topology=mpu.get_topology(); for --pipe-parallel-size 0, build a plain module"
         )
     ranks, topology = mpu.get_mesh().model.size, cast(Any, model).topology if pipeline else None
     if topology and max(topology().get_dim("model"), 1) != ranks:

@@ -16,15 +16,15 @@ from ..ranks.rank_0 import print_rank_0
 def compile_layers(model: Any, config: Config) -> None:
     """Have each transformer layer of this process compiled at its first call.
 
-    All-reduces over model-parallel ranks (`mpu/traced.py`), dropout with its named streams
-    (`mpu/dropout.py`) and oneDNN matmuls (`mpu/linear.py`) are compiled as well. Recomputation and, on
-    accelerators, attention with dropout are not.
-    Without a C++ compiler, which CPUs need, it prints a note and changes nothing.
+    All-reduces over model-parallel ranks (`mpu/traced.py`), dropout with its named random streams
+    (`mpu/dropout.py`) and oneDNN matmuls (`mpu/linear.py`) are compiled as well. Recomputation is not compiled,
+    nor, on accelerators, attention with dropout.
+    On a CPU without a C++ compiler, the function prints a note and changes nothing.
     """
     if not config.train.compile:
         return
     if not compiler_found():
-        print_rank_0("--compile has no effect: no C++ compiler was found; set CXX to the name of one")
+        print_rank_0("--compile has no effect: no C++ compiler was found; set CXX to a compiler's name")
         return
     _keep_outside()
     for module in model.modules():
@@ -34,7 +34,7 @@ def compile_layers(model: Any, config: Config) -> None:
 
 @functools.cache
 def _keep_outside() -> None:
-    """Exclude functions from compilation; called late, as it loads torch's compiler, which takes seconds."""
+    """Exclude functions from compilation. Call this only with --compile: importing torch's compiler takes seconds."""
     kept = [
         (Attention, "_with_dropout"),
         (Attention, "_computed_again"),

@@ -29,16 +29,16 @@ def duration(seconds: float) -> str:
 class TimeLeft:
     """Estimate of the time left in a run, from the time between its log lines.
 
-    It includes evaluations and saves, but not the startup.
+    The estimate includes evaluations and saves, but not the startup.
     """
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def after(self, iteration: int, last: int, seconds: float, now: float | None = None) -> float:
-        """Return the seconds left after `iteration` of `last`.
+        """Return the seconds left after iteration number `iteration` of `last` iterations.
 
-        seconds: time per iteration since the previous log line, used only for the first log line.
+        seconds: time per iteration before this log line; used only for the first log line.
         now: reading of a monotonic clock; default: the present.
         """
         now = time.monotonic() if now is None else now
@@ -58,7 +58,7 @@ def training_line(
     last: --train-iters.
     seconds: time of an iteration.
     left: seconds left in the run.
-    Values that a run does not have (a loss scale, MFU) have no column in any of its lines.
+    A value that a run does not have (a loss scale, MFU) has no column in any line of the run.
     """
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
     columns = [

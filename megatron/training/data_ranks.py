@@ -22,7 +22,7 @@ from .task import Datasets, Task, checked_datasets
 
 
 class Lengths(NamedTuple):
-    """Tokens of a sample that has two sequences."""
+    """Numbers of tokens in the encoder's and the decoder's sequence of a T5 sample."""
 
     encoder: int
     decoder: int
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 class RemoteDataset:
     """Placeholder for a data set that other ranks read.
 
-    plan: lengths of its samples, None if a sample is a single sequence.
+    plan: sequence lengths of its samples; None if a sample is a single sequence.
     """
 
     def __init__(self, plan: Lengths | None) -> None:
@@ -39,7 +39,7 @@ class RemoteDataset:
 
 
 def lengths_of(dataset: Any) -> Lengths | None:
-    """Return the sample lengths of a T5 data set, which its attribute `plan` holds; None for any other data set."""
+    """Return the sample lengths of a T5 data set, from its attribute `plan`; None for any other data set."""
     plan = getattr(dataset, "plan", None)
     encoder, decoder = getattr(plan, "encoder", None), getattr(plan, "decoder", None)
     return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None
@@ -54,8 +54,8 @@ def reads() -> bool:
 def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     """Open the task's data sets; ranks that do not read get placeholders. Raises RunError alike on every rank.
 
-    For a task with `reads_alone`, rank 0 checks the corpora first. The other ranks rely on that, and compare
-    the sizes and ends of their files with rank 0's.
+    For a task with `reads_alone`, rank 0 checks the corpora first. The other reading ranks skip that check and
+    only compare the fingerprints of their files with rank 0's.
     """
     with all_ranks():
         if is_rank_0():
@@ -93,7 +93,7 @@ def read(
 ) -> Batches | None:
     """Return this rank's micro-batches, beginning after `consumed_samples`; None on a rank that reads no data.
 
-    skips: predicate on the first sample of an iteration; True skips the iteration.
+    skips: function of the number of an iteration's first sample; it returns True to skip the iteration.
     """
     if not reads():
         return None
@@ -103,7 +103,7 @@ def read(
 
 
 def _corpora(config: Config) -> list[str]:
-    """Return the prefixes of `.bin/.idx` pairs; empty for a task that reads another format."""
+    """Return the prefixes of the run's `.bin/.idx` pairs; an empty list for a task that reads another format."""
     return prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
 
 

@@ -32,10 +32,10 @@ Batches = Iterator[dict[str, Tensor]]
 
 
 class Step(NamedTuple):
-    """Result of one optimizer step; loss is over the global batch, grad_norm before clipping.
+    """Result of one optimizer step: mean loss over the global batch, and gradient norm before clipping.
 
-    Both may be tensors on the device that are still being computed; reading them waits. If grad_norm is not
-    finite, the step was skipped: weights, moments and the optimizer's step count are unchanged on all ranks.
+    loss, grad_norm: may be tensors on the device that are still being computed; reading them waits. If grad_norm
+    is not finite, the step was skipped: weights, moments and the optimizer's step count are unchanged on all ranks.
     skipped: True if the host already knows that the step was skipped.
     aux: the model's additional losses, averaged over targets, by name.
     """
@@ -64,14 +64,14 @@ class Engine(Protocol):
         ...
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return the seconds that this rank worked, not waited, since the last call, as far as they are known.
+        """Return the seconds since the last call in which this rank worked and did not wait, as far as known.
 
         timed: the result of `Timers.take`.
         """
         ...
 
     def times(self) -> dict[str, float]:
-        """Return seconds by name, since the last call, for parts of a step that the timers do not cover."""
+        """Return the seconds, since the last call, of each part of a step that the timers do not cover."""
         ...
 
 
@@ -97,7 +97,7 @@ def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> 
 class PipeEngine:
     """Engine with a pipeline of one or more stages.
 
-    breakdown: measure each kind of pipeline instruction, which synchronizes with the device.
+    breakdown: measure the time of each kind of pipeline instruction; every measurement synchronizes with the device.
     """
 
     def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
@@ -109,7 +109,7 @@ class PipeEngine:
         _set_lr(ds, lr)
         with self.timers("train batch"):
             ds.train_batch(batches)
-        ds.set_dataiterator(None)  # a kept iterator would keep its worker processes alive
+        ds.set_dataiterator(None)  # a reference to the iterator would keep its worker processes alive
         aux = {name: total / ds.num_targets for name, total in self._aux().items()}
         return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
 
@@ -142,7 +142,7 @@ class NoPipeEngine:
     """Engine without a pipeline: every rank runs all layers.
 
     All micro-batches of a step are prepared before the first forward pass.
-    watch: ends all ranks if one fails or stalls in a step.
+    watch: watchdog that ends all ranks if one of them fails or stalls in a step; None for no watchdog.
     """
 
     watch: StepWatch | None = None
@@ -159,8 +159,8 @@ class NoPipeEngine:
         self.deepspeed, self.gas, self.timers = engine, gas, timers
         self.loss, self.count_targets, self.batch_fn = task.checked_loss, task.count_targets, batch_fn
         self.data = mpu.get_mesh().data
-        # Without ZeRO, DeepSpeed does not report the gradient norm, and its norm differs from mpu.clip_grad_norm
-        # in a parallel grid.
+        # Without ZeRO, this class clips gradients itself: DeepSpeed does not report the norm by which it clips, and
+        # in a parallel grid that norm differs from mpu.clip_grad_norm.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
         self.reducer: GradReducer | tds.DistributedOptimizer | None = engine.distributed
         if resolved.overlap_grad_reduce:
@@ -243,7 +243,7 @@ class NoPipeEngine:
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
 
     def _agreed(self, aux: Mapping[str, Any], when: str) -> tuple[str, ...]:
-        """Return the names of additional losses in all-reduce order. Raises ValueError if the names change."""
+        """Return the names of additional losses in the order of their all-reduce. Raises ValueError if names change."""
         names = tuple(sorted(aux))
         if self.data.size == 1:
             return names
@@ -252,9 +252,9 @@ class NoPipeEngine:
             self._names[when] = tuple(sorted({name for each in every for name in each}))
         if names != self._names[when]:
             raise ValueError(
-                f"get_additional_losses() names {', '.join(names) or 'nothing'} in this step of {when}, but "
+                f"get_additional_losses() returns {', '.join(names) or 'nothing'} in this step of {when}, but "
                 f"{', '.join(self._names[when]) or 'nothing'} "
-                f"in another one or on another replica: give the same names in every step"
+                f"in another step or on another replica: return the same names in every step"
             )
         return names
 
@@ -263,7 +263,7 @@ class NoPipeEngine:
         return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return the seconds of reading and forward passes; the backward pass may already wait for replicas."""
+        """Return the seconds of data reading and forward passes; a backward pass may include waiting for replicas."""
         return timed.get("data", 0.0) + timed.get("forward", 0.0)
 
     def times(self) -> dict[str, float]:
@@ -272,7 +272,7 @@ class NoPipeEngine:
     def _read(self, batches: Batches | None) -> tuple[list[Any], Tensor]:
         """Return the micro-batches of a step, and the number of targets of the global batch, at least 1.
 
-        The number is never copied from the device to the host, so that the host need not wait for it.
+        The number of targets is never copied from the device to the host, so that the host need not wait for it.
         """
         with self.timers("data"):
             read = [next(batches) if batches is not None else None for _ in range(self.gas)]

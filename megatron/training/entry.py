@@ -31,11 +31,12 @@ CONTINUES = "training continues, and metrics.jsonl has the numbers"
 
 
 def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config: Config | None = None) -> None:
-    """Train `task` with the settings of the command line; a second call with the same run directory resumes.
+    """Train `task` with the settings of the command line; a second call with the same run directory resumes the run.
 
     config: the settings if they are parsed already; `argv` is then ignored.
-    exit: end the process when done, as `unittest.main` does. The code is 0 for success, 2 for a mistake on the
-    command line and 1 for any other user error, which is printed in one sentence. With False it returns or raises.
+    exit: end the process when done, as `unittest.main` does. The exit code is 0 for success, 2 for a mistake on the
+    command line and 1 for any other user error. Each error is printed in one sentence. With exit=False this function
+    returns after success, and raises the error otherwise.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     help_if_asked(getattr(task, "defaults", {}).get("family"))
@@ -80,7 +81,7 @@ def _complain(error: BaseException, everywhere: bool) -> None:
     if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):
         # The launcher ends all ranks when the first one exits. Rank 0 must exit first, after it has printed the
         # error.
-        time.sleep(10)  # a rank that still runs after this is the only one with the error
+        time.sleep(10)  # if rank 0 has the error, too, its exit ends this rank meanwhile; else print it here
     if rank == 0 or not isinstance(error, KeyboardInterrupt) or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
         text = str(error) if isinstance(error, ConfigError) else complaint(error)

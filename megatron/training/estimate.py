@@ -1,4 +1,4 @@
-"""Memory estimate of a run before any weight is allocated; refuses a machine that cannot even hold the weights."""
+"""Memory estimate of a run before any weight is allocated, and an error if the weights alone exceed the memory."""
 
 from dataclasses import asdict
 from typing import Any
@@ -76,9 +76,10 @@ def memory_advice(parameters: int, config: Config, precision: str) -> str:
     width = {"fp64": 8, "fp32": 4}.get(precision)
     each = (
         width * (2 + moments) if width else 2 + 4 * (2 + moments)
-    )  # weight, gradient and moments; below fp32 also a low-precision copy of the weight
+    )  # bytes per parameter: weight, gradient and moments; in fp16 and bf16 also a 16-bit copy of the weight
     return (
         f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by "
-        "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest: lower --batch-size "
-        f"{config.train.batch_size} and raise --gas, or use --checkpoint-activations or --offload-activations"
+        "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest of the memory: lower "
+        f"--batch-size {config.train.batch_size} and raise --gas, or use --checkpoint-activations or "
+        "--offload-activations"
     )

@@ -16,7 +16,7 @@ from .run_state import Run
 
 
 def evaluate(run: Run, part: str) -> float | None:
-    """Return the mean loss per target token over --eval-iters global batches, always the same ones; None without data.
+    """Return the mean loss per target token over the first --eval-iters global batches of `part`; None without data.
 
     If the model's loss reports text tokens separately, their loss and accuracy are printed and logged, too.
     """

@@ -42,7 +42,7 @@ def explain(run: Run, fault: Fault) -> str:
     found = find(run.engine.deepspeed.module, again)
     why = words(found, samples.first_sample, t.batch_size * t.gas)
     begin = samples.iteration - fault.streak + 1
-    skip = f"--skip-iterations {begin}-{samples.iteration} continues past them, {GENTLER} may avoid them"
+    skip = f"--skip-iterations {begin}-{samples.iteration} continues past them; {GENTLER} may avoid them"
     if fault.scale is not None:
         return (
             f"the loss scale of fp16 is at its minimum {fault.scale:g}, but the gradient still overflows at "
@@ -54,7 +54,7 @@ def explain(run: Run, fault: Fault) -> str:
 def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
     """Return the findings of all ranks, by rank. A collective that waits for the device.
 
-    compute: computes the skipped step again.
+    compute: function that computes the skipped step again.
     """
     every = list(global_parameters(model))
     weights = [name for name, p in every if not _finite(local_piece(p))]
@@ -81,7 +81,7 @@ def words(found: list[Finding], first_sample: int, share: int) -> str:
     """Describe the findings in a clause of a sentence.
 
     first_sample: first sample of the iteration.
-    share: samples in each rank's share.
+    share: number of samples that each rank computes.
     """
     for what in ("weight", "gradient"):
         bad = [(rank, each) for rank, each in enumerate(found) if getattr(each, what)]
@@ -89,6 +89,8 @@ def words(found: list[Finding], first_sample: int, share: int) -> str:
             rank, each = bad[0]
             begin = first_sample + each.share * share
             name = f"the weight {each.weight}" if what == "weight" else f"the gradient of {each.gradient}"
-            others = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            others = f", and on {len(bad) - 1} more" if len(bad) > 1 else ""
             return f"{name} is not finite on rank {rank} (its samples: {begin} to {begin + share - 1}){others}"
-    return "recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"
+    return (
+        "when recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"
+    )

@@ -17,7 +17,7 @@ from .run_state import Run
 
 
 class FirstStep(Hook):
-    """Hook that records which parameters of this process get a gradient in the first step, and warns of the others."""
+    """Hook that warns of parameters that get no gradient in the first step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -33,7 +33,7 @@ class FirstStep(Hook):
         if step is None or self._done:
             return
         self._done = True
-        if self._run.config.train.keep_freed_memory:  # by now moments are allocated, and later steps allocate alike
+        if self._run.config.train.keep_freed_memory:  # moments are allocated now; later steps reuse freed memory
             device_module.keep_freed_memory(self._run.device)
         for hook in self._hooks:
             hook.remove()

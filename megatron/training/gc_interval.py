@@ -1,6 +1,6 @@
 """Garbage collection at the same iterations on all ranks.
 
-Automatic collection runs at different times on different ranks, and each time all ranks wait.
+Python's automatic collection runs at different times on different ranks, and all ranks wait for the one that collects.
 """
 
 import gc

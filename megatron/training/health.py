@@ -12,8 +12,8 @@ from torch import Tensor
 from ..checkpointing import TrainState
 from .engine import Step
 
-REMEMBERED = 64  # recent losses that a new one is compared with
-LEAST = 16  # recent losses needed before any loss counts as a spike
+REMEMBERED = 64  # maximum number of recent losses with which a new loss is compared
+LEAST = 16  # minimum number of recent losses before a new loss can count as a spike
 # A loss is a spike if it exceeds the median by this many deviations, and by this share of the median.
 DEVIATIONS, SHARE = 8.0, 0.05
 
@@ -30,7 +30,7 @@ class SampleRange(NamedTuple):
 
 
 class Spike(NamedTuple):
-    """A loss far above those before it."""
+    """A loss far above the median of recent losses."""
 
     samples: SampleRange
     loss: float
@@ -38,7 +38,10 @@ class Spike(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Summary of the steps since the last `read`: finite losses, norms of applied steps, skipped steps, spikes."""
+    """Summary of the steps since the last call of `Health.read`.
+
+    losses: finite losses. norms: gradient norms of the applied steps. skipped: number of skipped steps.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -47,11 +50,12 @@ class Interval(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Reason why a run cannot continue: skipped steps up to the iteration `samples`, or its non-finite loss.
+    """Reason why a run cannot continue: skipped steps up to and including an iteration, or its non-finite loss.
 
     Skipped steps are a reason if too many occur in a row, or if fp16's loss scale is at its minimum.
 
-    streak: skipped steps in a row, without those of fp16's initial search for a loss scale.
+    samples: the iteration.
+    streak: number of skipped steps in a row, without those of fp16's initial search for a loss scale.
     """
 
     samples: SampleRange
@@ -63,8 +67,8 @@ class Fault(NamedTuple):
 class Health:
     """Monitor of losses and gradient norms that never makes an iteration wait for the device.
 
-    `add` only stores the tensors of a step; `read` copies all stored ones at once. All ranks see the same
-    numbers and draw the same conclusions.
+    `add` only stores the tensors of a step; `read` copies all stored tensors to the host at once. All ranks see the
+    same numbers and draw the same conclusions.
     state: training state at the start of the run.
     most: number of skipped steps in a row that ends the run.
     scale, least_scale: fp16's loss scale and its minimum; None without a dynamic loss scale.
@@ -87,7 +91,10 @@ class Health:
         self._unread.append((step, samples, replace(state)))
 
     def skip(self, state: TrainState) -> None:
-        """Record an iteration that a --skip-* flag skipped; `state` may be saved unless the last step failed."""
+        """Record an iteration that a --skip-* flag skipped.
+
+        state: state after the iteration; it may be saved if the last optimizer step was applied.
+        """
         self.read()
         if not self._streak:
             self._good = replace(state)
@@ -95,7 +102,7 @@ class Health:
     def state_to_save(self, state: TrainState) -> TrainState:
         """Return the state that belongs to the weights, i.e. after the last applied step. Call `read` first.
 
-        With a dynamic loss scale it is the current state, as skipped steps change the scale.
+        With a dynamic loss scale, return the current `state`: a skipped step lowers the scale, which is saved, too.
         """
         return state if self._least is not None else self._good
 
@@ -125,7 +132,7 @@ class Health:
         self._scale = step.loss_scale
         if applied:
             self._starts, self._streak = False, 0
-        elif not self._starts:  # fp16's initial scale is far too high, and each skipped step lowers it
+        elif not self._starts:  # do not count the skipped steps by which fp16 lowers its initial, far too high scale
             self._streak += 1
         if self.fault is None and (at_the_end or self._streak >= self._most or (applied and not math.isfinite(loss))):
             self.fault = Fault(samples, self._streak, loss, self._least if at_the_end else None)

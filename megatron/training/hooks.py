@@ -14,7 +14,7 @@ class Hook:
         """Act after an iteration.
 
         step: None if a --skip-* flag skipped the iteration.
-        samples: number and samples of the iteration.
+        samples: the iteration's number and its range of samples.
         """
 
 

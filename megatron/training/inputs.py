@@ -29,7 +29,8 @@ def refuse_missing(task: Task, config: Config) -> None:
     if os.environ.get("RANK", "0") == "0":
         problems += [*_corpora(task, config)]
     load, json = config.checkpoint.load, config.train.deepspeed_config
-    own = (config.checkpoint.save, config.log.run_dir)  # scripts of Megatron-LM pass one folder to --save and --load
+    # Scripts of Megatron-LM pass one folder to --save and --load; at the first start it does not exist yet.
+    own = (config.checkpoint.save, config.log.run_dir)
     if load is not None and not Path(load).exists() and load not in own and not _has_begun(config):
         problems.append(f"--load {load} holds no checkpoint: there is no such folder")
     if (
@@ -41,7 +42,7 @@ def refuse_missing(task: Task, config: Config) -> None:
 
 
 def _has_begun(config: Config) -> bool:
-    """Return whether the run resumes from its own checkpoint. Then --load is not used, and need not exist."""
+    """Return whether the run resumes from its own checkpoint. If so, --load is not used, and need not exist."""
     run_dir = config.log.run_dir
     save_dir = save_dir_of(config, Path(run_dir or "runs"))
     return (run_dir or config.checkpoint.save) is not None and bool(latest_name(save_dir))

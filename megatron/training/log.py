@@ -1,4 +1,4 @@
-"""The log of a training run: lines, rows of metrics.jsonl, and the check that the run may continue."""
+"""The log of a training run: log lines, rows of metrics.jsonl, and the check that the run may continue."""
 
 import math
 import time
@@ -68,7 +68,7 @@ class TrainingLog(Hook):
 
     @property
     def has_unreported(self) -> bool:
-        """True if iterations that `check` has read are in no log line yet."""
+        """True if `check` has read iterations that no log line has reported yet."""
         return bool(self.losses or self.skipped or self.left_out)
 
     def check(self) -> None:
@@ -79,7 +79,9 @@ class TrainingLog(Hook):
         if found.norms or found.skipped:
             self.grad_norm = found.norms[-1] if found.norms else math.inf
         for samples, loss, median in found.spikes:
-            print_rank_0(f"warning: the loss jumped to {loss:.4f} at {samples}; the median before is {median:.4f}")
+            print_rank_0(
+                f"warning: the loss jumped to {loss:.4f} at {samples}; the median of recent losses is {median:.4f}"
+            )
             self.spikes.append({**samples._asdict(), "lm_loss": loss, "median": median})
         if self.health.fault:
             # Complete the pending save first: it holds an earlier, healthy iteration.
@@ -120,7 +122,7 @@ class TrainingLog(Hook):
         timed = run.timers.take()
         behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)
         row |= {"straggler": behind._asdict()} if behind else {}
-        waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median" if behind else ""
+        waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median of its peers" if behind else ""
         last = config.train.train_iters
         left = self.left.after(run.state.iteration, last, seconds)
         print_rank_0(training_line(row, last, seconds, left, run.config.log.log_details) + waits)

@@ -33,8 +33,9 @@ DONE = (
 def train(run: Run) -> None:
     """Train up to --train-iters, with evaluations and saves. Raises RunError if the run cannot continue.
 
-    Each iteration calls all hooks, takes an optimizer step (unless a flag skips it) and calls all hooks again.
-    Hooks act in the order of the list; the last one, `Saves`, decides whether the run stops early.
+    Each iteration calls all hooks, takes an optimizer step (unless a --skip-* flag skips it) and calls all hooks
+    again. Hooks are called in the order of the list `hooks`. The last hook, `Saves`, decides whether the run stops
+    early.
     """
     state, config = run.state, run.config
     last = config.train.train_iters
@@ -86,7 +87,7 @@ def _advance(run: Run) -> SampleRange:
     state, count = run.state, run.global_batch
     state.iteration += 1
     samples = SampleRange(state.iteration, state.consumed_samples, count)
-    if is_rank_0():  # only rank 0 writes the index of checkpoints
+    if is_rank_0():  # only rank 0 writes the checkpoint's index, which holds this hash
         state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
     state.consumed_samples += count
     state.consumed_tokens += count * sum(run.sample_shape)
@@ -94,9 +95,9 @@ def _advance(run: Run) -> SampleRange:
 
 
 def _skips(run: Run) -> Callable[[int], bool] | None:
-    """Return a predicate on the first sample of an iteration: whether a --skip-* flag skips the iteration.
+    """Return a function that takes an iteration's first sample and returns whether a --skip-* flag skips the iteration.
 
-    Returns None without these flags.
+    Returns None if the run has no such flag.
     """
     t, count = run.config.train, run.global_batch
     skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))

@@ -96,8 +96,8 @@ class Timer:
 class Timers:
     """Timers of named parts: `with timers("forward"): ...`, or `timers("forward").start()` and `.stop()`.
 
-    device: where the time is spent. Accelerators run asynchronously, so timers record events there, and the
-    host waits for them only when times are read.
+    device: the device whose time is measured. Accelerators run asynchronously, so timers record events on them, and
+    the host waits for these events only when times are read.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -125,9 +125,10 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
 
     They are 6 per parameter that multiplies a token (2 forward, 4 backward; Kaplan et al. 2020), plus the
     attention matmuls, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups count nothing.
-    GPT-2 and Llama: 6 N + 12 L s (heads x head size). N excludes position embeddings and an untied word
-    embedding; a tied word matrix counts as the output layer.
-    T5: encoder tokens pass the encoder layers and the keys and values of cross-attention, decoder tokens the rest.
+    GPT-2 and Llama: 6 N + 12 x layers x sequence length x heads x head size. N is the number of parameters without
+    position embeddings and an untied word embedding; a tied word matrix counts as the output layer.
+    T5: encoder tokens pass through the encoder layers and the key and value projections of cross-attention, decoder
+    tokens through all other matmuls.
     """
     m = config.model
     if not decoder:
@@ -141,7 +142,7 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     return 6.0 * (blocks + logits) / (encoder + decoder)
 
 
-MOST_WAITING = 100_000  # lines kept in memory until they can be written
+MOST_WAITING = 100_000  # maximum number of lines kept in memory while the file cannot be written
 
 
 def _plain(value: Any) -> Any:
@@ -169,7 +170,10 @@ class MetricsWriter:
             self._forget_after(self._path, iteration)
 
     def holds(self, part: str, iteration: int) -> bool:
-        """Return whether metrics.jsonl held this row of `part` when the run started; known only on rank 0."""
+        """Return whether metrics.jsonl had a row of the split `part` at `iteration` when the run started.
+
+        Only rank 0 knows this; other ranks return False.
+        """
         return (part, iteration) in self._held
 
     def _forget_after(self, path: Path, iteration: int) -> None:
@@ -190,8 +194,7 @@ class MetricsWriter:
     def write(self, row: dict[str, Any]) -> None:
         """Append a row of numbers, texts, and lists and dicts of these; NaN and infinities become null.
 
-        If the file cannot be written, e.g. on a full disk, it prints a note and writes the row
-        together with a later one.
+        If the file cannot be written, e.g. on a full disk, print a note and write the row together with a later row.
         """
         if self._path is not None:
             self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
@@ -233,7 +236,7 @@ class MetricsWriter:
         for other in self._others:
             try:
                 other.close()
-            except Exception as error:  # these services may raise anything here, too
+            except Exception as error:  # a service may raise any error when it is closed
                 tqdm.write(f"note: {other.name} could not be closed: {error}")
 
 

@@ -1,7 +1,8 @@
 """`--profile`: torch's profiler for a few iterations of all ranks, in one Chrome trace.
 
-`--trace` records passes, messages and collectives at hundreds of nanoseconds each, so it can stay on. This profile
-records every operator and kernel, which slows a run and fills a disk. It contains the timeline of `--trace` as well.
+`--trace` records passes, messages and collectives; each takes hundreds of nanoseconds, so `--trace` can stay on.
+`--profile` records every operator and kernel, which slows a run and fills a disk. Its file also has the timeline of
+`--trace`.
 """
 
 import gzip
@@ -23,7 +24,7 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 
 FOLDER, MERGED = "profile", "merged.json.gz"
 MOST_MERGED = 64  # ranks; with more, the merged file would be too large
-AFTER, COUNT = 5, 3  # without --profile-iterations: iterations skipped after the start, iterations profiled
+AFTER, COUNT = 5, 3  # without --profile-iterations: number of iterations before the profile, and number profiled
 CLOCK = "perf_counter "  # prefix of a clock event's name, followed by the reading of time.perf_counter_ns
 # Number of clock events before and after the profile. An event is inaccurate if its thread is preempted between
 # the readings of the two clocks, so several are recorded.
@@ -31,10 +32,10 @@ MARKS = 10
 
 
 class Profile:
-    """Profiler of one rank. Calls that start, stop or write it are collective.
+    """Profiler of one rank. Calls that start it or write its files are collective.
 
-    about: metadata for this rank's timeline, from `about` in timeline.py.
-    first, last: the profiled iterations.
+    about: metadata of this rank's timeline: its place in the grid and the pipeline's schedule.
+    first, last: first and last profiled iteration.
     """
 
     def __init__(self, device: torch.device, folder: Path, about: dict[str, Any], first: int, last: int) -> None:
@@ -45,9 +46,9 @@ class Profile:
         self.done = False
 
     def iteration(self, number: int) -> bool:
-        """Announce the next iteration; return True if the profile was started or written, which takes time.
+        """Start or write the profile if that is due before iteration `number`; return True if so.
 
-        The caller excludes that time from the speed of the iteration.
+        Starting and writing take time, which the caller excludes from the speed of the iteration.
         """
         if self._profiler is None and not self.done and self._first <= number <= self._last:
             self._start()
@@ -80,7 +81,7 @@ class Profile:
                 pass
 
     def finish(self) -> None:
-        """Stop profiling, write this rank's files and merge all on rank 0. File errors do not end the run."""
+        """Stop profiling and write this rank's files; rank 0 merges all files. File errors do not end the run."""
         if self._profiler is None or self._tracer is None:
             return
         self._mark_clock()
@@ -115,7 +116,7 @@ def _name_of(rank: int) -> str:
 
 
 def merge(folder: Path) -> Path:
-    """Merge all ranks into one file on rank 0's clock: for each rank its timeline, and below it torch's events.
+    """Merge the files of all ranks into one, on rank 0's clock: each rank's timeline, and below it torch's events.
 
     Raises ValueError if there is nothing to merge.
     """
@@ -134,7 +135,7 @@ def merge(folder: Path) -> Path:
 
 
 def _events(folder: Path, rank: timeline.RankTrace, zero: float) -> Iterator[dict[str, Any]]:
-    """Yield one rank's events, with new process ids, as the profiler numbers the first GPU of every rank process 0."""
+    """Yield one rank's events with new process ids, as torch's profiler gives the first GPU of every rank the id 0."""
     number = rank.about["rank"]
     base = 1000 * number
     yield {"ph": "M", "name": "process_name", "pid": base, "args": {"name": rank.about["name"]}}
@@ -173,6 +174,7 @@ def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
     marks = [e for e in seen if str(e.get("name", "")).startswith(CLOCK) and e.get("ph") == "X"]
     if not marks:
         raise ValueError(f"the profile of rank {rank.about['rank']} has no clock event")
-    # perf_counter is read before the profiler's clock, so every difference is too small. The largest is most accurate.
+    # perf_counter is read before the profiler's clock, so each difference of the two is too small, and the largest
+    # one is the most accurate.
     own: float = max(int(e["name"].removeprefix(CLOCK)) / 1e3 - e["ts"] for e in marks)
     return own - (rank.about["clock"][0][1] / 1e3 if rank.about["clock"] else 0.0)

@@ -24,7 +24,7 @@ def save_dir_of(config: Config, run_dir: Path) -> Path:
 
 
 def lock(config: Config, run_dir: Path) -> list[RunLock]:
-    """Lock the run directory and the checkpoint folder, which --save of another run may name. Raises ValueError."""
+    """Lock the run directory, and the checkpoint folder, as another run's --save may name it. Raises ValueError."""
     override, found = config.log.override_lock, list[RunLock]()
     try:
         found.append(RunLock(run_dir, override))
@@ -41,7 +41,7 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
         except RunLockedError:
             raise
         except ValueError:
-            if not own:  # in the run's own folder, the first save will report the error
+            if not own:  # for a folder inside the run directory, the first save will report the error
                 raise
         else:
             if own and found[0].notes:

@@ -1,8 +1,8 @@
 """Lock of a directory for one run at a time: a file `run.lock` names the process and machine that write there.
 
-Only one process can create the file, even on a shared file system. If a crash left the file, its process is
-looked up by id and start time, provided that this process sees the same process table. Otherwise (another
-container, or a reboot since) an advisory lock on the file decides.
+Only one process can create the file, even on a shared file system. A crash leaves the file behind. A new run then
+looks the named process up by id and start time if both are in the same process table. If they are not (another
+container, or a reboot since), an advisory lock on the file shows whether the process still runs.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from . import advisory
 
 NAME = "run.lock"
 CHECKPOINTS = "the folder of checkpoints"
-PATIENCE = 5.0  # seconds that ranks may take to notice that their launcher is gone
+PATIENCE = 5.0  # seconds to wait for a lock, as ranks of a killed run may take that long to end
 
 
 class RunLockedError(ValueError):
-    """Another run uses the directory; the message names it."""
+    """Another run uses the directory; the message names that run's process."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Holder:
         return mine == theirs
 
     def is_visible(self, me: "Holder") -> bool:
-        """Return whether `me` can look the process up: same machine, same boot, same PID namespace."""
+        """Return whether the process `me` can look this one up: same machine, same boot, same PID namespace."""
         return bool(self.table) and (self.host, self.table) == (me.host, me.table)
 
     def is_gone(self, me: "Holder", path: Path) -> bool:
         """Return whether `me` knows that the process, which holds `path`, has ended.
 
-        That is known in three cases: `me` looks the process up, it belonged to an earlier start of this SLURM
-        job, or the advisory lock is free although `me` would see it held.
+        That is known in three cases: `me` could see the process but does not find it, the process belonged to an
+        earlier start of this SLURM job, or the advisory lock is free although `me` would see it held.
         """
         if self.is_visible(me):
             now = started(self.pid)
@@ -76,8 +76,8 @@ class Holder:
         """Return whether `me` knows that the process lives; call it only if `is_gone` is False."""
         if self.is_visible(me):
             return True
-        # Since `is_gone` is False, the lock was held a moment ago. It may be free now if another process only
-        # probed it.
+        # `is_gone` has not found the lock free. If it is free now, another process was only probing it, and the
+        # next call of `is_gone` returns True.
         return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
 
     def _same_kernel(self, me: "Holder") -> bool:
@@ -97,7 +97,7 @@ class RunLock:
         """Take the lock.
 
         Raises RunLockedError if another process holds it, and ValueError if the directory is not writable.
-        override: take it even if its holder on another machine may still live.
+        override: take the lock even if its holder on another machine may still live.
         what: name of the directory in messages.
         """
         self.path, self.notes = folder / NAME, list[str]()
@@ -142,7 +142,7 @@ class RunLock:
         gone = holder.is_gone(self._me, self.path)
         alive = not gone and holder.is_alive(self._me, self.path)
         if gone or (override and not alive):
-            late = time.monotonic() > deadline  # if so, an orphaned child of the process holds the advisory lock
+            late = time.monotonic() > deadline  # by now only an orphaned child can hold an ended process's lock
             if self._remove(text, force=override or late):
                 why = "has ended without releasing it" if gone else "may still run (--override-lock)"
                 self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
@@ -173,9 +173,10 @@ class RunLock:
             return None
 
     def _remove(self, judged: str | None, force: bool) -> bool:
-        """Remove the lock whose content was `judged`; return False if another process has taken it over or is doing so.
+        """Remove the lock unless another process has taken it over or is doing so; return whether it was removed.
 
-        force: remove it even if its advisory lock is held.
+        judged: content of the lock when its process was found to have ended.
+        force: remove the lock even if its advisory lock is held.
         """
         with advisory.exclusive(self.path) as mine:
             # Only one of several processes that found the same lock removes it, and none removes the lock

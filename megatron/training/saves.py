@@ -19,7 +19,7 @@ class Saves(Hook):
 
     def __init__(self, run: Run, log: TrainingLog, signals: StopSignals) -> None:
         self._run, self._log, self._signals = run, log, signals
-        # Iteration of the newest saved state, and iteration at which its save began.
+        # Iteration of the newest saved state, and (after skipped steps, a later one) the iteration when its save began.
         self._saved = self._began = run.state.iteration
         self.stop = False
 
@@ -27,7 +27,7 @@ class Saves(Hook):
         saver, c = self._run.saver, self._run.config.checkpoint
         asked, written = self._signals.agree(saver.pending and not saver.busy)
         self.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
-        # `agree` reports one call late, so just after a save has begun `written` may be about the previous save.
+        # `agree` returns the reports of the previous call: right after a save has begun, `written` is about older ones.
         if saver.pending and written and samples.iteration > self._began + 1:
             saver.finish()
         if self.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):
@@ -44,10 +44,10 @@ class Saves(Hook):
             self._save(must=True)
 
     def _save(self, must: bool) -> None:
-        """Save the state after the last applied step unless it is saved already, as after skipped steps.
+        """Save the state after the last applied step, unless only skipped steps followed the last save.
 
-        must: raise if the save fails. It is set for the last save of a run, before which iterations since the
-        last log line still get one.
+        must: raise if the save fails, and first log the iterations since the last log line. Set for the last save
+        of a run.
         """
         run, log = self._run, self._log
         log.check()

@@ -98,7 +98,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
 def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:
     """Write to the run directory, now that all other checks have passed; return the metrics writer.
 
-    Raises ValueError.
+    Raises ValueError if the run directory cannot be used.
     """
     if is_rank_0():
         run_folder.refuse_other_checkpoints(config, run_dir, iteration)

@@ -16,12 +16,11 @@ Batch = dict[str, Tensor]
 class Task:
     """Base class of tasks: `run(YourTask())` trains a subclass in any layout. `megatron.tasks` has GPT-2 and T5.
 
-    config: all settings.
-    tokenizer: loaded from --vocab-file, or returned by `extended`.
     name: used in the default run directory, runs/<name>-<time>.
     defaults: defaults that this task changes; flags still override them. `family` names the model family.
     `count_targets = None` declares that `loss`, and the loss function of the pipeline, return means
     instead of sums over targets.
+    The methods get `config`, all settings, and `tokenizer`, loaded from --vocab-file or returned by `extended`.
     """
 
     name: str = "model"
@@ -39,8 +38,8 @@ class Task:
 
         `dataset[n]` must give a dict of tensors for any n >= 0. All ranks call this method at the same time.
         With `reads_alone = True` only ranks that read data call it, rank 0 before the others, so that a large
-        corpus is opened and checked only where it is needed. Then it must not communicate with other ranks, nor
-        set attributes of the task.
+        corpus is opened and checked only where it is needed. In that case the method must not communicate with other
+        ranks, nor set attributes of the task.
         """
         raise NotImplementedError
 
@@ -54,16 +53,17 @@ class Task:
     def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> tuple[Any, Any]:
         """Return a micro-batch as (inputs of the first layer, targets of the loss), on the device of this rank.
 
-        data: a collated batch of the dataset. One rank of a model-parallel group reads it; on the others it is
-        None, and they receive it by `mpu.broadcast_data`. Called once for each micro-batch.
+        This method is called once for each micro-batch.
+        data: a collated batch of the dataset. One rank of a model-parallel group reads it. On the group's other ranks
+        it is None, and they receive the tensors by `mpu.broadcast_data`.
         """
         raise NotImplementedError
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the sum of the loss over the targets of a micro-batch, a scalar; used without a pipeline.
 
-        This default is for a model that takes `labels` [b, s] and returns the loss [b, s] of each; override it
-        for others. Under a pipeline the `loss_fn` of the PipelineModule computes the loss.
+        This default is for a model that takes `labels` [b, s] and returns the loss [b, s] of each label. Override it
+        for other models. Under a pipeline the `loss_fn` of the PipelineModule computes the loss.
         """
         inputs, (labels, loss_mask) = batch
         total: Tensor = (model(*inputs, labels=labels) * loss_mask).sum()

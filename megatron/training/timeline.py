@@ -17,7 +17,7 @@ from . import profile
 from .hooks import Hook
 from .log import TrainingLog
 
-MOST_MERGED = 64  # ranks; the files of more take hundreds of megabytes: merge them with tools/draw_schedule.py
+MOST_MERGED = 64  # ranks; with more, the merged file has hundreds of megabytes (tools/draw_schedule.py writes it)
 
 
 def about(config: Config, engine: Any) -> dict[str, Any]:
@@ -40,11 +40,11 @@ class Recorder(Protocol):
     """Recorder that is notified of every iteration before it begins."""
 
     def iteration(self, number: int) -> bool | None:
-        """Announce an iteration; return True if the recorder did work that must not count as iteration time."""
+        """Prepare for iteration `number`; return True if this took time that must not count as iteration time."""
 
 
 class Recording(Hook):
-    """Hook that announces each iteration to the recorder of --trace or --profile."""
+    """Hook that calls the recorder of --trace or --profile before each iteration."""
 
     def __init__(self, recorder: Recorder | None, log: TrainingLog) -> None:
         self._recorder, self._log = recorder, log
@@ -58,7 +58,7 @@ class Recording(Hook):
 def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder | None]:
     """Record the iterations after `iteration` as --trace or --profile asks; yields None without these flags.
 
-    With one of them it is a collective.
+    With one of these flags, entering and leaving the context are collectives.
     """
     if not config.log.profile:
         with traced(config, run_dir, engine) as tracer:
@@ -88,7 +88,8 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
 def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer | None]:
     """Record a timeline inside the context if --trace is set.
 
-    With --trace it is a collective; after an error each rank writes what it has.
+    With --trace, entering and leaving the context are collectives. After an error each rank writes, alone, the events
+    that it has recorded.
     """
     if not config.log.trace:
         yield None

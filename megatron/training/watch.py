@@ -1,4 +1,4 @@
-"""Watchdog for runs without a pipeline: if a rank fails or stalls, all ranks end and rank 0 reports where each was.
+"""Watchdog for runs without a pipeline: if a rank fails or stalls, all ranks end, and rank 0 reports where they were.
 
 The pipeline engine has its own watchdog, which reports instructions; this one reports micro-batches.
 """
@@ -16,7 +16,7 @@ from ..ranks.errors import RunError
 class StepWatch:
     """Watchdog of the steps of an engine.
 
-    seconds: time limit of a micro-batch, and of the rest of a step after the last one.
+    seconds: time limit of each micro-batch, and of the part of a step that follows its last micro-batch.
     """
 
     def __init__(self, seconds: float, device: torch.device) -> None:

@@ -73,7 +73,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
-    """Return the id by which a service knows this run, kept in a file; a run that starts over gets a new one."""
+    """Return the id by which a service knows this run, kept in a file; a run that starts over gets a new id."""
     if iteration and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     name = new()
@@ -82,7 +82,7 @@ def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """TensorBoard event files. A resumed run hides earlier events after the iteration it resumes from."""
+    """TensorBoard event files. A resumed run hides old events of iterations after the one from which it resumes."""
 
     name, flag = "TensorBoard", "tensorboard"
 
@@ -103,7 +103,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A wandb run, which is resumed when the training run is.
+    """A wandb run, which is resumed when the training run is resumed.
 
     WANDB_MODE=offline keeps it on the local disk; wandb's other environment variables apply, too.
     """
@@ -135,7 +135,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """An MLflow run, which is resumed when the training run is.
+    """An MLflow run, which is resumed when the training run is resumed.
 
     It is kept in the run directory unless MLFLOW_TRACKING_URI is set.
     """
@@ -155,7 +155,7 @@ class MLflow:
         if known is None:
             write_text(path, run.info.run_id + "\n")
             settings = [(name, str(value)[:500]) for name, value in flat(config).items()]
-            for begin in range(0, len(settings), 100):  # at most 100 parameters a call
+            for begin in range(0, len(settings), 100):  # MLflow accepts 100 parameters a call
                 mlflow.log_params(dict(settings[begin : begin + 100]))
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:

@@ -144,7 +144,7 @@ def test_the_newest_whole_checkpoint_stays(three: Path) -> None:
     with pytest.raises(CheckpointError, match=SENTENCES["does_not_hold"]):
         check_complete(three / "iter_0000003", index["tensors"])
     entry["pieces"] = []
-    with pytest.raises(CheckpointError, match=f"rows 0 and on of '{key}' were written by no rank"):
+    with pytest.raises(CheckpointError, match=f"no rank has written rows 0 and later of '{key}'"):
         check_complete(three / "iter_0000003", index["tensors"])
     with pytest.raises(CheckpointError, match=SENTENCES["no_rank_has_written_weight_x"]):
         check_complete(three / "iter_0000003", {}, {"weight.x": [1]})

@@ -132,5 +132,5 @@ def test_a_pipeline_without_stages_is_refused(tmp_path: Path, tiny_data: str, vo
     assert code == 1
     assert words == (
         "own.py: the model is a PipelineModule of 1 stages, but --pipe-parallel-size is 0: build it with "
-        "topology=mpu.get_topology(), and a plain module for 0\n"
+        "topology=mpu.get_topology(); for --pipe-parallel-size 0, build a plain module\n"
     )

@@ -94,7 +94,7 @@ def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
 
 
 def gated_width(values: Mapping[str, Any]) -> int | None:
-    """Return Megatron-LM's default inner size of a gated MLP, int(8/3 h / 64) * 64.
+    """Return Megatron-LM's default inner size of a gated MLP, int(8/3 hidden_size / 64) * 64.
 
     Returns None if hidden_size is not an int; validation refuses it later.
     """
@@ -125,7 +125,7 @@ def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refus
 
 
 def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
-    """Translate Megatron's window `N,0` to --sliding-window N + 1, which counts the token itself."""
+    """Translate Megatron's window `N,0` to --sliding-window N + 1, as --sliding-window counts the token itself, too."""
     before, _, after = sides.strip("()").replace(" ", "").partition(",")
     if not before.isdigit() or after != "0":
         return Refused(

@@ -302,7 +302,7 @@ MEGATRON = (
 ROWS = (*MEGATRON, *foreign_core.ROWS, *foreign_keys.ROWS)
 FLAGS = {name: row for row in ROWS for name in row.names.split()}
 
-# Translation of other projects' values for flags that share our name.
+# Translation of values that other projects use for a flag that has the same name in this project.
 VALUES: Mapping[str, Mapping[str, str]] = {
     "tokenizer_type": {
         "GPT2BPETokenizer": "auto",

@@ -1,4 +1,4 @@
-"""Outcomes of a foreign flag: settings of ours, no effect, or a refusal with advice."""
+"""Outcomes of another project's flag: settings of this project, no effect, or a refusal with advice."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,17 +8,18 @@ from ..sections import Config
 
 
 def given(value: Any) -> Any:
-    """Return `value` unchanged; used in the tables where the user's value is kept as it is."""
+    """Return `value` unchanged; in the tables it stands for the value that the user gave."""
     return value
 
 
 @dataclass(frozen=True)
 class Means:
-    """Translation to our settings. Each is a constant or a function of the given value.
+    """Translation to settings of this project.
 
-    but: note on what differs from the original project.
-    unless: further settings that apply only where the user leaves them at their defaults. Each is a constant or
-    a function of all flat settings. If present, `but` describes them.
+    settings: each value is a constant or a function of the value that the user gave.
+    but: note on what differs from the original project; with `unless`, it describes the settings of `unless`.
+    unless: further settings that apply only where the user leaves them at their defaults. Each value is a constant
+    or a function of all flat settings.
     """
 
     settings: Mapping[str, Any]
@@ -42,7 +43,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class ByValue:
-    """Outcome that depends on the flag's value. other: outcome of unlisted values; None refuses them."""
+    """Outcome that depends on the flag's value.
+
+    other: outcome for values that are not in `values`; None refuses them.
+    """
 
     values: "Mapping[str, Means | NoEffect | Refused]"
     other: "Means | Refused | None" = None
@@ -66,8 +70,8 @@ Outcome = Means | NoEffect | Refused | ByValue | Depends
 class Row:
     """Row of the translation table.
 
-    names: flags, separated by spaces. takes: type of the value; None for a flag without value, list for
-    several words, object for an optional value.
+    names: flags, separated by spaces.
+    takes: type of the value; None for a flag without value, list for several words, object for an optional value.
     """
 
     names: str

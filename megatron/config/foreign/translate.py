@@ -1,4 +1,4 @@
-"""Translation of other projects' flags to our settings, by the tables of flags.py."""
+"""Translation of other projects' flags to this project's settings, by the tables of flags.py."""
 
 import argparse
 import difflib
@@ -37,7 +37,7 @@ class _Keep(argparse.Action):
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Let `parser` accept foreign flags, hidden from its help; their values go to the dict `foreign`.
 
-    Each flag is also accepted with `_` for `-`.
+    Each flag is also accepted with `_` in place of `-`.
     """
     for name, row in FLAGS.items():
         form: dict[str, Any] = {"type": row.takes}
@@ -60,9 +60,10 @@ def flag_of(key: str) -> str | None:
 
 
 def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
-    """Return `; did you mean --x?` for an unknown flag, chosen from our flags `ours` and foreign flags.
+    """Return `; did you mean --x?` for an unknown flag, or an empty string.
 
-    If the closest flag is a foreign one, our replacement for it is suggested.
+    ours: flags of this project to choose from, besides the foreign flags. If the closest flag is a foreign one, the
+    flag that replaces it here is suggested.
     strange: also consider foreign flags whose replacement is not in `ours`.
     """
     dashed = "--" + name.lstrip("-").replace("_", "-")
@@ -82,7 +83,7 @@ def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
 
 
 def _flags_for(theirs: str) -> set[str]:
-    """Return our flags that a foreign flag translates to; {""}, which matches no flag, if there are none."""
+    """Return this project's flags that replace a foreign flag; {""}, which matches no flag, if there are none."""
     return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
 
 
@@ -101,14 +102,14 @@ def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
 
 
 def settings_for(key: str) -> list[str]:
-    """Return the names of our settings that a foreign setting translates to."""
+    """Return the names of this project's settings to which a foreign setting translates."""
     name = flag_of(key)
     outcome = FLAGS[name].outcome if name else None
     return list(outcome.settings) if isinstance(outcome, Means) else []
 
 
 def _is_switch(name: str) -> bool:
-    """Return True if a foreign flag only switches on settings of ours."""
+    """Return True if a foreign flag only switches on settings of this project."""
     row = FLAGS[name]
     return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
 
@@ -125,7 +126,8 @@ def written(name: str, value: Any) -> str:
 class Translation:
     """Translation of one source (file or command line): resulting settings, notes and problems.
 
-    own: settings that the source gives by our names. `values` starts with them and gains the translated ones.
+    own: settings that the source gives under this project's names. `values` starts with these settings, and gains
+    the translated ones.
     """
 
     def __init__(self, own: Mapping[str, Any]) -> None:

@@ -3,8 +3,7 @@
 The formulas follow what the autograd functions of `megatron` save for the backward pass. Korthikanti et al. 2022
 give the formulas for Megatron-LM's layers. The layers of `megatron` keep less where a function has a custom
 backward pass, and more on a CPU, where a dropout mask is as wide as the activations.
-Letters: s tokens of a sequence on one context-parallel rank, b micro-batch size, h hidden size, t model-parallel
-ranks, e bytes per element.
+Letters in the code: b is the micro-batch size, t the number of model-parallel ranks, e the bytes per element.
 """
 
 from dataclasses import dataclass
@@ -15,15 +14,13 @@ from ...model.work import lengths
 from .sizes import padded_vocabulary
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20  # logits converted to fp32 at a time, see mpu/cross_entropy.py
+# Number of logits that mpu/cross_entropy.py converts to fp32 at a time, on an accelerator and on a CPU.
+CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Quantities of one rank that determine activation sizes.
-
-    shared: number of ranks that shard the hidden states between matmuls (t with sequence parallelism, else 1).
-    """
+    """Quantities of one rank that determine activation sizes."""
 
     config: Config
     precision: str
@@ -31,28 +28,28 @@ class Shapes:
 
     @property
     def width(self) -> int:
-        """Bytes per element, e."""
+        """Bytes per element of an activation."""
         return WIDTHS[self.precision]
 
     @property
     def ranks(self) -> int:
-        """Number of model-parallel ranks, t."""
+        """Number of model-parallel ranks."""
         return self.config.parallel.model_parallel_size
 
     @property
     def shared(self) -> int:
-        """Number of ranks that shard hidden states: t with sequence parallelism, else 1."""
+        """Number of ranks that shard hidden states: the model-parallel ranks with sequence parallelism, else 1."""
         return self.ranks if self.config.splits_sequences(self.accelerated) else 1
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of a micro-batch, s b, as (encoder or the whole model, decoder)."""
+        """Tokens of a micro-batch on one rank, as (in T5's encoder or in a decoder-only model, in T5's decoder)."""
         first, second = lengths(self.config)
         b = self.config.train.batch_size
         return first * b // self.config.parallel.context_parallel_size, second * b
 
     def hidden(self, tokens: int) -> float:
-        """Return the bytes of hidden states between sub-layers: s b h e, sharded with sequence parallelism."""
+        """Return one rank's bytes of hidden states between sub-layers, which sequence parallelism shards."""
         return tokens * self.config.model.hidden_size * self.width / self.shared
 
     def of_layer(self, layer: Layer) -> int:
@@ -68,10 +65,12 @@ class Shapes:
 
 
 def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causal_bias: bool, again: bool) -> float:
-    """Return the bytes that attention keeps: queries, keys, values, output and softmax statistics or scores.
+    """Return the bytes that attention keeps for the backward pass.
 
-    On a CPU, attention with dropout has no fused kernel and keeps its scores.
-    queries, keys: number of query tokens and key tokens in a micro-batch; length, seen: per sequence.
+    They are queries, keys, values, output and the softmax statistics. On a CPU, attention with dropout has no fused
+    kernel and keeps its scores instead of the statistics.
+    queries, keys: number of query tokens and of key tokens in a micro-batch.
+    length, seen: number of query tokens and of key tokens in one sequence.
     causal_bias: a relative-position bias is added to the scores.
     again: queries, keys and values are recomputed in the backward pass.
     """
@@ -80,20 +79,20 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     if queries != keys or length != seen:
         groups = inner
     kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
-    kept += queries * inner * e  # the output, also the input of the output projection
+    kept += queries * inner * e  # the output of attention, which is the input of the output projection
     heads, b = m.num_attention_heads / t, x.config.train.batch_size
     scores = b * heads * length * seen
     if m.checkpoint_attention:
         return kept
     if m.attention_dropout and not x.accelerated:
-        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask, their product; scaled queries
+        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask and their product; scaled queries
     if causal_bias:
-        kept += heads * length * seen * e  # the bias, shared by the batch
+        kept += heads * length * seen * e  # one bias for all samples of the batch
     return kept + b * heads * length * 4
 
 
 def transformer_kept(x: Shapes, layer: Layer) -> float:
-    """Return the bytes that one transformer layer keeps if it is not recomputed as a whole."""
+    """Return the bytes that one transformer layer keeps for the backward pass if it is not recomputed as a whole."""
     m, e, tokens = x.config.model, x.width, x.of_layer(layer)
     first, second = lengths(x.config)
     length = tokens // x.config.train.batch_size
@@ -122,7 +121,7 @@ def inner_working(x: Shapes, layer: Layer) -> float:
 
 
 def other_kept(x: Shapes, layer: Layer) -> float:
-    """Return the bytes that a non-transformer layer keeps: input and output of a norm, dropout masks, ids."""
+    """Return the bytes that a non-transformer layer keeps: input and output of a norm, dropout masks, token ids."""
     m, tokens, name = x.config.model, x.of_layer(layer), layer.cls.__name__
     state = x.hidden(tokens)
     if name in ("StackNorm", "DecoderNorm"):
@@ -153,7 +152,7 @@ def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 
 
 def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
-    """Return the peak bytes of recomputed activations: those of all layers between two kept inputs."""
+    """Return the peak bytes of recomputed activations: the activations of all layers between two kept inputs."""
     n = x.config.recomputed_layers
     whole = [transformer_kept(x, layer) for layer in layers if layer.repeated] if n else []
     return max((sum(whole[at : at + n]) for at in range(0, len(whole), n)), default=0.0) if n else 0.0
@@ -162,7 +161,8 @@ def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 def logits_bytes(x: Shapes) -> tuple[float, float]:
     """Return (bytes of the logits, bytes of temporaries beside them).
 
-    Logits are those of a micro-batch, or of a chunk of it. Their gradient is written in place.
+    The logits are those of a micro-batch or, with --logits-chunk-size, of one chunk of it. The gradient overwrites
+    the logits, so it takes no memory of its own.
     """
     m, e = x.config.model, x.width
     tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
@@ -172,7 +172,7 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     if chunk and tokens > chunk and "cross-entropy" not in m.reference_ops:
         extra = (
             rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
-        )  # the loss computes the gradients of weight and hidden states at once; they live until the backward pass
+        )  # the loss already computes the gradients of weight and hidden states, which are kept for the backward pass
         tokens = chunk
     logits = float(tokens * rows * e)
     step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)
@@ -183,6 +183,6 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
         "cross-entropy" in m.reference_ops
     ):  # log-probabilities, their gradient and the logits' gradient; 16-bit logits are copied to fp32 first
         return logits, 3 * logits if e >= 4 else 8 * logits
-    of_matrix = rows * m.hidden_size * e  # gradient of the output matrix, allocated after the last chunk's copies
+    of_matrix = rows * m.hidden_size * e  # the output matrix's gradient, allocated once the last copies are freed
     of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN copies the matrix to column-major first
     return logits, max(copies * part, of_matrix) + extra

@@ -41,9 +41,11 @@ class Memory:
 
 @lru_cache(maxsize=65536)
 def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
-    """Return the maximum number of micro-batch chunks whose activations a stage keeps at once.
+    """Return the maximum number of forward passes whose activations a stage keeps at once.
 
-    It is counted in the schedule, or, if that is long, in a shorter schedule with the same steady state.
+    A forward pass takes one micro-batch through one of the stage's `chunks` of layers. The passes are counted in the
+    schedule; if that has many micro-batches, they are counted in a shorter schedule with the same steady state.
+    name, extra: the schedule and its --pipeline-extra-warmup.
     """
     if stages == 1:
         return 1
@@ -55,8 +57,9 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
 
 
 def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
-    """Return bytes of (weights, gradients, optimizer) for `numbers` parameters on one rank, kept between passes.
+    """Return the bytes of (weights, gradients, optimizer states) that one rank keeps between passes.
 
+    numbers: parameters of the rank before ZeRO shards them.
     replicas: number of ranks over which ZeRO shards. Gradients are those held while later micro-batches of the
     step run.
     """
@@ -91,7 +94,10 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
 
 
 def _border(stage: Stage, config: Config, x: Shapes) -> float:
-    """Return the bytes that cross a stage boundary per micro-batch; see `boundary_bytes`."""
+    """Return the bytes that a stage sends to the next one per micro-batch.
+
+    These are hidden states; a stage in T5's decoder also passes on those of the encoder.
+    """
     tokens = x.of_layer(stage.layers[-1])
     return x.hidden(tokens) + (x.hidden(x.tokens[0]) if config.is_t5 and tokens == x.tokens[1] else 0.0)
 
@@ -99,7 +105,7 @@ def _border(stage: Stage, config: Config, x: Shapes) -> float:
 def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
     """Return the peak memory of a step on a rank of `stage`.
 
-    replicas: number of data-parallel ranks, including context-parallel ones.
+    replicas: number of ranks that hold copies of the stage's weights: data-parallel x context-parallel ranks.
     """
     x, p = Shapes(config, resolved.precision, accelerated), config.parallel
     weights, gradients, optimizer = states(stage.count.held, config, resolved, replicas)
@@ -107,7 +113,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
     ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
-    later = config.train.gas > flying / p.virtual_pipeline_size  # gradients of earlier micro-batches exist
+    later = config.train.gas > flying / p.virtual_pipeline_size  # if true, gradients of earlier micro-batches exist
     waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
     talk = _communication(stage, config, resolved, replicas, x, flying)
@@ -115,7 +121,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     moments.append(_first_layer(x, layers, stage, (weights, gradients, optimizer), talk))
     if layers[-1].name == "head":
         logits, beside = logits_bytes(x)
-        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # ZeRO 2's bucket comes with the first gradient
+        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # the first gradient allocates ZeRO 2's bucket
         moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, 0.0))
     reduced = 0.0
     if resolved.zero_stage == 0 and replicas > 1:
@@ -151,7 +157,7 @@ def _first_layer(
 ) -> Memory:
     """Return the memory during the first transformer layer's backward pass.
 
-    All gradients exist by then, and only the activations of this layer and of those before it are still kept.
+    All gradients exist by then. Only the activations of this layer and of the layers before it are still kept.
     """
     at = next((at for at, layer in enumerate(layers) if layer.repeated), None)
     if at is None:
@@ -163,7 +169,7 @@ def _first_layer(
 def rank_memory(
     config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
 ) -> list[Memory]:
-    """Return the peak memory of a rank of every stage, in order."""
+    """Return, for each stage in order, the peak memory of one of its ranks."""
     p = config.parallel
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]

@@ -14,10 +14,11 @@ from ...model.t5 import t5_layers
 
 @dataclass(frozen=True)
 class Count:
-    """Number of parameters of a layer.
+    """Number of parameters of a layer, or of several layers.
 
-    whole: in the unsplit layer, without padding. held: on each model-parallel rank, with padding.
-    largest: in the largest matrix on a rank, whose gradient is temporarily a separate tensor.
+    whole: parameters of the unsplit layer, without padding of the vocabulary.
+    held: parameters on each model-parallel rank, with padding.
+    largest: parameters of the largest matrix on a rank, whose gradient is temporarily a separate tensor.
     """
 
     whole: int
@@ -30,9 +31,9 @@ def _sum(counts: Sequence[Count]) -> Count:
 
 
 def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
-    """Count a linear layer split over the ranks, by columns or by rows.
+    """Count the parameters of a column-parallel linear layer, or of a row-parallel one (`by_rows`).
 
-    The bias is split in a column-parallel layer, and replicated in a row-parallel one.
+    A column-parallel layer splits its bias over the ranks; a row-parallel layer has the whole bias on each rank.
     """
     copies = out if by_rows else out // ranks
     return Count(out * into + out * bias, out * into // ranks + copies * bias, out * into // ranks)
@@ -114,7 +115,7 @@ def layers_of(config: Config) -> list[Layer]:
 
 
 def count_layers(layers: Sequence[Layer], config: Config) -> Count:
-    """Count the parameters of some layers on one model-parallel rank, tied ones once."""
+    """Count the parameters of `layers`, and of the share of one model-parallel rank; tied layers count once."""
     ranks = config.parallel.model_parallel_size
     seen: set[str | None] = set()
     counts = []
@@ -157,7 +158,7 @@ def _cuts(works: tuple[tuple[int, bool], ...], stretches: int, recomputed: bool)
 
 
 def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
-    """Return the first layer of each stage or chunk, followed by the number of layers.
+    """Return the index of the first layer of each stage or virtual-pipeline chunk, followed by the number of layers.
 
     Raises ValueError for a --partition-method that needs a running model.
     """
