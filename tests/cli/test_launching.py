@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -64,11 +65,21 @@ PATH={folder}:$PATH
 launch train.py
 echo "goes on"
 """
-LAUNCHER = """#!/usr/bin/env bash
-for name in TERM INT HUP; do trap "echo heard $name; sleep 0.2; exit $1" $name; done
-trap "echo heard USR1" USR1
-echo ready
-while :; do sleep 0.05; done
+# A stand-in for the launcher. It is Python, since a bash that traps signals can hang while it waits for a child.
+LAUNCHER = f"""#!{sys.executable}
+import signal, sys, time
+
+def stop(number, frame):
+    print("heard", signal.Signals(number).name[3:], flush=True)
+    time.sleep(0.2)
+    sys.exit(CODE)
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, stop)
+signal.signal(signal.SIGUSR1, lambda *_: print("heard USR1", flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
 """
 
 
@@ -78,7 +89,7 @@ while :; do sleep 0.05; done
 )
 def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int, tmp_path: Path) -> None:
     """The shell of run_*.sh forwards a signal, e.g. of `docker stop`, to the launcher and ends after the launcher."""
-    (tmp_path / "python").write_text(LAUNCHER.replace("$1", str(code)))
+    (tmp_path / "python").write_text(LAUNCHER.replace("CODE", str(code)))
     (tmp_path / "python").chmod(0o755)
     script = RANKS.format(root=ROOT, folder=tmp_path)
     # --default-signal: a shell cannot trap signals that its parent ignores, as nohup ignores SIGHUP.
