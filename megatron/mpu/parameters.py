@@ -100,12 +100,12 @@ class ParamSpec:
         return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
 
     def without_padding(self, part: Tensor) -> Tensor:
-        """Return a view of `part`, this rank's part in any shape, without padding rows, shaped as the parameter."""
+        """Return a view of `part`, this rank's part in any shape, without padding rows -> [rows, ...]."""
         dim, begin, end = self.rows
         return part.view(self.local_shape).narrow(dim, 0, end - begin)
 
     def with_padding(self, rows: Tensor) -> Tensor:
-        """Pad this rank's `rows` with zeros to `local_shape`; return them unchanged if no padding is needed."""
+        """Pad this rank's `rows` [rows, ...] with zeros to `local_shape`; return them unchanged if none are needed."""
         if rows.shape == self.local_shape:
             return rows
         part = torch.zeros(self.local_shape, dtype=rows.dtype)
@@ -152,7 +152,7 @@ class ParamSpec:
 
 
 def spec_of(parameter: Tensor) -> ParamSpec:
-    """Return the record of `parameter`; an undeclared parameter counts as replicated on every rank.
+    """Return the record of `parameter` [any shape]; an undeclared parameter counts as replicated on every rank.
 
     The record of a parameter that ZeRO-3 has partitioned has the shape before partitioning.
     """

@@ -98,7 +98,7 @@ def test_tools_take_a_llama(tmp_path: Path, flags: list[str]) -> None:
     assert out.returncode == 0 and SENTENCES["note_hidden_dropout_0_1_is"] in out.stdout, out.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
     again = command("python", "pretrain_llama.py", *flags, "--run-dir", run, "--sliding-window", "9", "--qk-norm")
-    assert again.returncode and SENTENCES["sliding_window_is_8_there_and"] in again.stderr
+    assert again.returncode and SENTENCES["sliding_window_is_8_in_the_checkpoint"] in again.stderr
 
 
 @FULL

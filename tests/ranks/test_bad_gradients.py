@@ -185,14 +185,14 @@ def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
     fp16 = {"dp2-fp16": (f"--deepspeed-config {tmp_path}/fp16.json {STAYS} --train-iters 20", NORM, 2)}
     cases = {name: case for name, case in (ENDS | fp16).items() if name in some}
     whole = {
-        "dp2-fp32": "3 steps in a row were not applied, the last one at iteration 5 (samples 16 to 19): the gradient "
+        "dp2-fp32": "3 steps in a row were skipped, the last one at iteration 5 (samples 16 to 19): the gradient "
         "of "
         f"{NORM} is not finite on rank 1 (its samples: 18 to 19); --skip-iterations 3-5 continues past them; a lower "
         "--lr or a longer --warmup (with --override-lr-schedule, else a resumed run keeps its schedule) may avoid them",
         "dp2-fp16": "the loss scale of fp16 is at its minimum 1, but the gradient still overflows at iteration 5 "
         f"(samples 16 to 19): the gradient of {NORM} is not finite on rank 1 (its samples: 18 to 19); use --precision "
         "bf16 or fp32, or a lower --lr or a longer --warmup",
-        "pp2-bf16-late": "3 steps in a row were not applied, the last one at iteration 6 (samples 10 to 11): the "
+        "pp2-bf16-late": "3 steps in a row were skipped, the last one at iteration 6 (samples 10 to 11): the "
         "gradient "
         f"of {NORM} is not finite on rank 1 (its samples: 10 to 11); --skip-iterations 4-6",
         "dp2-async": "3 steps in a row were skipped, the last one at iteration 5",

@@ -110,4 +110,4 @@ def test_want_of_memory_has_a_sentence() -> None:
     assert out_of_memory(RuntimeError("another")) is None
     advice = memory_advice(10**9, parse(["--batch-size", "3"]), "bf16")
     assert "take 18 GB" in advice
-    assert "--batch-size 3 down" in advice
+    assert "lower --batch-size 3" in advice

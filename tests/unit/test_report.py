@@ -130,7 +130,7 @@ def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path)
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{tmp_path} is not a run directory"):
         page_of([tmp_path])
-    with pytest.raises(ValueError, match=SENTENCES["give_the_folder_of_a_run"]):
+    with pytest.raises(ValueError, match=SENTENCES["give_the_folders_of_runs"]):
         report.main(report.build_parser().parse_args([]))
     with pytest.raises(ValueError, match=SENTENCES["has_kept_no_checkpoint"]):
         page_of([made(tmp_path / "a")], "--prompt", "x")
