@@ -137,19 +137,19 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two": (
         {"datasets": lambda s, config, tokenizer: ((Numbers(), None), [])},
-        "^there are 2 things where three data sets are wanted",
+        "^Mine.datasets returns 2 objects as data sets: return three",
     ),
     "no notes": (
         {"datasets": lambda s, config, tokenizer: (Numbers(), None, None)},
-        "^Mine.datasets returns 3 things: return the three data sets as a tuple, and a list of notes",
+        "^Mine.datasets returns 3 objects: return two things, first a tuple of three data sets, second a list of notes",
     ),
     "a note": (
         {"datasets": lambda s, config, tokenizer: ((Numbers(), None, None), "note")},
-        "^Mine.datasets returns 2 things: return",
+        "^Mine.datasets returns 2 objects: return",
     ),
     "no training": (
         {"datasets": lambda s, config, tokenizer: ((None, None, None), [])},
-        "^there is no data set of training, but --train-iters asks for training",
+        "^there is no training data set, but --train-iters is 3",
     ),
     "short": (
         {"datasets": lambda s, config, tokenizer: ((_Short(), None, None), [])},
@@ -161,7 +161,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mean, pp 1": (
         {"count_targets": None},
-        "^count_targets is a matter of both Mine and the loss_fn of its PipelineModule, or of neither",
+        "^set count_targets in both Mine and the loss_fn of its PipelineModule, or in neither",
     ),
 }
 
