@@ -94,7 +94,9 @@ def _with_loss(prefix: str) -> list[str]:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Check a pair, both pairs of a conversation corpus, or the three pairs of a CPM corpus for T5 (`verify`).
+    """Run the command `verify`: check all .bin/.idx pairs of a corpus.
+
+    A corpus of conversations has two pairs, a CPM corpus for T5 three, any other corpus one.
 
     Raises DatasetError that lists all problems.
     """

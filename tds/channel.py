@@ -49,8 +49,9 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
 class LayoutRun:
     """Consecutive messages of one layout, as both ends of a channel know them.
 
-    total: messages of the step. Messages before number `end` have the known `layout`. A continuation precedes message
-    `end - 1` if the step has messages after it and the run has more than one message.
+    total: messages of the step. Messages before number `end` have the known `layout`. A continuation, which says how
+    many more messages have this layout, precedes message `end - 1` if the step has messages after it and the run has
+    more than one message.
     """
 
     def __init__(self, total: int) -> None:
