@@ -68,7 +68,7 @@ def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
 
 
 def info(args: argparse.Namespace) -> None:
-    """Print a summary of a pair (`info`)."""
+    """Run the command `info`: print a summary of a .bin/.idx pair."""
     indexed = IndexedDataset(args.prefix)
     sizes = indexed.document_sizes(range(indexed.num_documents))
     facts: dict[str, Any] = {
@@ -94,7 +94,9 @@ def _with_loss(prefix: str) -> list[str]:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Check a pair, both pairs of a conversation corpus, or the three pairs of a CPM corpus for T5 (`verify`).
+    """Run the command `verify`: check all .bin/.idx pairs of a corpus.
+
+    A corpus of conversations has two pairs, a CPM corpus for T5 three, any other corpus one.
 
     Raises DatasetError that lists all problems.
     """
@@ -152,7 +154,7 @@ def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
 
 
 def decode(args: argparse.Namespace) -> None:
-    """Print documents as text (`decode`)."""
+    """Run the command `decode`: print documents as text."""
     indexed = IndexedDataset(args.prefix)
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     for d in args.documents:
@@ -165,7 +167,7 @@ def decode(args: argparse.Namespace) -> None:
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
-    """Concatenate several pairs into one (`merge`)."""
+    """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
     prefixes = [*prefixes_of(args.prefixes)]
     abouts = [sidecar(prefix) for prefix in prefixes]
     prints = {about["fingerprint"] for about in abouts if about}
@@ -202,7 +204,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
 
 
 def split_pair(args: argparse.Namespace) -> None:
-    """Write pairs for training, validation and test (`split`)."""
+    """Run the command `split`: divide a .bin/.idx pair into three, for training, validation and test."""
     indexed = IndexedDataset(args.prefix)
     parts = split_documents(parse_split(args.split), indexed.num_documents)
     wanted = [
@@ -231,7 +233,7 @@ def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, A
 
 
 def sample(args: argparse.Namespace) -> None:
-    """Print a sample as the training run reads it (`sample`)."""
+    """Run the command `sample`: print a sample as the training run reads it."""
     path = Path(args.run_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: --run-dir {args.run_dir} is not the folder of a run")

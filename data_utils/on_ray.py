@@ -69,7 +69,9 @@ def ordered_map_on_ray(
 ) -> Iterator[Result]:
     """Yield the results of `work` for all items, in the items' order, computed by processes of a Ray cluster.
 
-    `work` and `start` must be top-level functions of a module or of the running script.
+    Each of the `workers` processes first calls `start(*settings)`. `work` and `start` must be top-level functions of a
+    module or of the running script. address: address of a cluster, `auto` for the cluster of this machine, or `local`
+    to start one.
     """
     ray = connect(address)
     script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None

@@ -163,8 +163,9 @@ def _by_count(counter: Counter[str]) -> list[tuple[str, int]]:
 
 
 def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str, specials: Sequence[str] = ()) -> None:
-    """Train byte-level BPE: vocab.json and merges.txt in the folder `output` (`gpt2-bpe`), or a tokenizer.json (`hf`).
+    """Train byte-level BPE and write its files.
 
+    output: for the kind `gpt2-bpe` a folder for vocab.json and merges.txt, for `hf` the path of a tokenizer.json.
     specials: names of special tokens besides the end-of-document token; only a tokenizer.json can mark them as
     special.
     """

@@ -49,8 +49,9 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
 class LayoutRun:
     """Consecutive messages of one layout, as both ends of a channel know them.
 
-    total: messages of the step. Messages before number `end` have the known `layout`. A continuation precedes message
-    `end - 1` if the step has messages after it and the run has more than one message.
+    total: messages of the step. Messages before number `end` have the known `layout`. A continuation, which says how
+    many more messages have this layout, precedes message `end - 1` if the step has messages after it and the run has
+    more than one message.
     """
 
     def __init__(self, total: int) -> None:
@@ -66,7 +67,10 @@ class LayoutRun:
         self.end, self._long = self.end + count, count > 0
 
     def continuation_due(self, index: int) -> bool:
-        """Return whether a continuation precedes message `index`."""
+        """Return whether a continuation is sent before message `index`.
+
+        A continuation is an 8-byte message: how many messages with the same layout follow message `index`.
+        """
         return self._long and index == self.end - 1 and self.end < self.total
 
 
@@ -256,7 +260,7 @@ class Receiver:
         return self.take(at)
 
     def same_until(self, at: At) -> int:
-        """Return the first micro-batch after `at` whose layout may differ, as announced by the sender."""
+        """Return the first micro-batch after `at` whose layout may differ, according to the sender."""
         return self._runs[at.chunk].end
 
     def __str__(self) -> str:

@@ -142,7 +142,7 @@ class PipelineEngine(PipelineHooks):
         Shapes may differ from those in training.
         return_logits: return `(result, outputs of the last micro-batch)`; the outputs are None except on the last
             stage.
-        compute_loss: if False, return the outputs instead of the loss, on the last stage only (None elsewhere).
+        compute_loss: if False, return the outputs instead of the loss; other stages than the last get None.
         reduce_output: "avg" for the mean over micro-batches and replicas; None for the list over micro-batches, on
             the last stage only.
         bcast_loss: if False, only the last stage gets the loss.
@@ -368,7 +368,7 @@ class PipelineEngine(PipelineHooks):
                 self._forward_end(end)
                 raise end
             if end:
-                return  # stage 0 announces the end of the data to all stages
+                return  # stage 0 will inform all stages that the data has ended
         if count:
             self._at("reading its micro-batches, whose targets are counted")
             self._losses.count(count, batches.all_labels(), group)

@@ -83,7 +83,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self.optimizer.clip(norm, self.gradient_clipping())
             self.optimizer.overflow = not math.isfinite(norm.item())  # DeepSpeed counts this as a skipped step
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
-            # With clipping, DeepSpeed calls this method; a wrapped optimizer computes the norm itself.
+            # DeepSpeed calls this method only if clipping is on. Without clipping it is called here, because its norm
+            # decides whether the step is skipped. A wrapped optimizer decides this itself.
             self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)
 

@@ -154,11 +154,12 @@ class StageGraph:
     def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int) -> None:
         self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
         self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # start and end events of messages
-        self._last: dict[Hashable, int] = {}  # last message of each queue
-        self._computed: int | None = None
+        # Each int below is the number of an event in the graph.
+        self._last: dict[Hashable, int] = {}  # end of the last message of each queue
+        self._computed: int | None = None  # the event that the next computation must wait for
         self._host: int | None = None  # last event that the host has waited for
-        self._last_start: int | None = None  # start of the last submitted operation
-        self._since_sync: list[int] = []  # ends of operations submitted since the last device synchronization
+        self._last_start: int | None = None  # start of the operation submitted last
+        self._since_sync: list[int] = []  # ends of the operations submitted since the last device synchronization
         # For each kind of receive: receives not posted yet, posted ones, and messages of known layout.
         self._agenda: dict[type[Instruction], deque[At]] = defaultdict(deque)
         self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = defaultdict(deque)

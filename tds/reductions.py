@@ -142,7 +142,7 @@ class Overlapped(Reduction):
         self._may_arm = bool(engine._config.pipeline.get("overlap_grad_reduce", True))
 
     def plan(self, instructions: Sequence[Instruction]) -> None:
-        """Find the pass of each chunk that gives its weights their last gradients of a step."""
+        """Find the last pass of each chunk in a step that computes gradients of weights."""
         self._last = {each.chunk: each for each in instructions if isinstance(each, (Backward, BackwardWeight))}
 
     @contextmanager

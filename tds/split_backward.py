@@ -65,8 +65,8 @@ def backward_input(
     grads: gradients of the outputs; None for a scalar.
     inputs: leaf tensors that need gradients.
 
-    Two kinds of weights get their gradients at once: a weight that is used more than once, because its uses cannot be
-    separated later, and a weight that no node on a path to an input leads to.
+    Some weights get their gradients at once: weights that are used more than once, because their uses cannot be
+    separated later; weights of compiled layers; and weights of outputs that do not depend on `inputs`.
     """
     deferred = DeferredWeightGrads()
     if not inputs:
@@ -97,7 +97,7 @@ def backward_input(
 
 
 def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[list[Fork], list[Tensor]]:
-    """Return the forks, and the weights that are not reached through exactly one fork.
+    """Return the forks, and the weights whose gradients cannot be deferred, because not exactly one fork leads to them.
 
     order: all nodes, each after the nodes that its edges lead to.
     """

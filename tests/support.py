@@ -66,7 +66,8 @@ class RankFailure(AssertionError):
 
 
 def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # Ranks are daemons, to end with their parent. Daemons may have no children, but ranks need data-loader workers.
+    # Ranks are daemon processes, so that they end with the test process. Python lets no daemon start data-loader
+    # workers, so this rank hides that it is a daemon.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     where = Path(folder)
     words = os.open(where / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)

@@ -46,7 +46,7 @@ class Wanted:
 
     @classmethod
     def by(cls, config: Config, beside_load: bool = False) -> "Wanted":
-        """Return the selection that the flags ask for.
+        """Return which parts of a checkpoint to load, according to the flags.
 
         beside_load: the run resumes from a checkpoint of its own although --load is given.
         """

@@ -88,7 +88,8 @@ class Saver:
     def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
         self.folder, self.engine, self.config = Path(folder), engine, config
         self.fingerprint, self.background = fingerprint, background
-        self._pending: tuple[Path, dict[str, Any]] | None = None  # final folder, and part of checkpoint.json
+        # The checkpoint being saved: its final folder, and the part of checkpoint.json that is known so far.
+        self._pending: tuple[Path, dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None
         self._reports: list[dict[str, Any]] = []
         self._buffers: Buffers | None = None

@@ -57,7 +57,7 @@ def _expect(right: bool, where: str, what: str, found: Any) -> None:
 
 
 def check(content: Mapping[str, Any], files: Collection[str]) -> None:
-    """Raise SchemaError for content that the rest of this package could not handle.
+    """Raise SchemaError unless the content of a checkpoint.json is valid.
 
     files: the file names in SHA256SUMS.
     """

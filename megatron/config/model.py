@@ -103,9 +103,9 @@ class ModelConfig(DecoderConfig):
     logits_chunk_size: int = opt(
         0,
         "compute logits and loss of a micro-batch in chunks of this many tokens; 0 computes all at once. Chunks "
-        "save memory only if a micro-batch has more tokens than --hidden-size plus this number, because the output "
-        "matrix's gradient is then kept in fp32 from the loss on; wide models become slower. No effect with "
-        "--reference-ops cross-entropy",
+        "save memory only if a micro-batch has more tokens than --hidden-size plus this number, because the forward "
+        "pass then also computes the output matrix's gradient and keeps it in fp32. Wide models become slower. No "
+        "effect with --reference-ops cross-entropy",
         at_least(0),
         free=True,
     )

@@ -20,7 +20,7 @@ class CheckpointConfig(Section):
     async_save: bool = opt(
         False, "write checkpoints while training continues; needs memory for a copy of what a rank saves"
     )
-    save_interval: int = opt(1000, "iterations between two checkpoints; 0 for none but the last", at_least(0))
+    save_interval: int = opt(1000, "iterations between two checkpoints; 0 saves only at the end", at_least(0))
     save_at_end: bool = opt(True, "save after the last iteration")
     max_failed_saves: int = opt(
         3, "how many saves in a row may fail, e.g. on a full disk, before the run ends; 0 for none", at_least(0)

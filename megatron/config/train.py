@@ -13,7 +13,7 @@ class TrainConfig(Section):
     batch_size: int = opt(4, "samples of one micro-batch", at_least(1))
     gas: int = opt(1, "gradient accumulation steps: micro-batches of one iteration", at_least(1))
     train_iters: int = opt(100000, "iterations (optimizer steps) of the whole run", at_least(0))
-    eval_interval: int = opt(1000, "iterations between two evaluations; 0 for none but the last", at_least(0))
+    eval_interval: int = opt(1000, "iterations between two evaluations; 0 evaluates only at the end", at_least(0))
     eval_iters: int = opt(10, "global batches of one evaluation; 0 for no evaluation", at_least(0))
     z_loss: float = opt(
         0.0,

@@ -94,7 +94,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             self._nth[self._which == i] = np.arange(quota)
 
     def locate(self, n: int) -> tuple[int, int]:
-        """Return (corpus, sample of that corpus) for sample n of the blend."""
+        """Return (index of a corpus, index of the sample in that corpus) for sample n of the blend."""
         n = int(n)
         before = math.floor(n * self._share) if self._rare else 0  # samples of rare corpora among the first n
         if self._rare and math.floor((n + 1) * self._share) > before:
@@ -135,7 +135,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         return found
 
     def _locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (corpora, samples of these corpora), two arrays, for samples `first` to `first + count` - 1."""
+        """Return two arrays [count] for samples `first`, `first` + 1, ...: the corpus, and the index in that corpus."""
         begin, end = (math.floor(n * self._share) for n in (first, first + count))
         owners, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         taken = np.array([math.ceil(r / self._share) - 1 - first for r in range(begin + 1, end + 1)], dtype=np.int64)

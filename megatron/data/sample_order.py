@@ -26,7 +26,7 @@ class Epoch(NamedTuple):
     """Order of one pass over the documents."""
 
     order: NDArray[np.integer]  # [documents] shuffled document indices
-    ends: NDArray[np.integer]  # [documents] cumulative tokens up to the end of each position in `order`
+    ends: NDArray[np.integer]  # [documents] entry i: number of tokens in the documents order[0] to order[i]
     samples: NDArray[np.integer]  # [samples] shuffled sample indices
 
 

@@ -21,10 +21,11 @@ from .pieces import Piece, Pieces
 
 
 def serves(query: Tensor, bias: Tensor) -> bool:
-    """Return whether torch would save the attention probabilities of query [b, n, q, d] and bias [1, n, q, k].
+    """Return whether `biased_attention` saves memory: whether torch would keep the attention probabilities.
 
-    It saves them on a CPU if the bias requires a gradient. Accelerators have a fused kernel that computes this
-    gradient, too.
+    On a CPU, torch keeps them for the backward pass if the bias requires a gradient. Accelerators have a fused kernel
+    that computes this gradient without them.
+    query: [b, n, q, d]. bias: [1, n, q, k].
     """
     return query.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
 

@@ -166,7 +166,7 @@ def causal_window(queries: int, keys: int, window: int, device: torch.device) ->
 def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Return the position of each token in its document, from 0, for document ids [b, s] -> [b, s].
 
-    Ids -n of a prefix and n of the tokens after it are one document.
+    A document with a prefix has two ids, -n for the prefix and n for the tokens after it; positions count on.
     """
     document_ids = document_ids.abs()
     place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)

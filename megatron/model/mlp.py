@@ -51,7 +51,7 @@ def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split [..., 2 f] into gate and value, [..., f] each: copies on a CPU, views elsewhere."""
+    """Split [..., 2 f] into gate and value, [..., f] each: copies on a CPU, views on accelerators."""
     pairs = x.view(*x.shape[:-1], -1, 2)
     gate, value = pairs[..., 0], pairs[..., 1]
     return (gate.contiguous(), value.contiguous()) if x.device.type == "cpu" else (gate, value)

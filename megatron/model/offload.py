@@ -61,7 +61,7 @@ class CopyStream:
 
 
 class CopyStreams:
-    """Copy streams of a device, one for each direction. last: the layer that offloaded most recently."""
+    """Two copy streams, to and from the device. last: the layer that offloaded most recently."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = CopyStream(device), CopyStream(device)
@@ -70,7 +70,7 @@ class CopyStreams:
 
 @cache
 def copy_streams(device: torch.device) -> CopyStreams:
-    """Return the copy streams of `device`, one pair per process."""
+    """Return the copy streams of `device`; each process creates them once and shares them among all layers."""
     return CopyStreams(device)
 
 

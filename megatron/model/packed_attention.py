@@ -16,9 +16,9 @@ from .masks import Documents, begins, cached_on
 
 
 def serves(query: Tensor, documents: Documents) -> bool:
-    """Return whether the kernel exists and accepts query [b, n, s, d] and the documents.
+    """Return whether torch's packed-sequence kernel exists and accepts query [b, n, s, d] and these documents.
 
-    It needs torch >= 2.11 and Ampere or later. Compiled code uses the mask, which a compiler fuses. The check
+    The kernel needs torch >= 2.11 and Ampere or later. False in compiled code: the compiler fuses a mask. The check
     synchronises with the device once per batch.
     """
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8:
@@ -44,8 +44,9 @@ def borders(documents: Documents) -> Tensor | None:
     """Return the start of each document among all tokens, and the number of tokens: int32 [documents + 1].
 
     Tokens are numbered row after row of the batch. Returns None if a document is split or has a prefix.
-    This function waits for the device to learn the number of documents, once for all layers. A tensor of fixed length
-    would avoid the wait, but it would need an entry per token, and the kernel launches blocks for each entry.
+    Only the device knows the number of documents, so the host waits for the device, once for all layers. A tensor of
+    fixed length would avoid the wait, but it would need an entry per token, and the kernel launches blocks for each
+    entry.
     """
     return cached_on(documents.queries, ("borders",), None, lambda: _borders(documents.queries))
 

@@ -22,7 +22,7 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """Return `data[key]` of the group's first rank, for every key, on every rank of the group.
 
-    data: tensors of `datatype` with at most 8 dimensions; only used on the first rank, None elsewhere.
+    data: on the first rank, tensors of `datatype` with at most 8 dimensions; ignored on the other ranks, may be None.
     sizes: the shape of each tensor, if all ranks know them. By default shapes are sent first, and ranks on an
     accelerator must wait for these shapes.
     Raises ValueError on every rank for a missing key, a wrong dtype or a wrong size. With `sizes` on an

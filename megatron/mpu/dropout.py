@@ -33,7 +33,8 @@ class Stream:
         self.number = torch.tensor(number, device="cpu")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stream, (self.rng, self.name, self.split)  # a copy registers itself under a new number
+        # pickle and deepcopy make copies by the constructor, which registers each copy under its own number.
+        return Stream, (self.rng, self.name, self.split)
 
     def drop(self, x: Tensor, p: float, turn: int = 0) -> Tensor:
         """Set each element of x [...] to 0 with probability p, else divide it by 1 - p (Srivastava et al. 2014).

@@ -72,14 +72,17 @@ class Tokenizer(ABC):
         return self.encode(text)
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
-        """Return the ids of message content, in which no name becomes a token of `marks`.
+        """Return the ids of message content, in which names of special and other added tokens remain plain text.
 
         inside: the content follows a special token.
         """
         return self.encode_inside(text) if inside else self.encode(text)
 
     def encode_names(self, text: str) -> list[int]:
-        """Return the ids of `text`, with names in `marks` replaced by their tokens, as in transformers."""
+        """Return the ids of `text`, in which names of special and some other added tokens become these tokens.
+
+        `marks` holds these names. transformers encodes text in the same way.
+        """
         marks, ids = self.marks, list[int]()
         for part in filter(None, any_of(marks).split(text)):
             if part in marks:

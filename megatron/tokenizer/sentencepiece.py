@@ -23,7 +23,8 @@ MARK = "\u2581"  # stands for a space in sentencepiece's tokens
 # Concatenated protobuf messages merge. Appending these bytes to a model therefore sets
 # normalizer_spec.add_dummy_prefix to false.
 NO_PREFIX = b"\x1a\x02\x18\x00"
-# Classes whose default for add_bos_token is true in transformers 4 and false in transformers 5.
+# Tokenizer classes with unclear beginnings of text: add_bos_token is by default true in transformers 4, but false in
+# transformers 5.
 UNCLEAR = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 

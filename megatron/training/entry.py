@@ -79,9 +79,9 @@ def _complain(error: BaseException, everywhere: bool) -> None:
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdecimal() else 0
     if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):
-        # The launcher ends all ranks when the first one exits. Rank 0 must exit first, after it has printed the
-        # error.
-        time.sleep(10)  # if rank 0 has the error, too, its exit ends this rank meanwhile; else print it here
+        # The launcher ends all ranks when the first one exits. So this rank gives rank 0 time to print the error and
+        # exit. If this rank still runs after the wait, rank 0 has no error, so this rank prints its own.
+        time.sleep(10)
     if rank == 0 or not isinstance(error, KeyboardInterrupt) or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"
         text = str(error) if isinstance(error, ConfigError) else complaint(error)

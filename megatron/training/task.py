@@ -115,7 +115,8 @@ def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[
     pair = isinstance(made, (tuple, list)) and len(made) == 2
     if not pair or not isinstance(made[1], (tuple, list)):
         raise ValueError(
-            f"{_name(task)}.datasets returns {what(made)}: return the three data sets as a tuple, and a list of notes"
+            f"{_name(task)}.datasets returns {what(made)}: return two things, first a tuple of three data sets, "
+            "second a list of notes"
         )
     if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
         raise ValueError(

@@ -25,7 +25,7 @@ class StepWatch:
 
     @contextmanager
     def step(self, part: str) -> Iterator[None]:
-        """Watch one step of training or evaluation (`part`)."""
+        """Watch one step. part: `training` or `evaluation`."""
         self._step += part == "training"
         self._part, self._micro = part, 0
         self._mark()

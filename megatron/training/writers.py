@@ -46,7 +46,10 @@ def check(config: LogConfig) -> None:
 
 
 def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
-    """Return the writers that the flags ask for, for rows after `iteration`. Raises ValueError if one cannot start."""
+    """Return the writers that the flags enable, ready to log iterations after `iteration`.
+
+    Raises ValueError if a writer cannot start.
+    """
     log = config.log
     automatic = log.tensorboard is None and importlib.util.find_spec("tensorboard")
     wanted: dict[type[Writer], Any] = {

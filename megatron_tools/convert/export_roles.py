@@ -125,7 +125,10 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
 
 
 def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (ids for config.json, generation_config.json) of a model that came without a tokenizer."""
+    """Return two dicts for a model that came without a tokenizer: token ids (eos_token_id, ...), generation settings.
+
+    The ids are for config.json, the settings are the content of generation_config.json.
+    """
     ids = {key: trained[key] for key in ROLES if key in trained} | ids_beside(source)
     return ids, {**ids, **generation_beside(source)}
 

@@ -13,7 +13,8 @@ from megatron.config import ModelConfig
 from .hf_keys import ACTIVATIONS, DTYPES, Family, refuse
 from .hf_rope import rope_settings, their_rope
 
-LONGEST = 4096  # default --seq-length for further training; many models accept far longer inputs
+# The converter sets --seq-length for further training to the model's number of positions, but at most to this limit.
+LONGEST = 4096
 _ALL = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": None, "rope_scaling": None,

@@ -68,7 +68,10 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
-    """Return the rotary settings and the key that holds them. Raises ValueError if the two keys disagree."""
+    """Return the rotary settings and the key that holds them, rope_scaling or rope_parameters.
+
+    Raises ValueError if the config has both keys with different settings, or if settings differ between layers.
+    """
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; only models with one kind can be converted")

@@ -136,7 +136,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
         yield warning(
             "package megatron",
             f"there is another package named megatron, {others[0][0]}",
-            "start scripts from this checkout, or use an environment without the other package",
+            "start scripts from this project's folder, or use an environment without the other package",
         )
     else:
         yield ok("package megatron", "only this project's")

@@ -91,7 +91,10 @@ def read_timetable(run_dir: Path) -> Timetable | None:
 
 
 def as_svg(table: Timetable) -> str:
-    """Return both timetables on one scale. Colours are CSS classes that the page defines."""
+    """Return an SVG of the ideal timetable and, below it, the real one, on one time scale.
+
+    Colours are CSS classes of the page.
+    """
     rows, stages = table.rows(), table.stages
     scale = (WIDTH - LEFT - 4) / max(span.end for spans in rows.values() for span in spans)
     tall = stages * HEIGHT + 32

@@ -167,12 +167,13 @@ def build_parser() -> Parser:
     add(
         "--window",
         type=int,
-        help="context window in tokens (default: --seq-length of the run, or the positions in a folder's config.json)",
+        help="context window in tokens (default: --seq-length of a run, or max_position_embeddings of a Hugging Face "
+        "folder)",
     )
     add(
         "--stride",
         type=int,
-        help="tokens that each window scores; with fewer, each has more context (default: half the window)",
+        help="tokens to score per window; a smaller stride gives each token more context (default: half the window)",
     )
     add("--json", help="JSON file to write the results to")
     add("--quiet", action="store_true", help="hide the progress bar")

@@ -63,9 +63,11 @@ class Marks(NamedTuple):
 class Reader:
     """Encoder of prompts.
 
-    template: chat template. marks: fill-in-the-middle tokens. names: names of special tokens in a text become these
-    tokens. continues_text: the model is a T5 trained with --objective prefix-lm, which continues text instead of
-    filling masked spans.
+    template: chat template.
+    marks: fill-in-the-middle tokens.
+    names: if True, the name of a special token in a prompt, such as `</s>`, is encoded as that token, not as text.
+    continues_text: the model is a T5 trained with --objective prefix-lm, which continues text instead of filling masked
+        spans.
     """
 
     tokenizer: Tokenizer

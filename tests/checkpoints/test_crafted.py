@@ -1,4 +1,4 @@
-"""Malformed or malicious checkpoint.json files are refused in one sentence, without opening files elsewhere."""
+"""Malformed or malicious checkpoint.json files are refused in one sentence; no file outside its folder is opened."""
 
 import copy
 import hashlib

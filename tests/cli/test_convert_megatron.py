@@ -172,7 +172,7 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
         items: dict[int, dict[str, Tensor]] = {
             1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # 0 and 2 have no weights
             LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},
-            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # unused in the output
+            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # the model ignores it
         }
         for i in range(LAYERS):
             stem = f"layers.{i}."

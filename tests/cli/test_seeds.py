@@ -25,7 +25,10 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files in data/ of Ascend's page: gpt2-vocab.json, gpt2-merges.txt, my-gpt_text_sentence."""
+    """A folder with the files that the commands of Ascend's Megatron-DeepSpeed read.
+
+    They are data/gpt2-vocab.json, data/gpt2-merges.txt and data/my-gpt_text_sentence.{bin,idx}.
+    """
     folder = tmp_path_factory.mktemp("ascend")
     texts = [json.loads(line)["text"] for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
     train_byte_bpe(texts, str(folder / "data"), 600, "gpt2-bpe")
@@ -63,7 +66,7 @@ def test_the_scripts_of_the_page(prepared: Path, tmp_path: Path, kind: str, size
     assert (run / "checkpoints/iter_0000002").is_dir() == (kind == "full")
 
 
-# The ds_config of DeepSpeed's page, whose misplaced comma is corrected.
+# The ds_config of DeepSpeed's Getting Started page, with its misplaced comma corrected.
 DS_CONFIG = {
     "train_batch_size": 8, "gradient_accumulation_steps": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
     "fp16": {"enabled": True}, "zero_optimization": True,
@@ -71,9 +74,10 @@ DS_CONFIG = {
 
 
 def _loop(name: str, folder: str, config: dict[str, Any], ranks: int) -> list[list[float]]:
-    """Run the loop of DeepSpeed's page with the module `name`, tds or deepspeed.
+    """Run the training loop of DeepSpeed's Getting Started page with the module `name`, tds or deepspeed.
 
-    Returns the losses before a checkpoint, after it, and after loading it in a new engine.
+    Returns three lists of losses: of steps 0 to 3, before a checkpoint; of steps 4 to 7, after it; and of steps 4 to 7
+    again, in a new engine that has loaded the checkpoint.
     """
     import importlib
 
@@ -117,7 +121,7 @@ def _loop(name: str, folder: str, config: dict[str, Any], ranks: int) -> list[li
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=FULL)])
 def test_the_loop_of_the_page(tmp_path: Path, ranks: int) -> None:
-    """The loop of DeepSpeed's page has the same losses with tds as with DeepSpeed, also after loading a checkpoint."""
+    """DeepSpeed's Getting Started loop has equal losses with tds and DeepSpeed, also after loading a checkpoint."""
     found = {
         name: on_ranks(ranks, _loop, name, str(tmp_path / name), DS_CONFIG, ranks) for name in ("tds", "deepspeed")
     }

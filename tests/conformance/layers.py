@@ -173,7 +173,10 @@ class Keep(nn.Module):
 
 
 class Gather(nn.Module):
-    """Last layer, which returns the first tensor with gradients plus 0.1 times the mean of each other tensor."""
+    """Last layer, which adds 0.1 times the mean of every other tensor to the first tensor.
+
+    It ignores tensors that are empty, not floating-point, or, in training, without gradient.
+    """
 
     def forward(self, inputs: Any) -> Tensor:
         first, *rest = (

@@ -72,7 +72,11 @@ def configured_back(t: Trained) -> bool:
 
 
 def evaluates_twice(t: Trained) -> bool:
-    """Return whether 12 evaluations in a row are right; they would fail if each used up part of contiguous buffers."""
+    """Return whether each of 12 evaluations in a row gives the right loss.
+
+    With contiguous_checkpointing, DeepSpeed allocates buffers for a fixed number of activations. If evaluations did not
+    release their buffers, the buffers would run out.
+    """
     found = [t.evaluate() for _ in range(12)]
     return configured_back(t) and all(t.near(each, torch.stack(t.losses()).mean()) for each in found)
 

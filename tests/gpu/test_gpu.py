@@ -9,7 +9,7 @@ from tests.support import FULL, command, covering
 
 from .checks import CHECKS, Impossible
 
-# Checks that a machine without accelerator skips by default, since other tests cover the CPU better.
+# Checks that run without an accelerator only with --full, since other tests cover their features on a CPU.
 SEEN_ELSEWHERE = {
     "recomputation_and_offloading_change_nothing",
     "compiled_layers_agree",

@@ -281,7 +281,10 @@ def test_mixed_precision_follows_fp32(
 def test_mixed_precision_in_every_order(
     schedule: str, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses stay near fp32's, since schedules that split backward passes or stages accumulate gradients in fp32."""
+    """Losses in bf16 and fp16 are within 0.2% of fp32's under schedules with split backward passes or stages.
+
+    These schedules accumulate gradients in fp32.
+    """
     flags = ("--pipeline-schedule", *schedule.split())
     found = ours(Layout(2, 1, 1, zero=1), tmp_path, tiny_data, vocab_file, *flags, precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)

@@ -50,7 +50,8 @@ def test_losses_equal_one_process(
     grid: tuple[int, int, int], tiny_data: str, vocab_file: str, request: pytest.FixtureRequest
 ) -> None:
     """Losses equal plain torch's in fp32 and fp64, with every pipeline schedule and kind of recomputation."""
-    # Three stages run every schedule with every variant; other grids run every second schedule, to save time.
+    # On the grid of three pipeline stages, (3, 1, 1), every variant runs with every schedule. On other grids it runs
+    # with every second schedule, to save time; --full also completes the grids without tensor parallelism.
     whole = grid == (3, 1, 1) or (request.config.getoption("--full") and grid[2] == 1)
     ways = [
         Way(variant, schedule)

@@ -89,7 +89,8 @@ def test_it_steps_as_the_optimizer_inside_does(kind: str) -> None:
     """With any bucket size, weights are updated as by the wrapped optimizer, even weights that few or no ranks use."""
     on_ranks(2, _body, kind, torch.float32, None)
     for during in on_ranks(3, _body, kind, torch.float32, 8):
-        assert during[0] == 0 and during[-1] >= 3  # sent in the backward pass once step 0 has shown the order
+        # Number of buckets reduced during the backward pass: none in step 0, which finds the order of the gradients.
+        assert during[0] == 0 and during[-1] >= 3
 
 
 def test_in_bf16_it_steps_in_fp32() -> None:

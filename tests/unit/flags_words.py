@@ -109,8 +109,8 @@ CHINESE = {
     "--deepspeed-config": '在 --deepspeed-config 里写 "fp16": {"loss_scale_window": ...}',
     'write "fp16": {"hysteresis": ...} in --deepspeed-config': '在 --deepspeed-config 里写 "fp16": {"hysteresis": ...}',
     "the loss is computed in fp32": "损失用 fp32 计算",
-    "hidden states are in --precision; --precision fp32 computes everything "
-    "in fp32": "隐藏状态用 --precision；要 fp32 就全部用 fp32",
+    "hidden states have the dtype of --precision; for fp32 hidden states, pass "
+    "--precision fp32": "隐藏状态用 --precision；要 fp32 就全部用 fp32",
     "--weight-decay is constant": "--weight-decay 自始至终不变",
     "all samples have the full length": "所有样本都是满的",
     "only the gradient norm is logged": "范数只记录梯度的",

@@ -92,7 +92,7 @@ def drifting(content: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in EVERY if p.stem.endswith("_zh")], ids=name)
 def test_words_do_not_drift(path: Path) -> None:
-    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # these contain rejected terms
+    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # both list rejected terms
         assert drifting(text(path)) == []
 
 

@@ -344,7 +344,7 @@ def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
     refuse_other_checkpoints(first, run, 0)  # a run directory without config.json is new
     (run / "config.json").write_text(json.dumps(first.to_dict()))
     refuse_other_checkpoints(first, run, 0)
-    # Another --save is accepted, since the run resumes from the checkpoints there by --load.
+    # A new --save is accepted if --load names the run's old checkpoint folder, since the run then resumes from it.
     refuse_other_checkpoints(parse(["--save", str(tmp_path / "new"), "--load", str(there)]), run, 4)
     with pytest.raises(ValueError, match="iter_0000004.*--save"):
         refuse_other_checkpoints(parse([]), run, 0)

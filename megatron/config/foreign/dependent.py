@@ -62,7 +62,7 @@ def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
 
 
 def merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
-    """Accept a merges file where the tokenizer looks for it, refuse one elsewhere."""
+    """Accept a merges file that the tokenizer reads, because it is next to --vocab-file; refuse any other."""
     vocab = config.data.vocab_file
     if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
         return NoEffect("merges are always read from this place next to --vocab-file")

@@ -214,7 +214,7 @@ MEGATRON = (
     Row("--fp16-lm-cross-entropy", Refused("the loss is computed in fp32")),
     Row(
         "--fp32-residual-connection",
-        Refused("hidden states are in --precision; --precision fp32 computes everything in fp32"),
+        Refused("hidden states have the dtype of --precision; for fp32 hidden states, pass --precision fp32"),
     ),
     Row(
         "--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion "

@@ -31,7 +31,7 @@ def _sum(counts: Sequence[Count]) -> Count:
 
 
 def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
-    """Count the parameters of a column-parallel linear layer, or of a row-parallel one (`by_rows`).
+    """Count the parameters of a linear layer, which is row-parallel if `by_rows`, else column-parallel.
 
     A column-parallel layer splits its bias over the ranks; a row-parallel layer has the whole bias on each rank.
     """
