@@ -141,11 +141,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no notes": (
         {"datasets": lambda s, config, tokenizer: (Numbers(), None, None)},
-        "^Mine.datasets returns 3 objects: return the three data sets as a tuple, and a list of notes",
+        "^Mine.datasets returns 3 objects: return two things",
     ),
     "a note": (
         {"datasets": lambda s, config, tokenizer: ((Numbers(), None, None), "note")},
-        "^Mine.datasets returns 2 objects: return",
+        "^Mine.datasets returns 2 objects",
     ),
     "no training": (
         {"datasets": lambda s, config, tokenizer: ((None, None, None), [])},
