@@ -1,4 +1,4 @@
-"""Inspect, verify, decode, merge and split .bin/.idx pairs, and show a sample of a run."""
+"""Inspect, verify, decode, merge and split .bin/.idx pairs; show one sample as a run reads it."""
 
 import argparse
 import json

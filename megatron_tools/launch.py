@@ -51,9 +51,11 @@ class Signals:
         self._groups: list[Any] = []  # torch's process groups, one for each attempt
 
     def listen(self, group: Any) -> None:
-        """Prepare for the start of `group`'s processes.
+        """Prepare for the start of `group`'s processes, to which `handle` will forward signals.
 
-        They inherit that SIGUSR1 is ignored; otherwise it would kill a process that is still importing modules.
+        From now until `handle`, the launcher ignores SIGUSR1. The new processes inherit this setting. Without it,
+        SIGUSR1 would kill a process that is still importing modules and has no handler yet.
+        Raises SystemExit if a signal has already asked the launcher to stop.
         """
         if self.asked:
             raise SystemExit(128 + self.asked)

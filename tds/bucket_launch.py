@@ -74,8 +74,10 @@ class BucketLauncher:
     def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
         self._buckets, self._chunk_of = buckets, dict(chunk_of or {})
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._expected: Counter[nn.Parameter] = Counter()  # gradients per weight in the previous step's last pass
-        self._counts: Counter[nn.Parameter] = Counter()  # gradients per weight in this step's last pass
+        # Number of gradients that each weight received in the previous step's last backward pass.
+        self._expected: Counter[nn.Parameter] = Counter()
+        # Number of gradients that each weight has received so far in this step's last backward pass.
+        self._counts: Counter[nn.Parameter] = Counter()
         # Weights that had user hooks in the previous step. The gradient of such a weight arrives once, as a total;
         # that of another weight may arrive once per matmul.
         self._hooked: set[nn.Parameter] = set()

@@ -23,7 +23,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
 
     _reduction: Reduction
     _saved_state: PipelineState
-    _squared_norm: Tensor | None = None  # over all ranks in this step, if it was summed together with the loss
+    _squared_norm: Tensor | None = None  # sum over all ranks, if the all-reduce of this step's loss included it
 
     @property
     def has_wrapped_optimizer(self) -> bool:
@@ -54,7 +54,11 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         return squared_norm_here(self.module.parameters(), model_rank, self.device)
 
     def _take_norm(self) -> Tensor:
-        """Return the global gradient norm, a scalar; sum it over the ranks unless that was done with the loss."""
+        """Return the global gradient norm, a scalar.
+
+        The all-reduce that shares the loss may already have summed the squared norm over the ranks. If not, this
+        method sums it.
+        """
         total, self._squared_norm = self._squared_norm, None
         if total is None:
             total = self._square_of_this_rank()

@@ -49,7 +49,7 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
 
 
 def warn_of_untied(module: Any) -> None:
-    """Warn on rank 0 of modules and weights that several layers share although these layers are on different stages."""
+    """Warn on rank 0 of each module or weight that is shared by layers on different stages."""
     if module.num_stages == 1 or module.global_rank:
         return
     places: dict[int, list[int]] = defaultdict(list)
@@ -72,7 +72,11 @@ def warn_of_untied(module: Any) -> None:
 
 
 def _things(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module or weight) of all that `layer`, or its LayerSpec's arguments, may share with other layers."""
+    """Yield (name, object) for each module and weight in `layer` that another layer may contain, too.
+
+    layer: a module, or a LayerSpec, whose arguments may be modules and weights. The name is relative to the module,
+    and empty for the module itself and for an argument.
+    """
     if isinstance(layer, nn.Module):
         if any(True for _ in layer.parameters()):
             yield "", layer

@@ -1,4 +1,7 @@
-"""State of a stage during one step: one object for the step, and one for each micro-batch between instructions."""
+"""State of a stage during one step: a `Step`, with a `Microbatch` for each micro-batch in progress.
+
+A `Microbatch` keeps tensors from the instruction that produces them until the instruction that uses them.
+"""
 
 from dataclasses import dataclass, field
 

@@ -110,7 +110,8 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
     other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)
-    decoder_ids = found.masked_fill(sees_all & other, 0)  # no encoder token has id 0, so id 0 sees all
+    # Encoder ids start at 1. A decoder token with id 0 has no encoder token of its document, and then attends to all.
+    decoder_ids = found.masked_fill(sees_all & other, 0)
     expected = _t5_masks(encoder_ids, decoder_ids)
     for name, ours, theirs in zip(("encoder mask", "decoder mask", "cross mask"), expected, given, strict=True):
         _compare(name, theirs != 0, ours)

@@ -1,8 +1,8 @@
 """Blend of several corpora; after any number of samples, each corpus is within one sample of its exact share.
 
-Weights become whole numbers of samples per block (0.7 and 0.3: 7 and 3 of 10). All blocks have the same order,
-scheduled by earliest deadline first, so a table gives the corpus of sample n. Steiner and Yeomans (1993) prove
-that an order with a deviation below one sample exists for any shares.
+The blend repeats a block in which each corpus has a whole number of samples (weights 0.7 and 0.3: 7 and 3 of 10).
+The order in the block is scheduled by earliest deadline first, so a table gives the corpus of sample n. Steiner and
+Yeomans (1993) prove that an order with a deviation below one sample exists for any shares.
 
 If the weights have too many digits for an exact block, corpora with fewer than FEW samples in the largest block
 form a second blend. If w is their share of all samples, this second blend provides sample n if
@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 LARGEST_BLOCK = 1 << 16
-FEW = 64  # samples in the largest block; below this, rounding to whole samples distorts a share by over a percent
+# Number of samples that a corpus needs in a block of LARGEST_BLOCK samples. With fewer, rounding to whole samples could
+# change its share by about 1% or more, so such corpora form the second blend.
+FEW = 64
 
 
 def quotas(weights: Sequence[float | str]) -> list[int]:
@@ -152,7 +154,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples until the first corpus starts its next epoch."""
+        """Number of samples of the blend until one of the corpora, the earliest, has been read once."""
         pairs = zip([self.datasets[i] for i in self._common_ones], self.quotas, strict=True)
         common = min(int(dataset.samples_per_epoch) * self.block // quota for dataset, quota in pairs)
         if not self._rare:

@@ -18,8 +18,8 @@ Ints = NDArray[np.int64]
 def fit(lengths: Ints, capacity: int) -> Ints:
     """Return the window of each record, [n] -> [n], for lengths from 1 to `capacity` in descending order."""
     window_of = np.empty(len(lengths), dtype=np.int64)
-    open_: dict[int, list[int]] = {}  # free positions of a window -> windows with so many free positions
-    rooms: list[int] = []  # sorted keys of open_
+    open_: dict[int, list[int]] = {}  # number of free positions -> the windows that have this number of them
+    rooms: list[int] = []  # the numbers of free positions that some window has, ascending
     opened = at = 0
 
     def leave(room: int, windows: list[int]) -> None:

@@ -89,9 +89,10 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
 def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
     """Draw spans for CPM, where the last token of each document (True in ends [l]) ends a span.
 
-    Returns two masks, of tokens in spans [l] and of first tokens of spans [l], and the number of tokens used. The end
-    of the window is unused if more documents end in the window than it has spans, or if documents are too short to
-    mask enough tokens.
+    Returns (mask of the tokens in spans [l], mask of each span's first token [l], number n of used tokens): the sample
+    consists of the first n tokens of the window. n is less than l in two cases: if more than
+    max(plan.spans, plan.room) documents end in the window, or if the documents are so short that too few tokens can be masked, so that the
+    unmasked ones would not fit into the encoder.
     """
     boundaries = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)
@@ -120,7 +121,10 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
 
 
 def _distribute(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Distribute up to `total` in proportion to `room`; part i gets from least[i] to max(room[i], least[i])."""
+    """Divide up to `total` into parts in proportion to `room`, and return the sizes of the parts.
+
+    Part i has at least the size least[i], and at most room[i], or least[i] if that is larger.
+    """
     room = np.maximum(room, least)
     left = max(min(total, int(room.sum())) - int(least.sum()), 0)
     free = room - least

@@ -40,9 +40,9 @@ class Layer:
     work: int = 0
 
     def build(self, seed: int) -> nn.Module:
-        """Build the module, whose constructor draws from a seed derived from (seed, name).
+        """Build the module; its constructor draws random numbers from a generator seeded by (seed, layer name).
 
-        `init_weights` fills declared parameters afterwards.
+        Parameters that `mpu` knows how to initialise stay uninitialised; `init_weights` fills them afterwards.
         """
         with mpu.defer_init(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
             return self.cls(*self.args)

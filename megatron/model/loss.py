@@ -29,8 +29,10 @@ class TokenLoss:
     loss would then depend on how the global batch is cut.
     is_text: maps labels to a mask of those that are text, not special tokens; evaluation reports their loss
     separately.
-    z_loss: the factor c of c (log Z)^2, added for each target (Chowdhery et al. 2022). The sum has the value
-    of the cross entropy and the gradient of cross entropy and z-loss. Without gradients no z-loss is computed.
+    z_loss: the factor c of the z-loss c (log Z)^2 of a target, where Z is the sum of the exponentials of its logits
+    (Chowdhery et al. 2022). Training minimises cross entropy plus z-loss, but the returned sum shows the cross
+    entropy only: its value is that of the cross entropy, and its gradient is that of cross entropy plus z-loss.
+    Without gradients no z-loss is computed.
     consumes_logits: the backward pass overwrites the logits with their gradient, see
     `mpu.vocab_parallel_losses`.
     """
@@ -81,8 +83,9 @@ class TokenLoss:
         return losses, self._of_text(logits, labels, losses) if looks else {}
 
     def _both(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss and the z-loss of every token, [b, s] each; the first has the gradient of both.
+        """Return the cross entropy and the z-loss of every token, [b, s] each.
 
+        Only the cross entropy has a gradient, and this is the gradient of cross entropy plus z-loss.
         logits: [s, b, v/t]. labels: [b, s].
         """
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0

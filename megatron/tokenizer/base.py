@@ -133,9 +133,9 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern whose matches start after the first character of each name.
+    """Return a pattern that matches each name without its first character, wherever a text contains the whole name.
 
-    A text that is cut at the start of every match has no part with a whole name.
+    If a text is cut where the matches start, none of its parts contains a whole name.
     """
     return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
 

@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 class RemoteDataset:
     """Placeholder for a data set that other ranks read.
 
-    plan: sequence lengths of its samples; None if a sample is a single sequence.
+    plan: for T5, the lengths of a sample's encoder and decoder sequences; None for any other data set.
     """
 
     def __init__(self, plan: Lengths | None) -> None:

@@ -64,9 +64,9 @@ class Engine(Protocol):
         ...
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return the seconds since the last call in which this rank worked and did not wait, as far as known.
+        """Return for how many seconds, since the last call, this rank worked without waiting for other ranks.
 
-        timed: the result of `Timers.take`.
+        Times that are not measured, or that may include waiting, are left out. timed: the result of `Timers.take`.
         """
         ...
 
@@ -263,7 +263,7 @@ class NoPipeEngine:
         return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return the seconds of data reading and forward passes; a backward pass may include waiting for replicas."""
+        """Return the seconds of data reading and forward passes; backward passes are left out, as they may wait."""
         return timed.get("data", 0.0) + timed.get("forward", 0.0)
 
     def times(self) -> dict[str, float]:

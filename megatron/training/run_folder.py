@@ -41,11 +41,11 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
         except RunLockedError:
             raise
         except ValueError:
-            if not own:  # for a folder inside the run directory, the first save will report the error
+            if not own:  # if the folder is inside the run directory, start: the first save will report what is wrong
                 raise
         else:
             if own and found[0].notes:
-                found[1].notes.clear()  # both locks have notes on the same crash
+                found[1].notes.clear()  # both locks have a note on the same crash of an earlier run: keep one
     except ValueError:
         release(found)
         raise

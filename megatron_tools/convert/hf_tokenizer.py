@@ -53,7 +53,8 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
         vocab = list(zip(pieces, scores, strict=True))
         model = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_)
     theirs = tokenizers.Tokenizer(model)
-    if facts.algorithm == "unigram":  # splitting keeps literal <0x0A> or <unk> in a text from matching
+    if facts.algorithm == "unigram":
+        # Split "<" off a literal <0x0A> or <unk> in a text, so that it does not become the token of that name.
         names = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
         theirs.pre_tokenizer = tokenizers.pre_tokenizers.Split(names, "isolated")
     theirs.normalizer = tokenizers.normalizers.Replace(" ", MARK)

@@ -1,4 +1,4 @@
-"""Translation of Megatron-LM's saved arguments to our settings; unsupported arguments raise errors by name."""
+"""Translation of Megatron-LM's saved arguments to our settings; an error names an argument that is not supported."""
 
 from collections.abc import Mapping
 from typing import Any

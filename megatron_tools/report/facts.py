@@ -63,7 +63,10 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
 
 
 def layout(run: RunRead) -> str:
-    """Return the ranks on each axis. The number of replicas follows from the samples of an iteration."""
+    """Return the sizes of the axes, such as "pipe 2 x data 4 x model 1".
+
+    The number of replicas (data) is the number of samples of an iteration, divided by --batch-size and --gas.
+    """
     p, t = run.config.parallel, run.config.train
     words = [f"pipe {p.pipe_parallel_size}"] if p.pipe_parallel_size else ["no pipeline"]
     if run.global_batch:

@@ -35,7 +35,7 @@ class Records:
 
     @property
     def losses(self) -> list[float]:
-        """Loss of each step, equal on every rank."""
+        """Loss of each step, from rank 0's record; the engine returns the same loss on every rank."""
         return list(self.ranks[0]["losses"])
 
     @cached_property

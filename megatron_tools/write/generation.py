@@ -33,11 +33,11 @@ class Stepper(Protocol):
     """A model that has read one or more prompts of equal length and continues them token by token."""
 
     def first(self, batch: int) -> Tensor:
-        """Start `batch` continuations of each prompt. Return logits [b, v] of their first token, grouped by prompt."""
+        """Start b = prompts * `batch` continuations, grouped by prompt. Return logits [b, v] of their first tokens."""
         ...
 
     def next(self, tokens: Tensor) -> Tensor:
-        """Append tokens [b] and return logits [b, v] of the next ones."""
+        """Append a token to each continuation, tokens [b], and return logits [b, v] of the next token."""
         ...
 
     def reorder(self, rows: Tensor) -> None:
@@ -139,7 +139,7 @@ class GPT2Stepper(_Stepper):
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
-        """Start `batch` continuations of each prompt. Return logits [b, v] of their first token."""
+        """Start b = prompts * `batch` continuations, grouped by prompt. Return logits [b, v] of their first tokens."""
         self.tokens = _repeated(self.prompts, batch, next(self.model.parameters()).device)
         self.caches = _caches(self.model)
         return self._logits(self.tokens)
@@ -174,12 +174,12 @@ class ModelStepper:
         self.logits, self.prompt, self.positions = logits, prompt, positions
 
     def first(self, batch: int) -> Tensor:
-        """Start `batch` continuations of each prompt. Return logits [b, v] of their first token."""
+        """Start b = `batch` continuations of the prompt. Return logits [b, v] of their first tokens."""
         self.tokens = torch.tensor([self.prompt] * batch)
         return self._last()
 
     def next(self, tokens: Tensor) -> Tensor:
-        """Append tokens [b] and return logits [b, v] of the next ones."""
+        """Append a token to each continuation, tokens [b], and return logits [b, v] of the next token."""
         self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1).to(self.tokens.device)], dim=1)
         return self._last()
 
@@ -207,7 +207,7 @@ class T5Stepper(_Stepper):
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
-        """Start `batch` continuations of each prompt. Return logits [b, v] of their first token."""
+        """Start b = sources * `batch` decoder texts, grouped by source. Return logits [b, v] of their first tokens."""
         device = next(self.model.parameters()).device
         self.encoder_tokens = _repeated(self.sources, batch, device)
         self.tokens = torch.full((len(self.encoder_tokens), 1), self.start, device=device)

@@ -185,7 +185,7 @@ def _conversation(turns: object, where: str) -> Conversation:
 
 
 def as_json(asked: Prompt) -> dict[str, Any]:
-    """Return the prompt as the fields that an output line of --json repeats."""
+    """Return the prompt as JSON fields; with --input and --json, each output line has them before the new text."""
     if isinstance(asked, Conversation):
         return {"messages": [message._asdict() for message in asked.messages]}
     return {"prompt": asked.prefix, "suffix": asked.suffix} if isinstance(asked, Infill) else {"prompt": asked}

@@ -363,9 +363,10 @@ def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path
 
 
 def test_what_an_export_cannot_say_is_named(tmp_path: Path, vocab_file: str) -> None:
-    """An export prints a note on each fact about chats that the Hugging Face folder cannot express.
+    """An export prints a note on each property of the chat format that the Hugging Face folder cannot express.
 
-    Such facts are: turn markers that are plain text, dates, extra templates, and corpora with different templates.
+    The properties are: turn markers such as <|im_start|> that the tokenizer splits as plain text, the date in the
+    prompts of the training data, templates besides the default one, and corpora with different templates.
     """
     pytest.importorskip("jinja2")
     sources = ["chatml", "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"]

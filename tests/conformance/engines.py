@@ -89,9 +89,10 @@ def train(
     replicas: int = 1,
     cuts: str = "uniform",
 ) -> tuple[float, float]:
-    """Train a case; return the largest relative error of a loss and of a weight on this rank, against `reference`.
+    """Train a case; return (largest relative error of a step's loss, largest relative error of this rank's weights).
 
-    engine_name: "tds", or "stock" for DeepSpeed's own. A failed probe counts as an infinite error of the loss.
+    The errors are deviations from `reference`. The first one is infinite if the case has a probe, a check of the
+    trained engine, and the probe fails. engine_name: "tds", or "stock" for DeepSpeed's own engine.
     """
     engine, model = _build(engine_name, case, stages, tensor, pipeline, replicas, cuts)
     if dtype is torch.float64:

@@ -371,7 +371,10 @@ def test_megatrons_files_contradict_the_command_or_each_other(tmp_path: Path) ->
 
 
 def test_a_file_a_layer_tells_how_many_there_should_be(tmp_path: Path) -> None:
-    """Checkpoints with a file per layer need --num-layers if file numbers are unusual; a missing file is reported."""
+    """A checkpoint with one file per layer needs --num-layers if CPM-Pretrain would number the files differently.
+
+    With --num-layers, the missing file of a layer is reported.
+    """
     body = weights()
     items: dict[int, dict[str, Tensor]] = {
         0: {

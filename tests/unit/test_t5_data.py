@@ -128,7 +128,7 @@ def test_lengths_fit(encoder: int, decoder: int | None, ends: bool) -> None:
     assert decoder is None or plan.decoder <= decoder
     assert plan.tokens - plan.noise + plan.spans + ends == plan.encoder
     if decoder is None:
-        assert plan.encoder >= encoder - 1  # one position may stay free, as a longer text may need more masking
+        assert plan.encoder >= encoder - 1  # at most one encoder position is unused
 
 
 def test_too_few_sentinels_are_refused_with_the_knobs() -> None:
