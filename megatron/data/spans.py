@@ -91,8 +91,8 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
 
     Returns (mask of the tokens in spans [l], mask of each span's first token [l], number n of used tokens): the sample
     consists of the first n tokens of the window. n is less than l in two cases: if more than
-    max(plan.spans, plan.room) documents end in the window, or if the documents are so short that too few tokens can be masked, so that the
-    unmasked ones would not fit into the encoder.
+    max(plan.spans, plan.room) documents end in the window, or if the documents are so short that too few tokens can be
+    masked, so that the unmasked ones would not fit into the encoder.
     """
     boundaries = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)

@@ -42,7 +42,7 @@ class Layer:
     def build(self, seed: int) -> nn.Module:
         """Build the module; its constructor draws random numbers from a generator seeded by (seed, layer name).
 
-        Parameters that `mpu` knows how to initialise stay uninitialised; `init_weights` fills them afterwards.
+        Parameters passed to `mpu.declare` stay uninitialised; `init_weights` fills them afterwards.
         """
         with mpu.defer_init(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
             return self.cls(*self.args)
