@@ -91,7 +91,8 @@ def _one_object(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("module", "0 is shared"), ("weight", "0.weight is shared"), ("argument", "0 is shared"), ("neither", "")]
+    ("kind", "name"),
+    [("module", "0 is shared"), ("weight", "0.weight is shared"), ("argument", "0 is shared"), ("neither", "")],
 )
 def test_what_is_one_object_on_two_stages_is_named(kind: str, name: str) -> None:
     first, second = on_ranks(2, _one_object, kind)
