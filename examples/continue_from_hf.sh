@@ -2,8 +2,8 @@
 # Continued pretraining: import a Hugging Face model, train it on your text and export it to Hugging Face again.
 #   bash examples/continue_from_hf.sh FOLDER corpus.jsonl runs/more    a downloaded Llama, Qwen or Mistral
 #   bash examples/continue_from_hf.sh                                  a small random Llama, to try it
-# --verify checks import and export by running the same tokens through both models. The script prints the largest
-# difference between their logits, the training losses, and the path of the exported folder. RANKS=8 FLAGS="--model-parallel-size 2" trains on more ranks.
+# It shows the three commands; --verify runs the same tokens through both models at import and export. It prints the
+# largest difference between their logits, the training losses, and the path of the exported folder. RANKS=8 FLAGS="--model-parallel-size 2" trains on more ranks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python

@@ -5,8 +5,9 @@
         --vocab-file runs/sums/tokenizer.model --run-dir runs/sums --num-layers 2 --hidden-size 64 \
         --num-attention-heads 2 --seq-length 32 --train-iters 200 --lr 3e-3
 
-This example shows the requirement on a dataset: sample n depends on n alone. If so, the layout, resuming and the number
-of reader processes never change which samples are read. The loss falls as the model learns what sums look like.
+It shows the requirement on a dataset: sample n depends on n alone. If so, the layout, resuming and the number of reader
+processes never change which samples are read. It prints the training log, in which the loss falls as the model learns
+what sums look like.
 """
 
 import random

@@ -2,7 +2,7 @@
 
     python examples/prepare_on_ray.py --input corpus/sample.jsonl --output runs/prepared --vocab-size 4000
 
-This example has three steps: clean the text, train a tokenizer, tokenize. Cleaning and tokenizing, the long steps, run
+It shows three steps: clean the text, train a tokenizer, tokenize. Cleaning and tokenizing, the long steps, run
 with `--ray`. It prints the output of each step, where the work was done, and the SHA-256 of the tokens.
 """
 

@@ -2,7 +2,7 @@
 
     python tools/launch.py --standalone --nproc-per-node 2 examples/tds_alone.py
 
-This example shows what changes if a plain torch loop trains with two stages: the model becomes a list of layers,
+It shows what changes if a plain torch loop trains with two stages: the model becomes a list of layers,
 `engine.train_batch` replaces forward, backward and step, and a whole batch is evaluated with one call. It prints the
 loss of every 20th step, the accuracy on held-out points, and the number of stages. Loss and accuracy are the same with
 any number of stages up to six.

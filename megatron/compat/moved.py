@@ -94,4 +94,4 @@ class _Alias(Loader):
         return compile(words, name, "exec")
 
     def _warn(self, name: str) -> None:
-        warnings.warn(f"{name} has moved to {self._home}; the next version drops the old path", FutureWarning, 2)
+        warnings.warn(f"{name} has moved to {self._home}; the next version drops the old path", FutureWarning, 3)
