@@ -13,6 +13,7 @@ from megatron import get_args, mpu, print_rank_0
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.training import pretrain
 from tds.pipe import PipelineModule
+from tests.sentences import SENTENCES
 from tests.support import on_ranks
 
 FLAGS = (
@@ -144,5 +145,5 @@ def test_one_folder_to_save_and_to_load_begins_a_run_and_continues_it(
 
 def test_a_second_batch_in_one_call_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     argv = [*FLAGS.split(), "--data-path", tiny_data, "--vocab-file", vocab_file, "--run-dir", str(tmp_path)]
-    with pytest.raises(Exception, match="forward_step"):
+    with pytest.raises(Exception, match=SENTENCES["forward_step_reads_a_second_batch"]):
         on_ranks(1, _plain, argv, True)

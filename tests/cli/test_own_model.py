@@ -335,5 +335,5 @@ class _Scalar(_Odd):
 
 def test_what_deepspeed_cannot_hold_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
-    with pytest.raises(RankFailure, match="DeepSpeed"):
+    with pytest.raises(RankFailure, match=SENTENCES["the_parameter_factor_is_a_single_number"]):
         on_ranks(1, _losses_of, _Scalar, argv)

@@ -15,6 +15,7 @@ from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import init_weights
 from megatron.optim import build_optimizer
 from tds import optimizer_state as zero_state
+from tests.sentences import SENTENCES
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 --hidden-dropout 0 "
@@ -153,7 +154,7 @@ def test_without_apex_or_gpu_torchs_are_taken_and_apex_is_refused(
     for module in ("apex", "apex.normalization", "apex.optimizers"):
         monkeypatch.setitem(sys.modules, module, None)
     assert kernels.norm_class("auto", rms=True) is None
-    with pytest.raises(ValueError, match="FusedRMSNorm"):
+    with pytest.raises(ValueError, match=SENTENCES["fused_rms_norm_cannot_be_imported"]):
         kernels.norm_class("apex", rms=True)
     monkeypatch.setattr(kernels, "_on_gpu", lambda: False)
     assert kernels.norm_class("auto", rms=False) is None

@@ -28,6 +28,7 @@ from megatron.data.indexed_dataset import DatasetError
 from megatron.training.run_folder import accept
 from megatron_tools.convert.plain_pickle import load_plain
 from megatron_tools.report import report
+from tests.sentences import SENTENCES
 from tests.support import ROOT
 
 GOOD = [{"text": f"Document number {i} of this corpus, long enough to stay in it. " * 3} for i in range(400)]
@@ -263,7 +264,7 @@ def test_verify_finds_negative_ids_without_a_vocabulary(tmp_path: Path) -> None:
         builder.add_document([1, 2, 3])
         builder.add_document([4, -1])
     args = inspect_data.build_parser().parse_args(["verify", str(tmp_path / "pair")])
-    with pytest.raises(DatasetError, match=r"pair\.bin"):
+    with pytest.raises(DatasetError, match=SENTENCES["document_1_token_id_1"]):
         inspect_data.verify(args)
 
 

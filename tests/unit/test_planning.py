@@ -231,7 +231,7 @@ def test_a_cluster_with_a_wrong_figure_is_refused(key: str, value: Any, words: s
     with pytest.raises(ValueError, match=re.escape(words)):
         load_cluster(str(path))
     path.write_text("[1]")
-    with pytest.raises(ValueError, match="JSON object"):
+    with pytest.raises(ValueError, match=SENTENCES["must_hold_a_json_object"]):
         load_cluster(str(path))
 
 
