@@ -1,11 +1,11 @@
 """Chat templates: convert a conversation to tokens and a loss mask that is 1 only for the assistant's tokens.
 
 A template writes roles and markup around message contents. Token names in this markup, such as <|im_start|>,
-become special tokens. Token names in messages are encoded as text, so that no message can forge a turn.
+become single tokens. A token name inside a message is encoded as plain text, so that no message can forge a turn.
 
-There is one exception: added tokens that are neither special nor delimit turns, such as <think>. In the assistant's
-messages their names become tokens. With a Jinja template they become tokens in messages of every role, because the
-output of the template does not separate markup from contents.
+Some added tokens, such as <think>, are neither special nor delimit turns. Their names become single tokens in
+assistant messages. With a Jinja template they become single tokens in messages of every role, because the rendered
+text does not separate markup from contents.
 """
 
 import contextlib
@@ -40,7 +40,8 @@ class Message(NamedTuple):
 class Piece(NamedTuple):
     """Part of a rendered conversation.
 
-    counts: whether the tokens of `text` count in the loss. markup: whether token names in `text` become tokens.
+    counts: whether the tokens of `text` count in the loss.
+    markup: whether `text` is markup of the template, in which token names become single tokens.
     """
 
     text: str
@@ -51,8 +52,8 @@ class Piece(NamedTuple):
 class Template(Protocol):
     """Protocol of a chat template, which renders a conversation as text.
 
-    source: `chatml` or the Jinja source. date: the time (ISO 8601) that the template renders as the current
-    time, None if it renders no time.
+    source: `chatml` or the Jinja source.
+    date: the time (ISO 8601) that the template renders as the current time; None if the template renders no time.
     """
 
     source: str
@@ -68,12 +69,13 @@ class Template(Protocol):
 
 
 def messages_of(record: object) -> tuple[Message, ...]:
-    """Return the conversation in `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`.
+    """Return the messages of a record.
 
-    Raises ValueError for any other record and for one without an assistant's message.
+    A record is `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`. Raises ValueError
+    for any other record and for a record without an assistant message.
     """
     if not isinstance(record, dict):
-        raise ValueError("the record is not an object with messages")
+        raise ValueError("the record is not a JSON object")
     if "messages" in record:
         found = turns_of(record["messages"])
     elif "instruction" in record and "output" in record:
@@ -92,7 +94,7 @@ def messages_of(record: object) -> tuple[Message, ...]:
 
 
 def turns_of(turns: object) -> tuple[Message, ...]:
-    """Return a list of `{"role", "content"}` as messages. Raises ValueError for anything else."""
+    """Convert a list of `{"role", "content"}` to messages. Raises ValueError for anything else."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
     found = tuple(Message(turn.get("role", ""), turn.get("content", "")) for turn in turns)
@@ -139,12 +141,14 @@ class ChatML:
 class JinjaTemplate:
     """A Jinja template, as in Hugging Face tokenizers.
 
-    To find the text of an assistant's turn, the conversation is rendered twice, without and with this turn: the text
-    is what the second rendering adds. White space after the token that ends a turn is not trained on.
-    tokenizer: messages must not contain the names of its special tokens or of tokens that delimit turns, because
-    the rendered text does not separate markup from contents.
-    variables: values that the template may use besides the messages, such as eos_token. now: time that strftime_now
-    formats; None leaves strftime_now undefined. Raises TokenizerError without jinja2 or for an invalid template.
+    The conversation is rendered without and with an assistant turn. The text that the second rendering adds is the
+    assistant's text. White space after the token that ends a turn does not count in the loss.
+
+    tokenizer: its special tokens and the tokens that delimit turns must not occur in messages, because the rendered
+    text does not separate markup from contents.
+    variables: values that the template may use besides the messages, such as eos_token.
+    now: time that strftime_now formats; None leaves strftime_now undefined.
+    Raises TokenizerError if jinja2 is not installed or the template is invalid.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
@@ -153,10 +157,10 @@ class JinjaTemplate:
             import jinja2.ext
             import jinja2.sandbox
         except ImportError:
-            raise TokenizerError("this chat template needs the package jinja2: pip install jinja2") from None
+            raise TokenizerError("Jinja chat templates need the package jinja2: pip install jinja2") from None
 
         class Generation(jinja2.ext.Extension):
-            """Jinja extension that drops the `generation` tags around the assistant's text and keeps their content."""
+            """Jinja extension that renders `{% generation %}` blocks as their content, without the tags."""
 
             tags = {"generation"}
 
@@ -198,7 +202,10 @@ class JinjaTemplate:
             raise TokenizerError(f"the chat template is invalid: {error}") from None
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """Return the rendered conversation in pieces. Raises ValueError if a turn changes the text of earlier turns."""
+        """Return the rendered conversation in pieces.
+
+        Raises ValueError if adding a turn changes the rendered text of earlier turns.
+        """
         self._refuse_names(messages)
         whole, at = self._render(messages, False), 0
         found: list[Piece] = []
@@ -208,7 +215,9 @@ class JinjaTemplate:
             before = self._render(messages[:number], True)
             after = self._render(messages[: number + 1], False)
             if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
-                raise ValueError("the chat template does not render turn by turn: a turn changes the text before it")
+                raise ValueError(
+                    "the chat template cannot be used for training: adding a turn changes the text of earlier turns"
+                )
             said = after[len(before) :]
             marked = said.rstrip()
             said = marked if len(marked) > len(message.content.rstrip()) else said
@@ -224,16 +233,16 @@ class JinjaTemplate:
     def _refuse_names(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if name := self._forbidden_names.search(message.content):
-                kind = "a special token" if name[0] in self._tokenizer.specials else "a token that frames turns"
+                kind = "a special token" if name[0] in self._tokenizer.specials else "a token that delimits turns"
                 raise ValueError(f"a message contains {name[0]}, which is {kind}")
 
     @functools.cached_property
     def _forbidden_names(self) -> Pattern[str]:
         """Pattern of the token names that messages must not contain.
 
-        These are the special tokens, the tokens around user and system turns, and the tokens that open and
-        close an assistant's turn. If several tokens open a turn, only the first one is forbidden: the others, such
-        as <think>, may occur in answers.
+        The forbidden tokens are the special tokens, the tokens around user and system turns, and the tokens that
+        open and close an assistant turn. If several tokens open an assistant turn, only the first of these tokens is
+        forbidden; the others, such as <think>, may occur in answers.
         """
         system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
@@ -288,8 +297,8 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
 def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
     """Return the chat template recorded in `about`, the sidecar (PREFIX.json) of a corpus.
 
-    If the sidecar has no `chat_date`, the template cannot call `strftime_now`: it renders no date, or the corpus is
-    older than the support for this function. Raises TokenizerError for an invalid template.
+    Without `chat_date` in the sidecar, `strftime_now` stays undefined: the template renders no date, or the corpus
+    was made before `strftime_now` was supported. Raises TokenizerError for an invalid template.
     """
     date = about.get("chat_date")
     return _template(str(about["chat_template"]), tokenizer, vocab_file, datetime.fromisoformat(date) if date else None)
@@ -309,20 +318,20 @@ def _template(source: str, tokenizer: Tokenizer, vocab_file: str, now: datetime 
 
 
 def own_template(vocab_file: str) -> str | None:
-    """Return the source of the chat template that comes with a tokenizer, or None."""
+    """Return the source of the chat template that comes with a tokenizer, or None if there is no template."""
     path = file_of(vocab_file).with_name(TEMPLATE)
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found = settings_beside(path).get("chat_template")
-    if isinstance(found, list):  # several templates, by name
+    if isinstance(found, list):  # a list of named templates, of which "default" is used
         found = {each["name"]: each["template"] for each in found}.get("default")
     return found if isinstance(found, str) else None
 
 
 class ChatEncoder:
-    """Encoder of rendered conversations as token ids and a loss mask.
+    """Encoder that turns rendered conversations into token ids and a loss mask.
 
-    append_eod: whether a conversation whose last turn is the assistant's ends with `eod`, which counts in the loss.
+    append_eod: whether to append `eod` to conversations that end with an assistant turn; `eod` counts in the loss.
     """
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
@@ -374,12 +383,15 @@ class ChatEncoder:
 
 
 def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Return ChatML's token names that the tokenizer lacks and thus encodes as text; [] for other templates."""
+    """Return the ChatML token names that the tokenizer lacks; [] for other templates.
+
+    The tokenizer encodes these names as several text tokens.
+    """
     return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
 
 
 def ignores_generation_prompt(template: Template) -> bool:
-    """Return whether the template ignores add_generation_prompt, so that the model must write an answer's header."""
+    """Return whether the template ignores add_generation_prompt, so that prompts lack the assistant header."""
     question = [Message("user", "a")]
     try:
         prompt, conversation = (

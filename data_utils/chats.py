@@ -20,12 +20,12 @@ from megatron.tokenizer import Tokenizer
 
 
 def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:
-    """Return the chat template of --chat-template. Raises TokenizerError if it is missing or invalid."""
+    """Return the chat template of --chat-template. Raises TokenizerError for a missing or invalid template."""
     return load_template(args.chat_template, tokenizer, args.vocab_file, args.chat_date)
 
 
 def sidecar_entries(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the entries that a corpus of conversations adds to its sidecar PREFIX.json; {} for other corpora."""
+    """Return the entries for the sidecar PREFIX.json of a corpus of conversations; {} for other corpora."""
     if args.objective != "sft":
         return {}
     template = template_of(args, tokenizer)
@@ -70,12 +70,12 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     if template.date and not args.chat_date:
         print(
             "note: the chat template renders today's date, which the sidecar records as chat_date; "
-            "--chat-date sets another one"
+            "pass --chat-date to render another date"
         )
     if ignores_generation_prompt(template):
         print(
             "note: the chat template ignores add_generation_prompt, so prompts end before the assistant header, "
-            "which the model must generate, too"
+            "and the model must generate this header"
         )
     if missing := missing_marks(template, tokenizer):
         print(

@@ -98,7 +98,7 @@ def urls(text: str, limits: Limits) -> str:
 def repeated(text: str, limits: Limits) -> str:
     """Reduce three or more equal consecutive lines to one, and a phrase that repeats within a line to one copy.
 
-    Equal lines of code are kept. The document is dropped if repeated phrases were too large a part of it, or if
+    In source code, equal lines are kept. Drop the document if repeated phrases make up too large a part of it, or if
     too many repeated lines remain.
     """
     lines = text.split("\n")
@@ -126,9 +126,9 @@ def length(text: str, limits: Limits) -> str:
 
 
 def script(text: str, limits: Limits) -> str:
-    """Drop text with too few letters of the wanted script.
+    """Drop text with too few letters of the script `limits.script`.
 
-    Raises ValueError without the package regex or for an unknown script.
+    Raises ValueError if the package regex is not installed or the script is unknown.
     """
     if not limits.min_script:
         return text

@@ -29,7 +29,7 @@ EXAMPLES = """\
 
 
 class Cleaned(NamedTuple):
-    """A worker's result for a chunk."""
+    """The cleaned documents of one chunk, as a worker process returns them."""
 
     outcomes: list[tuple[str, Outcome, Prints]]  # original text, outcome, fingerprints
     bad: list[BadLine]
@@ -56,7 +56,7 @@ def _start_worker(settings: dict[str, Any]) -> None:
 def _prints(text: str | None) -> Prints:
     """Return a document's fingerprints for deduplication.
 
-    The worker processes compute the fingerprints, because the main process alone compares those of all documents.
+    Worker processes compute the fingerprints, to relieve the main process, which compares them.
     """
     if text is None:
         return Prints()
@@ -64,7 +64,7 @@ def _prints(text: str | None) -> Prints:
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
-    """Clean each document of a chunk; runs in a worker."""
+    """Clean each document of a chunk in a worker process."""
     outcomes, bad = [], []
     for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.largest):
         if isinstance(document, BadLine):
@@ -95,7 +95,7 @@ class Report:
         self.kept_chars += len(text)
 
     def drop(self, reason: str, text: str) -> None:
-        """Count a dropped document, and write it to the file of --dropped."""
+        """Count a dropped document, and write it to the file that --dropped names, if any."""
         self.reasons[reason] += 1
         if self._dropped and self._path:
             with naming(self._path):
@@ -159,9 +159,9 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
 
 @contextmanager
 def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
-    """Open a text file that gets its name `path` only when it is completely written; if `path` is None, yield None.
+    """Open a temporary text file and rename it to `path` after the last write; yield None if `path` is None.
 
-    After an error, an existing file of this name remains unchanged.
+    After an error, an existing file `path` remains unchanged.
     """
     if path is None:
         yield None
@@ -197,7 +197,7 @@ def build_parser() -> Parser:
     add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="cleaning rules to skip")
     add(
         "--on", nargs="+", default=[], choices=["nfkc"],
-        help="cleaning rules to add; nfkc is Unicode normalisation, which changes punctuation",
+        help="optional cleaning rules to run, too; nfkc is Unicode normalisation, which changes punctuation",
     )  # fmt: skip
     add(
         "--min-chars", type=int, default=limits.min_chars,
@@ -239,7 +239,10 @@ def build_parser() -> Parser:
     add("--similarity", type=float, default=0.8, help="smallest Jaccard similarity of near duplicates (default: 0.8)")
     add("--dropped", help=".jsonl file for the dropped documents and the reasons")
     add("--no-shuffle", action="store_true", help="keep the order of the input")
-    add("--seed", type=int, default=1234, help="seed of the shuffle and of the random half in FILE@0.5 (default: 1234)")
+    add(
+        "--seed", type=int, default=1234,
+        help="seed of the shuffle and of the random selection of documents for FILE@0.5 (default: 1234)",
+    )  # fmt: skip
     worker_flags(parser)
     add("--quiet", action="store_true", help="show no progress bar")
     return parser

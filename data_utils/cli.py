@@ -1,6 +1,7 @@
 """Code shared by all command-line tools.
 
-A tool exits with status 2 after a usage error and with 1 after a failure. Both print one sentence to stderr.
+A tool exits with status 2 after a usage error and with status 1 after any other error. In both cases it prints a
+one-sentence message to stderr.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-# Flag of another project's tool -> the flag of this project's tools, or an explanation.
+# Flag of another project's tool -> the equivalent flag of this project's tools, or an explanation
 FOREIGN_FLAGS = {
     "--tokenizer-model": "--vocab-file", "--vocab": "--vocab-file", "--tokenizer-name-or-path": "--vocab-file",
     "--dataset-impl": ".bin and .idx files are always memory-mapped; remove the flag",
@@ -72,9 +73,9 @@ FOREIGN_FLAGS = {
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Return a suggestion for an unknown flag: `; did you mean --x?` or an explanation.
+    """Return the end of the message for an unknown flag: `; did you mean --x?` or an explanation.
 
-    known: the flags of the tool.
+    name: the unknown flag. known: the flags of the tool.
     """
     ours = FOREIGN_FLAGS.get("--" + name.lstrip("-").replace("_", "-"), "")
     if " " in ours:
@@ -106,8 +107,8 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,
-        help="largest document in MiB (default: 8); a worker needs 30 times as much memory with a "
-        "sentencepiece tokenizer, 60 times as much with cpm, 120 times as much with hf",
+        help="largest document in MiB (default: 8); a worker process needs 30 times this memory with a "
+        "sentencepiece tokenizer, 60 times with a cpm tokenizer, 120 times with an hf tokenizer",
     )  # fmt: skip
 
 
@@ -134,7 +135,7 @@ def max_document_bytes(args: argparse.Namespace) -> int:
 
 
 def unreadable(bad: object) -> ValueError:
-    """Return the error for an unreadable document, with the flag that skips such documents."""
+    """Return the error for the unreadable document `bad`; its message names the flag that skips such documents."""
     return ValueError(f"{bad} (pass --on-error skip to skip such documents)")
 
 
@@ -164,7 +165,7 @@ def _named_stdout() -> Iterator[None]:
 
 
 def _give_up_stdout() -> None:
-    """Redirect stdout, which failed, to /dev/null. Otherwise Python would fail again when it flushes it at exit."""
+    """Redirect a failed stdout to /dev/null, because Python flushes stdout at exit and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -26,7 +26,7 @@ def skeleton(text: str) -> str:
 
 
 class Prints(NamedTuple):
-    """Keys by which documents are compared. exact: hash from `fingerprint`. near: MinHash from `sketch`."""
+    """Fingerprints of a document. exact: hash from `fingerprint`. near: MinHash from `sketch`."""
 
     exact: int = 0
     near: Any = None
@@ -47,7 +47,10 @@ def _datasketch() -> Any:
 
 
 def sketch(text: str) -> Any:
-    """Return a MinHash over all substrings of SHINGLE characters. Raises ValueError without the package datasketch."""
+    """Return the MinHash of all substrings of SHINGLE characters of a text.
+
+    Raises ValueError if the package datasketch is not installed.
+    """
     bare = skeleton(text) or text
     shingles = {bare[i : i + SHINGLE].encode() for i in range(max(len(bare) - SHINGLE + 1, 1))}
     made = _datasketch().MinHash(num_perm=PERMUTATIONS, seed=1)
@@ -56,9 +59,10 @@ def sketch(text: str) -> Any:
 
 
 class ExactDuplicates:
-    """Set of texts, compared without spaces, punctuation and case; takes about 100 bytes per document.
+    """Set of texts that ignores spaces, punctuation and case; takes about 100 bytes per document.
 
-    Texts are compared by a 64-bit hash. Among 100 million documents, the probability of any collision is 0.03 %.
+    Texts are compared by 64-bit hashes. Among 100 million different documents, the probability that any two have the
+    same hash is 0.03 %.
     """
 
     def __init__(self) -> None:
@@ -79,8 +83,9 @@ class ExactDuplicates:
 class NearDuplicates:
     """Set of texts that detects near duplicates: texts with a Jaccard similarity of about `threshold` or more.
 
-    Two texts are compared by their sets of substrings of SHINGLE characters; datasketch's locality-sensitive
-    hashing finds the candidates. Takes about 2 kB per document. Raises ValueError without the package datasketch.
+    The similarity of two texts is that of their sets of substrings of SHINGLE characters, estimated by MinHash. The
+    package datasketch finds the candidates by locality-sensitive hashing. The set takes about 2 kB per document.
+    Raises ValueError if datasketch is not installed.
     """
 
     def __init__(self, threshold: float = 0.8) -> None:
@@ -94,7 +99,7 @@ class NearDuplicates:
 
     def has(self, sketched: Any) -> bool:
         """Return True if the set contains a text with a similar MinHash; add the MinHash otherwise."""
-        # Locality-sensitive hashing only finds candidates, so the similarity of their MinHashes decides.
+        # Locality-sensitive hashing only finds candidates, so the MinHash of each candidate is compared, too.
         for key in self._index.query(sketched):
             if self._kept[key].jaccard(sketched) >= self._threshold:
                 return True

@@ -5,8 +5,8 @@
     .txt                    plain text, with a blank line between documents
 
 Files are plain or compressed (.gz, .bz2, .xz, .zst). Each file is cut into chunks of about a megabyte at document
-boundaries. A chunk of an uncompressed UTF-8 text file is only a byte range, which worker processes read themselves.
-Other files can only be read sequentially (streams.py, records.py), so their chunks contain the bytes.
+boundaries. A chunk of an uncompressed UTF-8 text file is only a byte range, and a worker process reads this range.
+Other files can only be read sequentially (streams.py, records.py), so their chunks carry the bytes themselves.
 """
 
 import bisect
@@ -24,10 +24,10 @@ from .records import is_array, records, too_long, unread_columns
 from .streams import BadLine, InputError, blocks, is_utf8, looks_like
 
 CHUNK_BYTES = 1 << 20
-LARGEST_DOCUMENT = 1 << 23  # bytes; limits the memory of a worker
-SKIPPED_BYTES = 1 << 26  # bytes of an overlong document skipped at once
+LARGEST_DOCUMENT = 1 << 23  # default limit in bytes, which bounds the memory of a worker process
+SKIPPED_BYTES = 1 << 26  # an overlong document is skipped in steps of this many bytes
 
-# A blank line may contain spaces, including U+3000 of Chinese text. Line ends of all systems are accepted.
+# A blank line may contain spaces, including U+3000 of Chinese text. A line may end with \n, \r\n or \r.
 _SPACES = rb"(?:[ \t\x0b\x0c]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*"
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?:" + _SPACES + rb"(?>\r\n|\r|\n))+")
 _LINE_END = re.compile(rb"\n")
@@ -42,12 +42,12 @@ Take = Callable[[Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes `start` to `start + length` of a file; `content` holds these bytes if they cannot be read by offset.
+    """Bytes `start` to `start + length` of a file; for compressed files `start` counts decompressed bytes.
 
-    lines: line number, from 1, of the first line or of every line of `content`; None if lines are counted on
-    demand.
-    bad: unreadable documents found while the file was cut into chunks, as (offset in `content`, error).
-    For compressed files `start` counts decompressed bytes.
+    content: these bytes if they cannot be read from the file by offset, else None.
+    lines: number (from 1) of the first line, or the numbers of all lines, of `content`; None if the lines of the file
+    are counted when a number is needed.
+    bad: documents found to be unreadable while the file was cut into chunks, as (offset in `content`, error).
     """
 
     source: Source
@@ -92,7 +92,7 @@ def _line_number(path: str, offset: int) -> int:
     return 1 + before + bisect.bisect_left(_line_ends(path, changed, full), rest)
 
 
-# The counts are cached, or a file with many bad lines would be read again for each bad line.
+# The counts are cached because otherwise every bad line would cause the file to be read again.
 @lru_cache(maxsize=1 << 16)
 def _lines_of(path: str, changed: int, block: int) -> int:
     with open(path, "rb") as file:
@@ -156,7 +156,10 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 
 def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest: int) -> int | None:
-    """Return the offset of the first document end at or after `at_least`; None if `largest` bytes contain none."""
+    """Return the offset at which the first delimiter after `at_least` ends, or `total` at the end of the file.
+
+    Returns None if the `largest` bytes after `at_least` contain no delimiter.
+    """
     delimiter, at, carried = _delimiter(path), at_least, b""
     while at < total:
         file.seek(at)
@@ -175,7 +178,10 @@ def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest
 
 
 def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
-    """Return the end of the last delimiter in the `size` bytes after `start`, relative to `start`; 0 if none."""
+    """Return where the last delimiter in the `size` bytes after `start` ends, relative to `start`.
+
+    Returns 0 if these bytes contain no delimiter.
+    """
     file.seek(start)
     ends = [found.end() for found in _delimiter(path).finditer(file.read(size + 4096)) if found.start() < size]
     return ends[-1] if ends else 0
@@ -189,7 +195,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         cut = (ends[0] if skipping else ends[-1]) if ends else 0
         bad: Bad = ()
         if not ends and (skipping or len(held) > largest):
-            # Keep only the final line breaks of an overlong document, as they may begin a delimiter.
+            # Discard an overlong document except its final line breaks, which may be the first part of a delimiter.
             bad = () if skipping else ((0, _too_long(source.path, line, largest)),)
             cut = len(held.rstrip(b" \t\r\n"))
             skipping = True
@@ -232,11 +238,11 @@ def documents(
     largest: int = LARGEST_DOCUMENT,
     draw: Draw = uniform,
 ) -> Iterator[tuple[Any, ...] | BadLine]:
-    """Yield the texts under `keys` of each document of a chunk, in order; an unreadable document yields a BadLine.
+    """Yield a tuple of the texts under `keys` for each document of a chunk, or a BadLine if it is unreadable.
 
-    keys: names of keys, or a function that returns the tuple to yield for a record, and raises ValueError for an
-    unsuitable record.
-    seed, draw: select documents at random if the file has a fractional weight.
+    keys: names of keys, or a function that converts a record to the tuple, and raises ValueError for an unsuitable
+    record.
+    seed, draw: seed and function of the random selection of documents from a file with a fractional weight.
     """
     content, bad = chunk.read(), dict(chunk.bad)
     for start, end in _split_documents(_delimiter(chunk.path), content):
@@ -259,7 +265,10 @@ def documents(
 
 
 def _unread(path: str, keys: Sequence[str] | Take) -> str:
-    """Return a hint for a record's error: the requested parquet columns that are not read because they lack text."""
+    """Return a hint to append to a record's error: the requested parquet columns that contain no text.
+
+    Such columns are not read. Returns "" for other file formats.
+    """
     if kind(path) != ".parquet":
         return ""
     columns = unread_columns(path).items()
@@ -332,7 +341,7 @@ def texts(
 ) -> Iterator[str]:
     """Yield all documents of all inputs in order, in this process.
 
-    Raises InputError at the first bad line unless `on_bad` is given, which then receives each bad line.
+    on_bad: called with each bad line. Without `on_bad`, the first bad line raises InputError.
     """
     names = [each for each in inputs if isinstance(each, str)]
     for source in [*(each for each in inputs if isinstance(each, Source)), *(find_files(names) if names else [])]:

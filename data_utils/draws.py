@@ -29,5 +29,8 @@ DRAWS: dict[str, Draw] = {"blake2b": uniform, "crc32": crc32}
 
 
 def draw_of(journal: Mapping[str, Any] | None) -> str:
-    """Return the key in DRAWS of a job's random function: the one in its journal, or the default for a new job."""
+    """Return the name in DRAWS of the random function of a preprocessing job.
+
+    journal: the journal of the job to resume, which records the name; None for a new job, which gets the default.
+    """
     return "blake2b" if journal is None else str(journal.get("draw", "crc32"))

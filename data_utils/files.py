@@ -16,7 +16,11 @@ NAMED = 3  # number of skipped files that a message lists by name
 
 
 class Source(NamedTuple):
-    """Input file. weight: copies of each document (0.5: a random half). number: index of the file."""
+    """Input file.
+
+    weight: how many times each document is used; 0.5 selects half of the documents at random.
+    number: index of the file among all inputs.
+    """
 
     path: str
     weight: float = 1.0
@@ -29,12 +33,13 @@ def _to_stderr(message: str) -> None:
 
 
 def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[str], None] = _to_stderr) -> list[Source]:
-    """Return the text files that `inputs` name, in the order of the inputs and sorted by name within each.
+    """Return the text files of all inputs in the order of the inputs; the files of one input are sorted by name.
 
-    An input is a file, a folder or a glob pattern, and may end with `@WEIGHT`. Folders are searched
-    recursively, following links, without hidden entries. say: called with a message about skipped files, which are
-    files of other types, reports of tools/clean_corpus.py, and links to files that were already found.
-    Raises InputError for an input that does not exist, cannot be read or is of an unknown kind.
+    inputs: files, folders or glob patterns, each optionally followed by `@WEIGHT`. Folders are searched recursively;
+    the search follows links and skips hidden entries.
+    say: called with a message about skipped files. Files of other types, reports of tools/clean_corpus.py and links
+    to files that were already found are skipped.
+    Raises InputError for an input that does not exist, cannot be read or is of an unsupported type.
     """
     is_utf8(encoding)
     files: list[Source] = []
@@ -65,7 +70,10 @@ def absent(inputs: Sequence[str]) -> list[str]:
 
 
 def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[Path]:
-    """Return the files in `given` and below its folders, following links; each file once, as links may form cycles."""
+    """Return the files in `given` and below its folders, following links.
+
+    Each file is returned only once, although links may lead to it several times or form cycles.
+    """
     search, found = _Search(), list[Path]()
     for path in sorted(given, key=lambda path: (len(path.parts), path)):
         found += search.files(path)
@@ -83,8 +91,8 @@ class _Search:
 
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
-        # A link to a file counts as a separate file, like a copy, so only the parent folder is resolved. Resolving it
-        # also makes a path readable that a pattern matched through more links than the system follows.
+        # A link to a file counts as a separate file, like a copy, so only the links in the parent folder are resolved.
+        # A pattern can also match a path with more links than the system follows; the resolved path is readable.
         place = os.path.join(os.path.realpath(path.parent), path.name)
         if not os.path.isdir(place):
             if self._is_new(place, path):
@@ -120,7 +128,7 @@ def _check_folder(path: str) -> None:
 
 
 def _check_folders_of(pattern: str) -> None:
-    """Raise InputError for an unreadable folder in a pattern, which glob would silently skip."""
+    """Raise InputError if a folder that a glob pattern matches is unreadable, because glob would skip it silently."""
     while (above := os.path.dirname(pattern)) != pattern:
         for folder in glob.glob(above or os.curdir, recursive=True):
             if os.path.isdir(folder):
@@ -162,12 +170,15 @@ def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
     known = [path for path in every if kind(path)]
     others = [path for path in every if not kind(path)]
     if known and others:
-        say(f"{where}: skipped {len(others)} of {len(every)} files, of unsupported types ({_abbreviate(others)})")
+        say(f"{where}: skipped {len(others)} of {len(every)} files of unsupported types ({_abbreviate(others)})")
     return known
 
 
 def _is_report(path: str) -> bool:
-    """Return True for a report of tools/clean_corpus.py, such as x.jsonl.report.json; x.report.json may be text."""
+    """Return True for the name of a report of tools/clean_corpus.py, such as x.jsonl.report.json.
+
+    x.report.json is not such a name and may be a corpus.
+    """
     return path.endswith(REPORT) and kind(path.removesuffix(REPORT)) is not None
 
 

@@ -1,8 +1,9 @@
 """Writing of `.bin/.idx` pairs (format: indexed_dataset.py) in constant memory.
 
-Tokens, sequence lengths and document boundaries are appended to three temporary files. At the end the index (.idx) is
-assembled, block by block, from the lengths and boundaries. The two files are renamed last, the .idx after the .bin, so
-an .idx proves that the pair is complete. A writer can save its state, and a later writer can resume from this state.
+Tokens, sequence lengths and document boundaries are appended to three temporary files. At the end, the index is
+assembled block by block from the lengths and boundaries. Then the file of tokens is renamed to .bin, and last the
+index to .idx, so an .idx file proves that the pair is complete. A writer can save its state, and a later writer can
+resume from this state.
 """
 
 import contextlib
@@ -24,11 +25,12 @@ AT_ONCE = 1 << 20  # index entries in memory at once
 
 
 class IndexedDatasetBuilder:
-    """Writer of a `.bin/.idx` pair. As a context manager it deletes its files after an error.
+    """Writer of a `.bin/.idx` pair. As a context manager it deletes its temporary files after an error.
 
-    state: result of `state()` of an earlier writer to the same prefix, from which to resume; data written after
-    that call is discarded. suffix: suffix of the temporary files.
-    Raises ValueError for ids that the dtype cannot hold, and if temporary files do not match the state.
+    suffix: suffix of the temporary files.
+    state: state to resume from, which `state()` of an earlier writer to the same prefix returned. Data that was
+    written after that call is discarded.
+    Raises ValueError for ids that the dtype cannot hold, and for temporary files that do not match `state`.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class IndexedDatasetBuilder:
         self.publish()
 
     def prepare(self) -> None:
-        """Write the index under a temporary name, so that a full disk fails before anything is renamed."""
+        """Write the index under a temporary name, so that a full disk causes an error before any file is renamed."""
         self.state()
         index = _Log(self._names["idx"])
         index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1))
@@ -123,7 +125,7 @@ class IndexedDatasetBuilder:
             Path(self._names[part]).unlink()
 
     def close(self) -> None:
-        """Close the temporary files but keep them for a writer that resumes."""
+        """Close the temporary files but keep them for a later writer, which resumes from them."""
         for log in (self._tokens, self._sizes, self._documents):
             log.close()
 
@@ -148,8 +150,8 @@ class IndexedDatasetBuilder:
 class _Log:
     """Append-only file with the SHA-256 of each full block.
 
-    size: bytes to keep of an existing file. digest: expected `digest()` of these bytes. Raises ValueError if the
-    file is shorter or differs.
+    size: number of bytes of an existing file to keep; None creates a new file. digest: expected `digest()` of the
+    kept bytes. Raises ValueError if the file is shorter than `size` or its digest differs.
     """
 
     def __init__(self, path: str, size: int | None = None, digest: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Inspect, verify, decode, merge and split .bin/.idx pairs; show one sample as a run reads it."""
+"""Inspect, verify, decode, merge and split .bin/.idx pairs; show one sample as a training run reads it."""
 
 import argparse
 import json
@@ -47,9 +47,9 @@ ABOUT_TOKENS = (
 
 
 def sidecar(prefix: str) -> dict[str, Any]:
-    """Return the content of a pair's sidecar (PREFIX.json), which the preprocessor wrote; {} if there is none."""
-    # One sidecar describes all pairs of a corpus, so it may be named without this pair's ending: a CPM corpus for T5
-    # has three pairs, a corpus of conversations two.
+    """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar."""
+    # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. The name of this
+    # sidecar lacks the ending that the prefix of a pair has.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
@@ -97,8 +97,7 @@ def verify(args: argparse.Namespace) -> None:
     """Run the command `verify`: check all .bin/.idx pairs of a corpus.
 
     A corpus of conversations has two pairs, a CPM corpus for T5 three, any other corpus one.
-
-    Raises DatasetError that lists all problems.
+    Raises DatasetError with a list of all problems.
     """
     whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
     prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}_{part}" for part in TRIPLE]
@@ -173,7 +172,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
     prints = {about["fingerprint"] for about in abouts if about}
     if len(prints) > 1:
         raise ValueError(
-            f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with the same one"
+            f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with the same tokenizer"
         )
     ends = {about["eod"] for about in abouts if "eod" in about and about.get("append_eod", True)}
     if len(ends) > 1:
@@ -188,11 +187,15 @@ def merge_pairs(args: argparse.Namespace) -> None:
         )
     if len({about.get("chat_template") for about in abouts if about}) > 1:
         raise ValueError(
-            f"{', '.join(prefixes)} were made with different chat templates; preprocess them again with the same one"
+            f"{', '.join(prefixes)} were made with different chat templates; "
+            f"preprocess them again with the same chat template"
         )
     dates = sorted({about["chat_date"] for about in abouts if about.get("chat_date")})
     if len(dates) > 1:
-        print(f"note: the pairs were rendered with {len(dates)} dates; the new sidecar records the last, {dates[-1]}")
+        print(
+            f"note: the chat template rendered {len(dates)} different dates in these pairs; "
+            f"the new sidecar records the latest, {dates[-1]}"
+        )
     if dates and any(is_undated(about) for about in abouts):
         print(f"note: the chat template rendered no date in some of the pairs; the new sidecar records {dates[-1]}")
     builder, *others = (
@@ -291,9 +294,13 @@ def build_parser() -> Parser:
     made.add_argument("--output", required=True, help="path of the new pair, without .bin or .idx")
     made = command("split", split_pair, "split a pair into training, validation and test")
     made.add_argument("prefix", type=prefix_of, help=pair)
-    made.add_argument("--split", default="98,1,1", help="shares of the documents (default: 98,1,1)")
     made.add_argument(
-        "--output", help="prefix of the new pairs before _train, _valid and _test (default: prefix of the given pair)"
+        "--split",
+        default="98,1,1",
+        help="shares of the documents for training, validation and test (default: 98,1,1)",
+    )
+    made.add_argument(
+        "--output", help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)"
     )
     made = command("sample", sample, "show a sample as a training run reads it")
     made.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")

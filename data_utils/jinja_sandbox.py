@@ -1,4 +1,4 @@
-"""Limits on time and memory for chat templates, which come with untrusted models."""
+"""Limits on the time and memory of chat templates, because a downloaded template is untrusted code."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 SECONDS = 10.0
 MOST_BITS = 1 << 16
-MOST_ITEMS = 1 << 26  # characters of a string, elements of a list
+MOST_ITEMS = 1 << 26  # largest number of characters in a string or elements in a list
 BOUNDED = frozenset(("**", "*", "+", "%"))  # operators that `refuse_large` checks; jinja2 never constant-folds them
 
 
@@ -20,7 +20,7 @@ class EndlessTemplate(ValueError):
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Raise EndlessTemplate if the enclosed code exceeds `SECONDS`. Without effect outside the main thread."""
+    """Raise EndlessTemplate if the enclosed code runs for more than `SECONDS`; no limit outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -48,9 +48,9 @@ def refuse_large(operator: str, left: Any, right: Any) -> None:
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if abs(left) > 1 else 0
     if bits > MOST_BITS:
-        raise EndlessTemplate(f"the chat template computes a number of {bits} bits")
+        raise EndlessTemplate(f"the chat template computes a number of {bits} bits, which is too large")
     sizes = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple, bytes))]
     counts = [value for value in (left, right) if isinstance(value, int)]
     items = sizes[0] * counts[0] if operator == "*" and sizes and counts else sum(sizes)
     if items > MOST_ITEMS:
-        raise EndlessTemplate(f"the chat template creates a string or list of {items} elements")
+        raise EndlessTemplate(f"the chat template creates a string or list of {items} elements, which is too long")

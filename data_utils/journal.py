@@ -11,7 +11,7 @@ from megatron.atomic import write_text
 
 
 def _locked(path: str) -> TextIO:
-    """Open the file with a lock that lasts until it is closed. Raises ValueError if another process holds the lock."""
+    """Open a file and lock it until it is closed. Raises ValueError if another process holds the lock."""
     while True:
         lock = open(path, "w")  # noqa: SIM115
         try:
@@ -22,7 +22,7 @@ def _locked(path: str) -> TextIO:
             lock.close()
             raise ValueError(f"another run is writing the same output; it holds the lock {path}") from None
         except FileNotFoundError:
-            pass  # the previous holder deleted the locked file, so the lock protects nothing: try again
+            pass  # another process deleted the file before it was locked here, so open and lock it again
         except OSError as error:
             lock.close()
             raise ValueError(
@@ -34,8 +34,8 @@ def _locked(path: str) -> TextIO:
 class Journal:
     """JSON file with the progress of a job. It is replaced atomically, and only one process at a time can open it.
 
-    job: all inputs and settings that determine the output. state: progress of an interrupted run, None if there is
-    none. Raises ValueError if another run has the journal open or if it belongs to a different job.
+    job: all inputs and settings that determine the output. state: progress of an interrupted run, None for a new job.
+    Raises ValueError if another run has the journal open, or if the journal belongs to a different job.
     """
 
     def __init__(self, path: str, job: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Journal:
             self.state = content["state"]
 
     def write(self, state: dict[str, Any]) -> None:
-        """Record atomically how much of the output is safely on disk."""
+        """Replace the journal by one that records `state`, atomically and durably."""
         write_text(self.path, json.dumps({"job": self._key, "state": state}), synced=True)
 
     def remove(self) -> None:

@@ -18,8 +18,8 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
     for each in opened[1:]:
         if each.dtype != opened[0].dtype:
             raise DatasetError(
-                f"{each.prefix}.bin contains {each.dtype}, but {opened[0].prefix}.bin {opened[0].dtype}; "
-                f"preprocess one of them again"
+                f"{each.prefix}.bin contains {each.dtype}, but {opened[0].prefix}.bin contains {opened[0].dtype}; "
+                f"preprocess one of the two corpora again"
             )
     if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
         raise DatasetError(f"--output {output} is one of the pairs to be merged; choose another name")
@@ -63,13 +63,18 @@ def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
 
 
 def find_damage(prefix: str, expected: dict[str, Any]) -> list[str]:
-    """Return a message for each block that differs from the checksums taken when the pair was written."""
+    """Return a message for each block of a pair whose checksum differs from the checksum in the sidecar.
+
+    expected: checksums of the .bin and .idx file, from the sidecar.
+    """
     found = []
     for ending in ("bin", "idx"):
         path = f"{prefix}.{ending}"
         now = checksums_of(path)
         if len(now) != len(expected[ending]):
-            found.append(f"{path} has {len(now)} blocks of {BLOCK >> 20} MiB, but {len(expected[ending])} were written")
+            found.append(
+                f"{path} has {len(now)} blocks of {BLOCK >> 20} MiB, but the sidecar lists {len(expected[ending])}"
+            )
         for i, (a, b) in enumerate(zip(now, expected[ending], strict=False)):
             if a != b:
                 found.append(

@@ -10,7 +10,7 @@ from .files import absent
 
 
 def refuse_missing(args: argparse.Namespace) -> None:
-    """Raise MissingFiles with a list if two or more of the files of --input, --vocab-file and --load do not exist."""
+    """Raise MissingFiles if two or more of the paths in --input, --vocab-file and --load do not exist."""
     given = vars(args)
     words = given.get("input")
     problems = [
@@ -28,4 +28,4 @@ def refuse_missing(args: argparse.Namespace) -> None:
 
 
 class MissingFiles(ValueError):
-    """Several files are missing; the message has a line for each."""
+    """Error for several missing input files; its message lists each file in a line of its own."""

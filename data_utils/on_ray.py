@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class _Process:
-    """Ray actor that imports a tool's module and finds functions by name, as those of `__main__` cannot be imported."""
+    """Ray actor that imports a tool's module and looks up functions in this module by name.
+
+    The module of a running script is called `__main__`, so another process cannot import its functions from there.
+    """
 
     def __init__(self, folder: str, module: str, start: str, settings: tuple[Any, ...]) -> None:
         os.chdir(folder)
@@ -38,7 +41,7 @@ def connect(address: str) -> Any:
     """Connect to a Ray cluster and return the package ray.
 
     address: address of a cluster, `auto` for the cluster of this machine, or `local` to start one.
-    Raises InputError if Ray or the cluster is missing.
+    Raises InputError if Ray is not installed or the cluster is not reachable.
     """
     try:
         import ray
@@ -67,7 +70,7 @@ def ordered_map_on_ray(
     settings: tuple[Any, ...],
     address: str,
 ) -> Iterator[Result]:
-    """Yield the results of `work` for all items, in the items' order, computed by processes of a Ray cluster.
+    """Compute `work` for all items in processes of a Ray cluster, and yield the results in the order of the items.
 
     Each of the `workers` processes first calls `start(*settings)`. `work` and `start` must be top-level functions of a
     module or of the running script. address: address of a cluster, `auto` for the cluster of this machine, or `local`

@@ -19,7 +19,10 @@ AHEAD = 3  # items in flight for each worker
 
 
 def _begin(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
-    """Initialise a worker that exits when its parent dies; the pool ends workers only if the parent exits normally."""
+    """Initialise a worker process, and make it exit when its parent process dies.
+
+    The pool ends its workers only if the parent exits normally.
+    """
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -39,10 +42,11 @@ def ordered_map(
     settings: tuple[Any, ...],
     cluster: str | None = None,
 ) -> Iterator[Result]:
-    """Yield the results of `map(work, items)`, computed by `workers` processes (0: by this process).
+    """Yield the results of `map(work, items)`, computed by worker processes.
 
-    Each process first calls `start(*settings)`. cluster: address of a Ray cluster to run on (on_ray.py).
-    Raises what `work` raises, and RuntimeError if a worker dies.
+    workers: number of processes; 0 computes in the calling process. Each process first calls `start(*settings)`.
+    cluster: address of a Ray cluster that runs the processes (on_ray.py).
+    Raises RuntimeError if a worker process dies, and passes on the errors of `work`.
     """
     if cluster:
         yield from ordered_map_on_ray(work, items, workers, start, settings, cluster)

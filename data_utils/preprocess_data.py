@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A worker's result for a chunk."""
+    """The tokens of one chunk, as a worker process returns them."""
 
     parts: list[Part]
     bad: list[BadLine]
@@ -120,14 +120,17 @@ def _encoded(texts: list[str]) -> Part:
 
 
 def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
-    """Return tokens and their loss mask, as two parts."""
+    """Return the tokens of conversations and the loss mask of these tokens, as two parts."""
     ids, counts, lengths = chats.encode(_Worker.chat, found)
     dtype, ones = np.dtype(best_dtype(_Worker.tokenizer.vocab_size)), np.ones(len(found), dtype=np.int32)
     return [Part(fit(ids, dtype, "the output"), lengths, ones), Part(counts, lengths, ones)]
 
 
 def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
-    """Return contexts, targets and target offsets (a CPM corpus for T5); a document's position seeds its spans."""
+    """Mask spans of the documents of a chunk; return contexts, targets and target offsets (a CPM corpus for T5).
+
+    The masked spans of a document depend only on its text, its position in the input, and --seed.
+    """
     args, tokenizer = _Worker.args, _Worker.tokenizer
     made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
     for number, ids in enumerate(tokenizer.encode_batch(texts)):
@@ -182,7 +185,7 @@ def main(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     if args.objective == "cpm-t5" and not args.append_eod:
-        raise ValueError("--objective cpm-t5 masks the end of every document; remove --no-append-eod")
+        raise ValueError("--objective cpm-t5 needs an end-of-document token in every document; remove --no-append-eod")
     if args.objective == "cpm-t5" and args.split_sentences:
         raise ValueError("--objective cpm-t5 masks whole documents; remove --split-sentences")
     chats.check(args)
@@ -193,12 +196,12 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return all inputs and settings that determine the output, by which a journal recognises its job."""
+    """Return all inputs and settings that determine the output; a journal identifies its job by them."""
     files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     settings |= chats.sidecar_entries(args, tokenizer)
-    settings.pop("chat_date")  # a resumed run may continue on another day
+    settings.pop("chat_date")  # the default, today, must not identify a job: it may be resumed on another day
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
     # A chunk contains only the columns that are read, so the choice of columns determines where chunks end.
@@ -238,7 +241,7 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
 
 
 class _Output:
-    """The output pairs and their counters."""
+    """Writer of all output pairs, with counts of what was read and written."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
         self.args, self.tokenizer = args, tokenizer
@@ -254,7 +257,8 @@ class _Output:
             if state and not os.path.exists(f"{name}.bin.part"):
                 if not os.path.exists(f"{name}.bin"):
                     raise ValueError(
-                        f"{name}.bin.part is missing; delete {args.output_prefix}.part.json to start again"
+                        f"{name}.bin.part of the interrupted run is missing; "
+                        f"delete {args.output_prefix}.part.json to start again"
                     )
                 state = {}  # the earlier run was killed while it renamed its files, so start again
         states = state.get("builders", [None] * len(self.names))
@@ -286,11 +290,11 @@ class _Output:
         self._journaled = self.count["documents"]
 
     def keep(self, journal: Journal) -> int:
-        """After an error, save all complete chunks for a run that resumes; return the number of documents kept.
+        """After an error, save all complete chunks for a later run, which resumes; return their number of documents.
 
-        If saving fails, the chunks of the last journal entry are kept.
+        If saving fails, only the chunks that the journal already records are kept.
         """
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or files that are already closed
+        with contextlib.suppress(OSError, ValueError):  # saving fails on a full disk, or if files are already closed
             if self._whole:
                 self.save(journal)
         for builder in self.builders:
@@ -327,7 +331,7 @@ def _write_sidecar(
     builders: list[IndexedDatasetBuilder],
     count: dict[str, int],
 ) -> None:
-    """Write PREFIX.json (the sidecar), against which training and tools/inspect_data.py check the data."""
+    """Write the sidecar PREFIX.json; training and tools/inspect_data.py check the data against its contents."""
     content = {
         "tokenizer": tokenizer.name,
         "fingerprint": tokenizer.fingerprint,
@@ -358,7 +362,7 @@ def build_parser() -> Parser:
         "--json-key",
         nargs="+",
         default=["text"],
-        help="keys of the text in a record (default: text)",
+        help="keys under which a record holds text (default: text)",
     )
     add("--split-sentences", action="store_true", help="store each sentence as a sequence; writes PREFIX_KEY_sentence")
     worker_flags(parser)
@@ -370,23 +374,33 @@ def build_parser() -> Parser:
     )
     add(
         "--objective", choices=("text", "sft", "cpm-t5"), default="text",
-        help="type of corpus (default: text); sft: conversations, as records with messages or with instruction, input "
-        "and output, written to PREFIX_sft with the loss mask PREFIX_sft_loss; cpm-t5: documents whose spans this tool "
-        "masks, written to PREFIX_KEY_document_context, _target and _target_offset (T5 can also mask spans of a text "
-        "corpus during training)",
+        help="type of corpus (default: text). sft: conversations; a record has the key messages, or the keys "
+        "instruction, input and output; writes PREFIX_sft and its loss mask PREFIX_sft_loss. cpm-t5: documents in "
+        "which this tool masks spans for T5; writes PREFIX_KEY_document_context, _target and _target_offset. For T5 on "
+        "a corpus of type text, spans are masked during training",
     )  # fmt: skip
     add(
         "--chat-template", default="chatml",
-        help="sft: chatml, tokenizer (the tokenizer's own template) or a Jinja file (default: chatml)",
+        help="chat template for --objective sft: chatml, tokenizer (the tokenizer's own template) or a Jinja file "
+        "(default: chatml)",
     )  # fmt: skip
     add(
         "--chat-date",
-        help="sft: date that strftime_now returns in a chat template, as 2024-07-26 or 2024-07-26T15:30:00 (default: "
-        "the current time); recorded in the sidecar",
+        help="date that strftime_now returns in the chat template, such as 2024-07-26 or 2024-07-26T15:30:00 "
+        "(default: the current time); recorded in the sidecar",
     )
-    add("--noise-density", type=float, default=0.15, help="cpm-t5: share of masked tokens (default: 0.15)")
-    add("--mean-span-length", type=float, default=3.0, help="cpm-t5: mean number of tokens in a span (default: 3)")
-    add("--seed", type=int, default=1234, help="seed of masked spans and of the half in FILE@0.5 (default: 1234)")
+    add(
+        "--noise-density", type=float, default=0.15,
+        help="share of masked tokens for --objective cpm-t5 (default: 0.15)",
+    )  # fmt: skip
+    add(
+        "--mean-span-length", type=float, default=3.0,
+        help="mean number of tokens in a masked span for --objective cpm-t5 (default: 3)",
+    )  # fmt: skip
+    add(
+        "--seed", type=int, default=1234,
+        help="seed of the masked spans and of the random selection of documents for FILE@0.5 (default: 1234)",
+    )  # fmt: skip
     add("--quiet", action="store_true", help="show no progress bar")
     return parser
 

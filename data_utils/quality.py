@@ -19,7 +19,7 @@ _NON_ASCII = re.compile(r"[^\x00-\x7f]{2,}")
 _LATIN = re.compile("[\u00a1-\u00ff]{4,}")
 _REPEATED_PHRASE = re.compile(r"(.{2,200}?)\1{9,}")
 _CODE_END = (";", "{", "}", "},", "};", ");", "]", "],", ")", "\\\\", "*/", ":", "/>")
-# About a quarter of the characters of modern Chinese text, simplified or traditional, are among these.
+# These characters make up about a quarter of modern Chinese text, simplified or traditional.
 _COMMON = frozenset(
     "的一是不了在人有我他中大来上到和地出也要下以生可里用所方前主行面同而之其于本部分如成者作多天心日月年小自此"
 )
@@ -27,12 +27,12 @@ _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
 EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
 TAGS = 5  # smallest number of tags that counts as markup; texts about HTML may contain a few tags
-PROBE = 8  # characters of a sample whose occurrences in its line are counted to detect repetition
+PROBE = 8  # to detect repetition, occurrences of substrings of this many characters are counted
 MIN_REPEATS = 10
 
 
 def broken_characters(text: str) -> int:
-    """Return the number of characters that only a wrong encoding produces."""
+    """Return the number of characters that occur only in text decoded with a wrong encoding."""
     return sum(len(found) for found in _BROKEN.findall(text))
 
 
@@ -64,7 +64,11 @@ def _is_han(text: str, read_as: str, was: str) -> bool:
 
 
 def _becomes_common(text: str) -> bool:
-    """Return True if common Chinese characters are rare until the text is encoded to Big5 and decoded as GB18030."""
+    """Return True if the text is probably GB18030 that was decoded as Big5.
+
+    In such a text, common Chinese characters are rare, but become frequent when it is encoded to Big5 and decoded as
+    GB18030.
+    """
     if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
         return False
     decoded = text.encode("big5", "replace").decode("gb18030", "replace")
@@ -89,7 +93,7 @@ def html_characters(text: str) -> int:
 
 
 def encoded_characters(text: str) -> int:
-    """Return the number of characters in base64 and the like: long runs of digits and letters of both cases."""
+    """Return the number of characters in base64 or similar data: long runs of digits and letters of both cases."""
     return sum(
         len(found[0])
         for found in _ENCODED.finditer(text)
@@ -106,7 +110,7 @@ def url_characters(text: str) -> int:
 
 
 def collapse_phrases(line: str) -> str:
-    """Return a line with one copy of each phrase that it repeats ten or more times in a row."""
+    """Reduce each phrase that occurs ten or more times in a row to one copy; return the line."""
     if len(line) < PROBE * MIN_REPEATS:
         return line
     for place in (len(line) // 4, len(line) // 2, 3 * len(line) // 4):
@@ -116,7 +120,7 @@ def collapse_phrases(line: str) -> str:
 
 
 def _is_ruler(phrase: str) -> bool:
-    """Return True for a phrase without letters, such as a rule, a table row or dot leaders."""
+    """Return True for a phrase without letters, such as a horizontal rule, a table row or dot leaders."""
     return not any(map(str.isalpha, phrase))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .streams import BadLine, InputError, blocks, open_text
 
-Record = tuple[int, bytes]  # (number of the record's first line, or row for parquet, from 1; the record as JSON)
+Record = tuple[int, bytes]  # (number of the record's first line or, for parquet, of its row, from 1; record as JSON)
 BLOCK = 1 << 20
 
 
@@ -88,15 +88,15 @@ def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLi
             return
         except csv.Error as error:
             if header is None:
-                raise InputError(f"{path}, line {lines.first}: the header is not CSV ({error})") from None
+                raise InputError(f"{path}, line {lines.first}: the header is not valid CSV ({error})") from None
             if lines.size > largest:
                 lines.skip_record()
-                yield BadLine(path, lines.first, too_long(largest, "its line, or with a closing quote"))
+                yield BadLine(path, lines.first, too_long(largest, "a line break outside quotes"))
             else:
                 yield BadLine(path, lines.first, f"not CSV ({error})")
             continue
         if lines.size > largest:
-            yield BadLine(path, lines.first, too_long(largest, "its line, or with a closing quote"))
+            yield BadLine(path, lines.first, too_long(largest, "a line break outside quotes"))
         elif header is None:
             header = row or None
             if len(set(row)) < len(row):
@@ -114,12 +114,15 @@ def _pyarrow(path: str) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise InputError(f"{path} needs the package pyarrow: pip install pyarrow") from None
+        raise InputError(f"reading {path} needs the package pyarrow: pip install pyarrow") from None
     return pyarrow
 
 
 def _parquet_rows(path: str) -> Iterator[Record]:
-    """Yield the rows of a parquet file as JSON, with the columns that contain text, alone or in lists or structs."""
+    """Yield the rows of a parquet file as JSON.
+
+    Only columns of text, or of lists or structs that contain text, are included (see `_is_readable`).
+    """
     pyarrow = _pyarrow(path)
     number = 0
     try:
@@ -136,7 +139,7 @@ def _parquet_rows(path: str) -> Iterator[Record]:
 
 
 def _is_readable(types: Any, column: Any) -> bool:
-    """Return True for an Arrow type that contains text and otherwise only types that JSON can represent."""
+    """Return True for an Arrow type that contains text and, besides text, only numbers, booleans and nulls."""
     leaves = list(_leaves(types, column))
     texts = [leaf for leaf in leaves if _is_text(types, leaf)]
     plain = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
@@ -171,7 +174,10 @@ def _unread_columns(path: str, changed: int) -> dict[str, str]:
 
 
 def other_columns(path: str) -> list[str]:
-    """Return the columns that are read though not of type string or large_string; earlier versions ignored them."""
+    """Return the columns that are read but that earlier versions ignored.
+
+    Earlier versions read only columns of type string or large_string.
+    """
     pyarrow = _pyarrow(path)
     plain = (pyarrow.string(), pyarrow.large_string())
     return [f.name for f in _schema(path) if _is_readable(pyarrow.types, f.type) and f.type not in plain]
@@ -224,7 +230,7 @@ class _Array:
                 continue
             if wrong or end - self._at > self._largest:
                 long = cut and len(self._held) - self._at > self._largest
-                reason = too_long(self._largest, "its object") if long or not wrong else f"not JSON ({wrong})"
+                reason = too_long(self._largest, "the } of its object") if long or not wrong else f"not JSON ({wrong})"
                 yield BadLine(self._path, self._line, reason)
                 self._skip_item(bounded=not long)
                 continue
@@ -257,7 +263,7 @@ class _Array:
                 return False
 
     def _skip_item(self, bounded: bool) -> None:
-        """Skip an unreadable item: advance to where its brackets close, or else to the end of the line.
+        """Advance past an unreadable item: to its closing bracket or, if a quote is not closed, to the end of the line.
 
         bounded: stop the search after as many characters as the largest valid item may have.
         """
@@ -273,7 +279,7 @@ class _Array:
 
 
 class _Walk:
-    """Incremental search for the end of an item over successive windows."""
+    """Search for the end of an array item that may extend over several windows."""
 
     def __init__(self) -> None:
         self._depth, self._quoted, self._lines = 0, False, 0

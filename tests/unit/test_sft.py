@@ -176,7 +176,7 @@ def test_templates_know_what_they_know_in_transformers(
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ([], "not an object with messages"),
+        ([], "not a JSON object"),
         ({"text": "a"}, "neither 'messages' nor 'instruction' and 'output'"),
         ({"messages": "a"}, "not a list of objects"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool' is not one of"),
@@ -373,7 +373,7 @@ def test_a_corpus_has_one_date(
     assert tokenizer.decode(IndexedDataset(tmp_path / "b_sft")[0].tolist()).startswith("26 Jul 2024")
     pairs = [str(tmp_path / name) for name in ("a_sft", "b_sft")]
     inspect_data.merge_pairs(Namespace(prefixes=pairs, output=str(tmp_path / "m_sft")))
-    assert "2 dates; the new sidecar records the last, 2026-01-31" in capsys.readouterr().out
+    assert "2 different dates in these pairs; the new sidecar records the latest, 2026-01-31" in capsys.readouterr().out
     assert json.loads((tmp_path / "m_sft.json").read_text())["chat_date"] == "2026-01-31T00:00:00"
     for more, message in (
         ([*dated, "--chat-date", "today"], "--chat-date today is not a date"),
