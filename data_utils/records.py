@@ -206,7 +206,7 @@ class _Array:
         self._path, self._largest = path, largest
         self._blocks = blocks(path, BLOCK, encoding)
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
-        self._held, self._at, self._line = "", 0, 1  # window, position in it, line of the position
+        self._held, self._at, self._line = "", 0, 1  # window, position in the window, line number at this position
 
     def items(self) -> Iterator[Record | BadLine]:
         self._skip(_SPACE)

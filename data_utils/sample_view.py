@@ -15,7 +15,7 @@ Columns = dict[str, list[Any]]
 
 
 def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
-    """Return each token's text, quoted; special tokens by name."""
+    """Return the quoted text of each token, or its name for a special token."""
     names = {i: name for name, i in tokenizer.specials.items()}
     return [names.get(i) or repr(tokenizer.decode([i])) for i in ids.tolist()]
 
@@ -41,7 +41,7 @@ def gpt2_view(
 def _table(
     tokens: Tensor, labels: Tensor, tokenizer: Tokenizer, loss_mask: Tensor, positions: Tensor, documents: Tensor
 ) -> Columns:
-    """Return the table of a sample of a left-to-right model from its tensors [s]."""
+    """Return the token table of a decoder-only model's sample from its tensors [s]."""
     return {
         "index": list(range(len(tokens))),
         "id": tokens.tolist(),
@@ -119,7 +119,10 @@ def as_text(tables: dict[str, Columns]) -> str:
 
 
 def draw(tables: dict[str, Columns], masks: dict[str, Tensor], title: str, path: Path) -> None:
-    """Plot each attention mask, with each key's document and loss mask below. Raises ValueError without matplotlib."""
+    """Plot each attention mask; strips below it show the document and the loss mask of each key.
+
+    Raises ValueError if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

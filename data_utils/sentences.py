@@ -18,9 +18,9 @@ _OPEN = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences, each with the white space after it; joined, they give the text again.
+    """Split a text into sentences, each with the white space after it.
 
-    An empty text gives [].
+    The joined sentences equal the text. An empty text gives [].
     """
     sentences: list[str] = []
     start = 0

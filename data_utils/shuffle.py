@@ -11,10 +11,10 @@ PILES = 64  # number of temporary files (piles) of lines, of which only one is i
 
 
 def shuffled(lines: Iterable[bytes], seed: int, folder: str | None = None, piles: int = PILES) -> Iterator[bytes]:
-    """Yield the lines (each ending with a newline) in an order that is uniformly random for `seed`.
+    """Yield the lines, each of which ends with a newline, in a uniformly random order that `seed` determines.
 
-    Each line is written to a random pile (temporary file), and then each pile is shuffled in memory. folder: folder
-    for the piles, which together are as large as the lines; default: the system's temporary folder.
+    Each line is written to a random temporary file, a pile. Then the piles are shuffled in memory one after another.
+    folder: folder for the piles, which need as much disk space as all lines; default: the system's temporary folder.
     """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

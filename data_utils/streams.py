@@ -1,4 +1,4 @@
-"""Files as byte streams, decompressed by file suffix and converted to UTF-8."""
+"""Input files as byte streams: decompressed according to the file suffix, and converted to UTF-8."""
 
 import bz2
 import codecs
@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MOST = 1 << 20  # maximum number of decompressed bytes in memory per file
-MOST_OF_XZ = 1 << 30  # memory limit for the dictionary that the header of an .xz requests
-NEVER = b"\xff"  # byte that no UTF-8 contains; marks input that is invalid in the file's encoding
+MOST_OF_XZ = 1 << 30  # memory limit of the .xz decompressor in bytes; an .xz header may request a huge dictionary
+NEVER = b"\xff"  # byte that never occurs in UTF-8; replaces input that is invalid in the file's encoding
 
 
 class InputError(ValueError):
@@ -35,8 +35,9 @@ class BadLine(NamedTuple):
 class _Frames(io.RawIOBase):
     """Compressed file of one or more streams; unlike the standard readers it raises for truncated or invalid data.
 
-    Holds at most `MOST` decompressed bytes. new: makes a decompressor for one stream, with the interface of
-    `bz2.BZ2Decompressor`. padding: bytes allowed between streams. at_once: compressed bytes per read.
+    At most `MOST` decompressed bytes are in memory.
+    new: function that returns a decompressor for one stream, with the interface of `bz2.BZ2Decompressor`.
+    padding: bytes that may occur between streams. at_once: number of compressed bytes per read.
     """
 
     def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"", at_once: int = 1 << 14) -> None:
@@ -85,9 +86,9 @@ class _Frames(io.RawIOBase):
 
 
 class _Zst:
-    """Adapter from zstandard's decompressor to the interface of bz2's.
+    """Adapter that gives a decompressor of zstandard the interface of `bz2.BZ2Decompressor`.
 
-    zstandard cannot limit the output of one call, but 256 bytes of input give at most 8 MB.
+    zstandard cannot limit the output of one call, but a call with 256 bytes of input outputs at most 8 MB.
     """
 
     needs_input = True
@@ -111,7 +112,7 @@ def _zst(path: str) -> _Frames:
     try:
         import zstandard
     except ImportError:
-        raise InputError(f"{path} needs the package zstandard: pip install zstandard") from None
+        raise InputError(f"reading {path} needs the package zstandard: pip install zstandard") from None
     return _Frames(path, lambda: _Zst(zstandard.ZstdDecompressor().decompressobj), at_once=1 << 8)
 
 
@@ -146,8 +147,8 @@ def is_utf8(encoding: str) -> bool:
 def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
     """Yield a file's content as UTF-8 in blocks of about `size` bytes; invalid input becomes the byte NEVER.
 
-    Raises InputError for damaged compressed data, naming the line, and for a file that is UTF-8 or ASCII instead
-    of `encoding`.
+    Raises InputError for damaged compressed data, and for a file in UTF-8 or ASCII although `encoding` is another
+    encoding.
     """
     pieces = _raw_blocks(path, size)
     if is_utf8(encoding):
@@ -187,13 +188,13 @@ def _damage() -> tuple[type[Exception], ...]:
     return (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError)
 
 
-# Bytes. Shorter files are never judged ASCII, as Chinese in UTF-16 may look like it by chance: 8 characters do so in
-# one of 100,000 cases.
+# Smallest size in bytes of a file that is considered ASCII. Chinese text in UTF-16 may consist of ASCII bytes by
+# chance; for 8 characters (16 bytes), this happens in one of 100,000 cases.
 SHORTEST_ASCII = 16
 
 
 def _contradiction(head: bytes, encoding: str) -> str:
-    """Return "UTF-8" or "ASCII" if a file's first bytes show this encoding and so contradict `encoding`, else ""."""
+    """Return "UTF-8" or "ASCII" if a file's first bytes have this encoding instead of `encoding`, else ""."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be incomplete
     except UnicodeDecodeError:
@@ -206,12 +207,12 @@ def _contradiction(head: bytes, encoding: str) -> str:
 
 
 def looks_like(raw: bytes) -> str:
-    """Return the hint `; it looks like ...` if the bytes are plausible in another encoding than UTF-8, else ""."""
+    """Return the hint `; it looks like ...` if the bytes are plausible in an encoding other than UTF-8, else ""."""
     if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return _hint("utf-16")
     if raw.count(0) * 5 > len(raw):
         return _hint("utf-16-le" if raw[1::2].count(0) > raw[::2].count(0) else "utf-16-be")
-    # Damaged UTF-8 is still mostly valid UTF-8, and its bytes often decode in other encodings by chance.
+    # Text that is mostly valid UTF-8 gets no hint, although its bytes may also decode in other encodings by chance.
     beyond = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
     if not beyond or beyond.count("\ufffd") * 4 < len(beyond):
         return ""

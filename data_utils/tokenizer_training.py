@@ -1,6 +1,6 @@
-"""Training of vocabularies. Every tokenizer trained here is lossless for any Unicode text.
+"""Training of vocabularies that are lossless for any Unicode text.
 
-The result is deterministic: the same texts give the same file.
+Training is deterministic: the same texts give the same file.
 """
 
 import io
@@ -20,9 +20,9 @@ from megatron.tokenizer.segment import SEPARATOR, segmenter
 from megatron.tokenizer.sentencepiece import EOD
 
 LONGEST_LINE = 16384  # characters; longer lines are split, as sentencepiece's trainer silently drops them
-# Unigram scores are rounded to multiples of STEP. A run such as "===" has segmentations of equal score ("==" "=" and
-# "=" "=="), between which fp32 rounding errors would decide. Sums of multiples of STEP are exact in fp32 up to 2**20,
-# so every library that searches like sentencepiece finds the same segmentation.
+# Unigram scores are rounded to multiples of STEP. Some texts have several segmentations with the same score, such as
+# "==" "=" and "=" "==" for "===". Without rounding, fp32 errors would decide which one a library chooses. Sums of
+# multiples of STEP are exact in fp32 up to 2**20, so libraries with the search of sentencepiece choose the same one.
 STEP = 1 / 16
 BYTES = [byte_piece(b) for b in range(256)]
 
@@ -41,12 +41,13 @@ def train_sentencepiece(
     word_borders: str | None = None,
     specials: Sequence[str] = (),
 ) -> None:
-    """Train sentencepiece on raw text and write it to `model_file`.
+    """Train a sentencepiece model on raw text and write it to `model_file`.
 
-    Text is not normalised, spaces and newlines are kept, and characters outside the vocabulary become bytes.
-    word_borders: a segmenter (`jieba`, `rjieba`) whose word boundaries no token may cross; only training needs
-    the segmenter. specials: names of special tokens besides <eod>. Raises TokenizerError if the text is too
-    small for `vocab_size`.
+    Text is not normalised, spaces and newlines are kept, and characters outside the vocabulary become byte tokens.
+
+    word_borders: a segmenter (`jieba`, `rjieba`) whose word boundaries no token may cross; the trained model does not
+    need the segmenter. specials: names of special tokens besides <eod>.
+    Raises TokenizerError if the text is too small for `vocab_size`.
     """
     lines = list(_lines(texts))
     more: dict[str, Any] = {}
@@ -63,7 +64,7 @@ def train_sentencepiece(
 
 
 def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "unigram") -> None:
-    """Train sentencepiece on jieba's words joined by spaces, as in CPM-1, with byte fallback."""
+    """Train a sentencepiece model with byte fallback on text that jieba splits into words, as in CPM-1."""
     cut = segmenter()
     lines = [joined_words(cut(text))[:LONGEST_LINE] for text in _pieces(texts)]
     options = {"required_chars": SPACE + NEWLINE, "split_digits": True, "control_symbols": [EOD]}
@@ -71,7 +72,7 @@ def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in pieces whose words, joined by spaces, fit into one line of the trainer."""
+    """Cut the texts into pieces that, as words joined by spaces, fit into one line of sentencepiece's trainer."""
     for text in texts:
         for at in range(0, len(text), LONGEST_LINE // 2):
             yield text[at : at + LONGEST_LINE // 2]
@@ -108,7 +109,7 @@ def _sentencepiece(
 
 
 def _advice(vocab_size: int, error: str) -> str:
-    """Return how to change --vocab-size, from the error of sentencepiece's trainer."""
+    """Convert an error of sentencepiece's trainer to a message that says how to change --vocab-size."""
     where = "--vocab-size, or VOCAB_SIZE= of run_*.sh,"
     if needed := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
         return f"{vocab_size} tokens are too few for the characters of this text; raise {where} to at least {needed[1]}"
@@ -118,10 +119,10 @@ def _advice(vocab_size: int, error: str) -> str:
 
 
 def _coverage(lines: Sequence[str], vocab_size: int) -> float:
-    """Return the share of the text's characters that get tokens of their own; other characters become byte tokens.
+    """Return sentencepiece's character_coverage: the share of the text's characters with a token of their own.
 
-    At most half of the vocabulary goes to single characters. A script with thousands of characters would otherwise
-    leave no tokens for words.
+    Other characters become byte tokens. At most half of the vocabulary is used for single characters, because a
+    script with thousands of characters would otherwise leave no tokens for words.
     """
     counts = Counter(char for line in lines for char in line)
     common = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
@@ -129,9 +130,9 @@ def _coverage(lines: Sequence[str], vocab_size: int) -> float:
 
 
 def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> None:
-    """Train a vocabulary file with one token a line.
+    """Write a vocabulary file with one token per line.
 
-    The vocabulary contains <unk>, <eod>, a token for each byte, and the most frequent characters and words (of jieba).
+    The tokens are <unk>, <eod>, a token for each byte, the most frequent characters, and jieba's most frequent words.
     """
     cut = segmenter()
     words: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Train a tokenizer on a corpus. It is lossless: decoding the ids of any Unicode text gives the same text."""
+"""Train a lossless tokenizer on a corpus: decoding the ids of any Unicode text gives the same text."""
 
 import argparse
 import random
@@ -27,7 +27,7 @@ TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 
 
 def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
-    """Return a uniform sample of the documents, about `max_bytes` in total or less (reservoir sampling by size)."""
+    """Return a uniform random sample of the documents, with about `max_bytes` in total (reservoir sampling)."""
     kept: list[str] = []
     rng, size = random.Random(seed), 0
     for seen, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet), start=1):
@@ -41,7 +41,7 @@ def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> 
 
 def main(args: argparse.Namespace) -> None:
     if args.vocab_size < 300:
-        raise ValueError(f"--vocab-size {args.vocab_size} must be at least 300, as 256 tokens are bytes")
+        raise ValueError(f"--vocab-size {args.vocab_size} must be at least 300, because 256 tokens stand for bytes")
     kind = args.tokenizer_type
     if args.word_borders and kind != "sentencepiece":
         raise ValueError(f"--word-borders is for --tokenizer-type sentencepiece, not for {kind}")
@@ -100,8 +100,8 @@ def build_parser() -> Parser:
     parser.add_argument("--word-borders", choices=SEGMENTERS, help="segmenter whose word boundaries no token may cross")
     parser.add_argument(
         "--special-tokens", nargs="+", default=[], metavar="NAME",
-        help="names of special tokens, never produced by plain text, such as '<|im_start|>' '<|im_end|>' for chats or "
-        "'<fim_prefix>' (only for sentencepiece and hf)",
+        help="names of special tokens, such as '<|im_start|>' '<|im_end|>' for chats or '<fim_prefix>'; plain text "
+        "never becomes a special token (only for sentencepiece and hf)",
     )  # fmt: skip
     parser.add_argument("--json-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument(

@@ -41,7 +41,8 @@ def block(name: str, language: str) -> str:
     """
     found = results()["table"][name]
     machine = results()["machines"].get(found.get("machine"), {}).get(language)
-    command = f"`{found['command']}`" if "command" in found else None
+    measured = "Measured with `{}`" if language == "en" else "用 `{}` 测量"
+    command = measured.format(found["command"]) if "command" in found else None
     comma, colon = (", ", ":") if language == "en" else ("，", "：")
     caption = comma.join(filter(None, (command, found.get("date"), machine)))
     heads, *rows = (tuple(_cell(each, language) for each in row) for row in (found["columns"], *found["rows"]))

@@ -365,7 +365,7 @@ def test_a_corpus_has_one_date(
                 _preprocess(*dated, "--output-prefix", str(tmp_path / "a"))
         else:
             _preprocess(*dated, "--output-prefix", str(tmp_path / "a"), "--on-error", "skip")
-    assert "--chat-date sets" in capsys.readouterr().out
+    assert "pass --chat-date to render another date" in capsys.readouterr().out
     tokens, tokenizer = IndexedDataset(tmp_path / "a_sft"), load_tokenizer(str(hf_tokenizer))
     assert {tokenizer.decode(tokens[i].tolist())[:11] for i in range(len(tokens))} == {"31 Jan 2026"}
     assert json.loads((tmp_path / "a_sft.json").read_text())["chat_date"] == "2026-01-31T00:00:00"
