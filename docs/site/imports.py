@@ -59,7 +59,7 @@ CHINESE = {
 
 
 def _rows(chinese: bool) -> Iterator[tuple[str, str]]:
-    """Yield table rows: names in CPM-Pretrain that share a counterpart, and this counterpart."""
+    """Yield the rows of the table: (all names in CPM-Pretrain that have the same counterpart, this counterpart)."""
     found: dict[str, list[str]] = {}
     for gone, words in GONE_MODULES.items():
         found.setdefault(words, []).append(f"`{gone}`")

@@ -1,8 +1,8 @@
 """Lay out the documentation for MkDocs: one tree per language, with links rewritten for the site.
 
-`python -m docs.site.pages FOLDER SITE` writes FOLDER/en and FOLDER/zh with an MkDocs configuration for each;
-scripts/docs.sh builds SITE from them. This module needs no package. A link to a file that is not a page leads to a
-generated page that shows the file.
+`python -m docs.site.pages FOLDER SITE` writes the trees FOLDER/en and FOLDER/zh and an MkDocs configuration for each;
+scripts/docs.sh builds SITE from these trees. This module needs only the standard library. A link to a file that is
+not a page leads to a generated page that shows the file.
 """
 
 import json
@@ -78,7 +78,7 @@ def source_of(page: str, language: str) -> Path:
 
 
 def staged(page: str) -> str:
-    """Return the path of a page within the folder of a language."""
+    """Return the path of a page within the tree of a language, such as start.md for docs/start."""
     return NAMES.get(page, page.removeprefix("docs/")) + ".md"
 
 
@@ -96,7 +96,7 @@ def outside_fences(text: str) -> Iterator[tuple[str, bool]]:
 
 
 class Tree:
-    """One language of the site, laid out in `folder`."""
+    """The source files of the site in one language; `write` creates them in `folder`."""
 
     def __init__(self, folder: Path, language: str) -> None:
         self.folder, self.language = folder, language
@@ -104,10 +104,10 @@ class Tree:
         self.by_path = {
             ROOT / f"{page}{end}.md": (page, lang) for page in self.pages for end, lang in (("", "en"), ("_zh", "zh"))
         }
-        self.shown: set[Path] = set()  # source files whose text already has a page
+        self.shown: set[Path] = set()  # files and folders for which a page has been generated
 
     def write(self) -> None:
-        """Write all pages, and the files that they link to."""
+        """Write all pages, and a copy or a generated page of each file that a page links to."""
         for page in self.pages:
             path = source_of(page, self.language)
             self._put(staged(page), self._page(path.read_text(encoding="utf-8"), path, staged(page)))
@@ -122,7 +122,7 @@ class Tree:
         lines = []
         for line, prose in outside_fences(text):
             if prose and re.fullmatch(rf"\W*(?:中文|English)?\W*\[[^\]]+\]\({twin.name}\)\W*", line):
-                continue  # the site has its own language switch
+                continue  # omit the link to the other language: the site has a language switch
             if prose:
                 line = re.sub(rf" ?(?:中文：|English: )\[[^\]]+\]\({twin.name}\)\.?", "", line)
                 line = LINK.sub(lambda link: self._link(link, path, name), line)
@@ -132,7 +132,7 @@ class Tree:
                     and CHINESE_BEGIN.match(line)
                     and not lines[-1].startswith(("#", "|"))
                 ):
-                    lines[-1] += line  # a browser would render the line break as a space
+                    lines[-1] += line  # a browser would render a line break between Chinese characters as a space
                     continue
             lines.append(line)
         return "\n".join(lines) + "\n"
@@ -199,7 +199,7 @@ class Tree:
 
 
 def main(folder: Path, site: Path) -> None:
-    """Lay out both languages in `folder`."""
+    """Write the trees and MkDocs configurations of both languages to `folder`."""
     for language in LANGUAGES:
         tree = Tree(folder / language, language)
         shutil.rmtree(tree.folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Generate the reference from the code: every flag, ds_config key, tool, public name and import from CPM-Pretrain.
 
-`python -m docs.site.reference` writes docs/reference; a test fails when it is stale. Text taken from the code stays
-English in both languages.
+`python -m docs.site.reference` writes docs/reference; a test fails when a page is stale. Text taken from the code
+stays English in both languages.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def _words(default: object) -> str:
 def cell(text: object) -> str:
     """Return text escaped for a table cell, with flags, paths and tags marked as code."""
     words = " ".join(str(text).split()).replace("|", "\\|")
-    parts = words.split("`")  # leave existing code spans alone
+    parts = words.split("`")  # odd parts are code spans already, so only even parts are marked
     marked = [re.sub(r"(?<![\w/`-])(--[a-z][\w-]*|[\w./*]*_[\w./*]*\w|<[^>]+>)", r"`\1`", part) for part in parts[::2]]
     parts[::2] = [part.replace("*", "\\*") if "`" not in part else part for part in marked]
     return "`".join(parts)
@@ -187,7 +187,7 @@ def _parsers(parser: argparse.ArgumentParser, say: dict[str, str], name: str) ->
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> str:
-    """Return a function's signature as written, without self."""
+    """Return a function's signature as in the source, but without `self` or `cls`."""
     arguments = ast.unparse(node.args)
     arguments = re.sub(r"^(self|cls)(, |$)", "", arguments)
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""

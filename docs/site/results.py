@@ -1,7 +1,7 @@
 """Write the tables of measurements in docs/benchmarks.md and docs/scaling.md from benchmarks/results.toml.
 
-`python -m docs.site.results` writes them between `<!--table:NAME-->` and `<!--/table-->`, in both languages; a test
-fails when a page is stale.
+`python -m docs.site.results` writes each table between `<!--table:NAME-->` and `<!--/table-->` of the English and the
+Chinese page; a test fails when a page is stale.
 """
 
 import re
@@ -20,7 +20,7 @@ BLOCK = re.compile(r"(<!--table:([\w-]+)-->\n).*?(?=<!--/table-->)", re.DOTALL)
 
 @cache
 def results() -> dict[str, Any]:
-    """Return the content of results.toml, with decimal numbers as strings, so that 0.90 stays 0.90."""
+    """Return the content of results.toml; decimal numbers are strings, so that 0.90 keeps its last digit."""
     return tomllib.loads(RESULTS.read_text(encoding="utf-8"), parse_float=str)
 
 
@@ -35,9 +35,9 @@ def _cell(value: Any, language: str) -> str:
 
 
 def block(name: str, language: str) -> str:
-    """Return a table below its caption.
+    """Return the table `name` of results.toml as Markdown, below its caption.
 
-    The caption names the command that measured the table; date and machine only if results.toml gives them for it.
+    The caption names the command that measured the table, and the date and machine if results.toml has them.
     """
     found = results()["table"][name]
     machine = results()["machines"].get(found.get("machine"), {}).get(language)

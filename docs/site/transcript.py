@@ -17,8 +17,8 @@ PAGES = {
     "t5": ("docs/t5.md", "docs/t5_zh.md"),
     "llama": ("docs/llama.md", "docs/llama_zh.md"),
 }
-# Patterns of the output lines that a page shows; lines between them become "...". From SUMMARY to END, all lines are
-# shown.
+# Patterns of the output lines that a page shows. Each gap between shown lines becomes "...". All lines from SUMMARY to
+# END are shown.
 SHOWN = (
     r"documents, .* tokens ->",
     r"ranks? on ",
@@ -29,13 +29,16 @@ SHOWN = (
     r"\b[35]00 .*valid",
 )
 SUMMARY = re.compile(r"iterations {2,}\d+$")
-END = re.compile(r"settings {2,}")  # the list of files begins here; a page does not show it
+END = re.compile(r"settings {2,}")  # first line of the list of files, which a page does not show
 
 
 def run(name: str, folder: str, *flags: str) -> list[str]:
-    """Run scripts/run_NAME.sh with `folder` as run directory; return its lines with that path shown as runs/NAME."""
+    """Run scripts/run_NAME.sh with `folder` as run directory and return the lines of its output.
+
+    In these lines, the path of the run directory is replaced by runs/NAME.
+    """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RUN_DIR": folder}
-    flags = "--precision", "fp32", *flags  # the default differs between CPUs: bf16 with AMX tiles
+    flags = "--precision", "fp32", *flags  # the default precision depends on the CPU: bf16 if it has AMX tiles
     done = subprocess.run(
         ["bash", f"scripts/run_{name}.sh", *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
@@ -59,7 +62,7 @@ def shown(lines: Sequence[str]) -> Iterator[str]:
 
 
 def shape(line: str) -> str:
-    """Return a line with its numbers replaced by 0."""
+    """Return a line with each number replaced by 0 and repeated spaces by one."""
     return re.sub(r"[\d.,:+-]+(?:e-?\d+)?", "0", re.sub(r" +", " ", line))
 
 
