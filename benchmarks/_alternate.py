@@ -1,4 +1,4 @@
-"""Helpers that time implementations in turn on the same processes, so that background load affects all of them alike."""
+"""Helpers that time implementations in turn on the same processes, so that background load affects all equally."""
 
 import argparse
 import os

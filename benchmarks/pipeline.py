@@ -169,7 +169,8 @@ def main() -> None:
         ideal = ideals(args)
         print(f"{args.stages} stages, {args.micros} micro-batches, {args.megabytes:g} MB, jitter {args.jitter:g}")
         print(
-            "| contender | time over 1f1b's ideal, median (lowest to highest) | own ideal over 1f1b's |\n| --- | --- | --- |"
+            "| contender | time over 1f1b's ideal, median (lowest to highest) | own ideal over 1f1b's |\n"
+            "| --- | --- | --- |"
         )
         for name, rounds in found.items():
             low = name.lower()

@@ -62,7 +62,7 @@ BUCKET = 10**6  # elements in DeepSpeed's reduce bucket
 
 
 def flags_of(case: str, folder: str) -> str:
-    """Return the flags of a case; for ZeRO 2 and 3 they include a ds_config, written to `folder`, with a small bucket."""
+    """Return the flags of a case; for ZeRO 2 and 3 also write a ds_config with a small bucket to `folder`."""
     flags = CASES[case][1]
     if "--zero-stage 2" in flags or "--zero-stage 3" in flags:
         path = Path(folder) / "ds_config.json"

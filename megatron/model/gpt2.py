@@ -2,8 +2,8 @@
 
         tokens, positions -> embedding -> Block x num_layers -> norm -> (tied) logits
 
-GPT-2 adds a learned vector for each position after its embedding. The others rotate queries and keys in their
-blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
+GPT-2 adds a learned vector for each position after its embedding. Llama, Qwen and Mistral rotate queries and keys in
+their blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
 
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import base_of, version
 
-SMALLEST = 1 << 20  # bytes; smaller tensors are not worth a copy
+SMALLEST = 1 << 20  # bytes; copying a smaller tensor costs more than it saves
 
 
 class PendingCopy(NamedTuple):
@@ -123,7 +123,7 @@ class LayerActivations:
             before.fetch()
 
     def fetch(self) -> None:
-        """Start copying back the storage that is still needed, the newest first."""
+        """Start copying back all storages that are still needed, beginning with the one saved last."""
         for each in reversed(self.storages):
             memory = each()
             if memory is not None:
