@@ -146,7 +146,7 @@ def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return for each contender the seconds of each round, the seconds to the end of the first step, and the peak MB."""
+    """Return each contender's seconds in each round, seconds to the end of its first step, and peak MB."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     found: dict[str, dict[str, Any]] = {}
