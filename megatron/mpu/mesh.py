@@ -155,7 +155,7 @@ class ParallelContext:
 
 
 def group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of `ranks`; only these ranks need to call."""
+    """Return the process group of `ranks`; only these ranks need to call this function."""
     from tds.groups import of_members
 
     return of_members(ranks)  # type: ignore[no-any-return]
