@@ -204,8 +204,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="time limit per model in minutes (default: 8)")
     parser.add_argument("--flags", default="", help='further flags for "ours", e.g. --flags=--checkpoint-activations')
     parser.add_argument("--no-compile", action="store_true", help="skip the compiled contenders")
-    parser.add_argument("--dry-run", action="store_true", help="tiny models on any device")
-    parser.add_argument("--profile", help="file for a table of the most expensive operations")
+    parser.add_argument("--dry-run", action="store_true", help="smoke test: run tiny models on any device")
+    parser.add_argument("--profile", help="write a table of the most expensive operations to this file")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -30,7 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=int, default=8, help="model-parallel size (default: 8)")
     parser.add_argument("--context", type=int, default=1, help="context-parallel size (default: 1)")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--json", action="store_true", help="only print JSON, for the first world size")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of a table, for the first of --ranks only"
+    )
     return parser
 
 
@@ -64,7 +66,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     tds.init_distributed("fake")
     dist.new_group = new_group
-    tds.engine.Watchdog = lambda *_, **__: None  # The watchdog needs a store that real ranks share.
+    tds.engine.Watchdog = lambda *_, **__: None  # The watchdog needs a store that all ranks share.
     with contextlib.suppress(ImportError):  # Older checkouts lack these modules and create groups one by one.
         from tds import groups, neighbours
 

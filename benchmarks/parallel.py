@@ -211,7 +211,7 @@ def _kept(step: Step) -> int:
     from torch import nn
 
     seen: dict[int, int] = {}
-    alive = []  # These references keep the storages alive, so that no address is counted twice.
+    alive = []  # These references keep the storages alive, so that no other storage reuses an address.
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, nn.Parameter) and not isinstance(x._base, nn.Parameter):

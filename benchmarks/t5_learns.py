@@ -182,7 +182,7 @@ def main() -> None:
     add("--lr", type=float, default=2e-3)
     add("--json", required=True, help="JSON file of results; runs that it contains are skipped")
     add("--out", help="file for the plot")
-    add("flags", nargs="*", help="flags of pretrain_t5.py, after --")
+    add("flags", nargs="*", help="flags of pretrain_t5.py; write them after --")
     args = parser.parse_args()
     if args.data_path:
         measure(args)

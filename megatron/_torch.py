@@ -35,9 +35,9 @@ def onednn_is_there() -> bool:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o], in oneDNN; requires `onednn_is_there`.
+    """Multiply x [..., i] by the transpose of weight [o, i] in oneDNN -> [..., o].
 
-    torch's public functions use MKL instead for fp32.
+    Call this only if `onednn_is_there()`. For fp32, torch's public functions use MKL instead of oneDNN.
     """
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
     # A plain view would not do: autograd forbids in-place changes of a view that a custom Function returns, and the

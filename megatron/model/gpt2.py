@@ -63,7 +63,10 @@ def role_of(config: Config) -> DocumentRole:
 
 
 def output_layer(config: Config, vocab_size: int) -> Layer:
-    """Return a model's last layer: logits from the embedding's weight or (--no-tie-embeddings) from a separate one."""
+    """Return a model's last layer, which computes the logits.
+
+    The layer uses the token embedding's weight, or, with --no-tie-embeddings, a separate weight.
+    """
     m, (encoder, decoder) = config.model, lengths(config)
     tied, work = "embedding" if m.tie_embeddings else None, (decoder or encoder) * m.hidden_size * vocab_size
     args, logits = (m, vocab_size), WordEmbedding.logits

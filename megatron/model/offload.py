@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import base_of, version
 
-SMALLEST = 1 << 20  # bytes; copying a smaller tensor costs more than it saves
+SMALLEST = 1 << 20  # bytes; smaller tensors are not worth a copy
 
 
 class PendingCopy(NamedTuple):

@@ -61,7 +61,10 @@ def _borders(ids: Tensor) -> Tensor | None:
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:
-    """Compute attention within documents: query, key, value [b, n, s, d] -> [b, n, s, d]; requires `serves`."""
+    """Compute attention within documents: query, key, value [b, n, s, d] -> [b, n, s, d].
+
+    Call this only if `serves(query, documents)`.
+    """
     call, ends, (b, _, s, _) = kernel(), borders(documents), query.shape
     assert call is not None and ends is not None
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, n, d]

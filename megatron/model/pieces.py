@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """All pieces of a batch. once: every key is in exactly one piece."""
+    """All pieces of a batch. once: whether every key is in exactly one piece."""
 
     found: tuple[Piece, ...]
     once: bool

@@ -51,9 +51,9 @@ def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 
 
 class StackStart(ModelStart):
-    """Start of the encoder or the decoder. ids_at: index of the stack's document ids among the inputs.
+    """Start of the encoder or the decoder: learned positions, if the model has them, and dropout.
 
-    restart: positions are counted from 0 in each document.
+    ids_at: index of the stack's document ids among the inputs. restart: count positions from 0 in each document.
     """
 
     def __init__(self, config: ModelConfig, positions: int, name: str, ids_at: int, restart: bool) -> None:
