@@ -1,4 +1,4 @@
-"""Helpers that time contenders in turn on the same processes, so that background load affects all of them alike."""
+"""Helpers that time implementations in turn on the same processes, so that background load affects all equally."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ def new_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def on_ranks(ranks: int) -> None:
-    """Relaunch this script as `ranks` gloo processes with one thread each, unless this already is one of them."""
+    """Relaunch this script as `ranks` gloo processes with one thread each, unless RANK is already set."""
     if "RANK" in os.environ:
         return
     launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
@@ -29,9 +29,9 @@ def on_ranks(ranks: int) -> None:
 
 
 def alternate(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Run the contenders in turn; return, for each contender, (seconds, CPU-seconds of all ranks) of each round.
+    """Time every contender's step once per round and return {contender: [(seconds, CPU-seconds), ...]}.
 
-    An additional first round warms up and is not counted.
+    CPU-seconds are summed over all ranks. An additional first round is a warm-up and is not counted.
     """
     import torch
     import torch.distributed as dist

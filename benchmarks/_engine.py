@@ -7,9 +7,9 @@ import _alternate  # noqa: F401  puts the packages on the path
 
 
 class Ours(NamedTuple):
-    """Training engine of this project, and a function that runs one of its steps.
+    """This project's settings, training engine and model, and a function that runs one training step.
 
-    engine: from `megatron.training.engine`. step: runs one optimizer step, always on the same batch.
+    `engine` is an engine of `megatron.training.engine`. `step` runs one optimizer step, always on the same batch.
     """
 
     config: Any
@@ -40,7 +40,7 @@ def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
 def ours(flags: str) -> Ours:
     """Build this project's training engine from command-line flags.
 
-    After the first step the process keeps freed memory, as in `train()`, unless the flags disable that.
+    After the first step the process keeps freed memory, as in `train()`, unless --no-keep-freed-memory is passed.
     """
     import torch
 

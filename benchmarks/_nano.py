@@ -46,7 +46,7 @@ def nano_layers(vocab: int, positions: int, hidden: int, layers: int, heads: int
 
 
 class Nano(nn.Module):
-    """GPT-2 in the style of nanoGPT: text [b, s + 1] -> mean loss, a scalar."""
+    """GPT-2 in the style of nanoGPT; maps tokens [b, s + 1] to their mean loss, a scalar."""
 
     def __init__(
         self, vocab: int, positions: int, hidden: int, layers: int, heads: int, split_qkv: bool = False

@@ -1,4 +1,4 @@
-"""Check whether a change made something slower: run sections of the suite in this checkout and in an earlier one.
+"""Check for slowdowns: run sections of `benchmarks/suite.py` in this checkout and in an earlier checkout.
 
     git worktree add ../before COMMIT
     python benchmarks/before.py ../before --sections train-fp32 dp pp -- --rounds 3

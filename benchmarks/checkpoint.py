@@ -50,7 +50,7 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
         saver.save(state)
 
     def torch_save(sync: bool = False) -> None:
-        if rank == 0:  # data-parallel replicas hold the same state
+        if rank == 0:  # Every data-parallel replica holds the same state, so one rank saves for all.
             saves_made[0] += 1
             inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
             with open(folder / f"{saves_made[0]}.pt", "wb") as file:

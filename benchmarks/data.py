@@ -34,7 +34,7 @@ SEQ = 1024
 
 
 def write_synthetic(path: Path, megabytes: float) -> None:
-    """Write JSON lines of documents made of random words: one to four Han characters each, some English."""
+    """Write a JSON Lines file of documents made of random words: Chinese words of 1 to 4 characters, some English."""
     rng = random.Random(1)
     words = [
         "".join(chr(0x4E00 + int(rng.paretovariate(1.0) * 40) % 5000) for _ in range(rng.randint(1, 4)))
@@ -104,7 +104,8 @@ if __name__ == "__main__":
 def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> Callable[[], tuple[float, int, int]]:
     """Return a function that measures preprocess_data.py: (CPU-seconds without start-up, tokens, peak kB)."""
     nearly_nothing = folder / "nearly_nothing.jsonl"
-    if not nearly_nothing.exists():  # one document in each chunk of text, so that every worker gets one and starts
+    # The spaces put each document into a separate chunk of text, so that every worker gets a document and starts.
+    if not nearly_nothing.exists():
         nearly_nothing.write_text(('{"text": "\u4f60\u597d"}\n' + " " * 1_100_000 + "\n") * 4)
 
     def convert(path: str) -> tuple[float, int, str]:
@@ -174,7 +175,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
     train_sentencepiece(sample, models["bpe"], 8000)
     _train_cpm(sample, models["cpm"])
     train_byte_bpe(sample, str(folder / "tokenizer.json"), 8000, "hf")
-    big = folder / "big.jsonl"  # fast contenders get more text
+    big = folder / "big.jsonl"  # Fast contenders get more text.
     big.write_bytes(Path(source).read_bytes() * max(1, round(100 / size)))
     medium = folder / "medium.jsonl"
     medium.write_bytes(Path(source).read_bytes() * 3)

@@ -1,10 +1,10 @@
-"""Speed of attention within documents: computed document by document, compared with one attention mask for all.
+"""Speed of attention that is confined to documents: one document at a time, compared with masking the whole sample.
 
     python benchmarks/documents.py --tokens 16 100 400
 
-Times a forward and a backward pass of a small GPT-2, and of a small T5 with relative positions. Passes alternate
-between attention by document and `--reference-ops document-attention`, which uses the mask. Peak memory is measured in
-separate processes.
+The script times a forward and a backward pass of a small GPT-2, and of a small T5 with relative positions. Passes
+alternate between attention by document and `--reference-ops document-attention`, which applies an attention mask. Peak
+memory is measured in separate processes.
 """
 
 import statistics
@@ -29,7 +29,7 @@ FAMILIES = {"gpt2": GPT2, "t5": T5}
 
 
 def step(family: str, length: int, tokens: int, dropout: float, masked: bool) -> Callable[[], None]:
-    """Return a function that runs a forward and a backward pass over rows of documents of about `tokens` tokens."""
+    """Return a function that runs forward and backward on samples packed with documents of about `tokens` tokens."""
     import torch
 
     from megatron.config.command_line import parse
@@ -42,7 +42,7 @@ def step(family: str, length: int, tokens: int, dropout: float, masked: bool) ->
     model: Any = (T5Model if family == "t5" else GPT2Model)(config)
     dice = torch.Generator().manual_seed(2)
 
-    def batch() -> dict[str, Any]:  # new document ids every time, as in training
+    def batch() -> dict[str, Any]:  # Every batch has new document ids, as in training.
         starts = torch.rand(b, s, generator=dice) < 1 / tokens
         ids = starts.int().cumsum(1).int() + 1
         text = torch.randint(1024, (b, s), generator=dice)
@@ -61,7 +61,10 @@ def step(family: str, length: int, tokens: int, dropout: float, masked: bool) ->
 
 
 def _peak_of_this_process() -> int:
-    """Return this process's peak memory in MB. `resource` may report the parent process's peak instead."""
+    """Return this process's peak memory in MB.
+
+    Python's `resource` module is not used because it may report the parent process's peak.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
 
@@ -75,10 +78,12 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--families", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 100, 400])
-    parser.add_argument("--length", type=int, default=512, help="tokens per row (default: 512)")
+    parser.add_argument("--length", type=int, default=512, help="tokens per sample (default: 512)")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--alone", choices=("masked", "ours"), help="only run this variant, and print its peak in MB")
+    parser.add_argument(
+        "--alone", choices=("masked", "ours"), help="run only this variant and print its peak memory in MB"
+    )
     args = parser.parse_args()
     if args.alone:
         run = step(args.families[0], args.length, args.tokens[0], args.dropout, args.alone == "masked")

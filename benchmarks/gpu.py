@@ -173,7 +173,10 @@ def measure(model: str, contender: str, seconds: float) -> dict[str, Any] | str:
 
 
 def in_turns(model: str, args: argparse.Namespace) -> dict[str, dict[str, Any] | str]:
-    """Return {contender: its measurements, whose list of seconds covers all turns, or why there are none}."""
+    """Measure every contender in each turn; return {contender: measurements, or the reason why there are none}.
+
+    A contender's list of seconds covers all turns.
+    """
     end, names = time.monotonic() + 60 * args.minutes, contenders(model, args.no_compile)
     found: dict[str, dict[str, Any] | str] = {}
     for turn in range(args.turns):
@@ -196,13 +199,13 @@ def main() -> None:
         "--turns",
         type=int,
         default=1,
-        help="number of turns of all contenders, every second one in reverse order (default: 1)",
+        help="how often to run all contenders; every second turn runs them in reverse order (default: 1)",
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="time limit per model (default: 8)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit per model in minutes (default: 8)")
     parser.add_argument("--flags", default="", help='further flags for "ours", e.g. --flags=--checkpoint-activations')
     parser.add_argument("--no-compile", action="store_true", help="skip the compiled contenders")
-    parser.add_argument("--dry-run", action="store_true", help="tiny models on any device")
-    parser.add_argument("--profile", help="file for a table of the most expensive operations")
+    parser.add_argument("--dry-run", action="store_true", help="smoke test: run tiny models on any device")
+    parser.add_argument("--profile", help="write a table of the most expensive operations to this file")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -30,7 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=int, default=8, help="model-parallel size (default: 8)")
     parser.add_argument("--context", type=int, default=1, help="context-parallel size (default: 1)")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--json", action="store_true", help="only print JSON, for the first world size")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of a table, for the first of --ranks only"
+    )
     return parser
 
 
@@ -64,12 +66,12 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     tds.init_distributed("fake")
     dist.new_group = new_group
-    tds.engine.Watchdog = lambda *_, **__: None  # the watchdog needs a store that all ranks share
-    with contextlib.suppress(ImportError):  # older checkouts lack these modules and create groups one by one
+    tds.engine.Watchdog = lambda *_, **__: None  # The watchdog needs a store that all ranks share.
+    with contextlib.suppress(ImportError):  # Older checkouts lack these modules and create groups one by one.
         from tds import groups, neighbours
 
         dist.split_group, groups.splits = split_group, lambda: True
-        neighbours.in_queues = lambda _: True  # under NCCL each stage boundary has its own groups
+        neighbours.in_queues = lambda _: True  # Create separate groups for each stage boundary, as under NCCL.
     config = parse(
         f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 "
         f"--pipe-parallel-size {stages} --model-parallel-size {model} --context-parallel-size {context} --batch-size 1 "

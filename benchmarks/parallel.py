@@ -21,7 +21,7 @@ from typing import Any
 import _engine
 from _alternate import Step, alternate, leave, new_parser, on_ranks, spread
 
-MICROS = 8  # micro-batches in a pipeline's step
+MICROS = 8  # micro-batches per step of a pipeline
 PIPELINE = f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS} --no-tie-embeddings"
 
 
@@ -60,9 +60,10 @@ def _loop(model: Any, loss_of: Callable[[], Any]) -> Step:
 
 
 def ours(args: argparse.Namespace, more: str) -> Step:
-    """Return a step of this project, which first makes the mesh of its own layers current again.
+    """Return a function that runs one step of this project's engine.
 
-    Contenders that are built later change the current mesh.
+    The function first restores the mesh with which the engine was built, since building another contender changes the
+    current mesh.
     """
     from megatron.mpu import mesh
 
@@ -137,7 +138,7 @@ def _token_loss(out: Any, target: Any) -> Any:
 
 
 def pipelines(args: argparse.Namespace, text: Any) -> dict[str, Step]:
-    """Return the steps of torch's and DeepSpeed's pipelines of `_nano`'s layers, in two stages of equal depth."""
+    """Return the training steps of torch's and DeepSpeed's pipeline engines on `_nano`'s layers in two equal stages."""
     import torch
     import torch.distributed as dist
     from _nano import nano_layers
@@ -210,7 +211,7 @@ def _kept(step: Step) -> int:
     from torch import nn
 
     seen: dict[int, int] = {}
-    alive = []  # keeps the storages alive, so that no address is reused
+    alive = []  # These references keep the storages alive, so that no other storage reuses an address.
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, nn.Parameter) and not isinstance(x._base, nn.Parameter):
@@ -263,7 +264,8 @@ def main() -> None:
     torch.manual_seed(0)  # all ranks draw the same initial weights
     steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
     kept = {name: _kept(step) for name, step in steps.items()} if args.kind == "cp" else {}
-    device_module.keep_freed_memory(torch.device("cpu"))  # so that all contenders, not only "ours", run with it
+    # "ours" enables this after its first step; enable it for the other contenders too.
+    device_module.keep_freed_memory(torch.device("cpu"))
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:
         tokens = samples * args.seq * (2 if "dp" in args.kind else 1)
@@ -278,7 +280,8 @@ def main() -> None:
             print(f"| {name} | {spread(speeds, ',.0f')} | {spread(ratios, '.2f')} | {share} |")
         if args.kind == "cp":
             print(
-                "kept for the backward pass:", ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in kept.items())
+                "activations kept for the backward pass:",
+                ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in kept.items()),
             )
     dist.barrier()
     leave()

@@ -18,7 +18,7 @@ from typing import Any
 
 from _alternate import Step, alternate, leave, new_parser, on_ranks, spread
 
-FORWARD, BACKWARD = 0.020, 0.040  # seconds; half of BACKWARD is for gradients of inputs, half for those of weights
+FORWARD, BACKWARD = 0.020, 0.040  # seconds; BACKWARD is half for input gradients and half for weight gradients
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,15 +30,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--jitter",
         type=float,
         default=0.0,
-        help="random variation of the time of a pass; 0.5 means 0.5 to 1.5 times (default: 0)",
+        help="random variation of the time of a pass; 0.5 means 0.5 to 1.5 times the constant time (default: 0)",
     )
-    parser.add_argument("--schedules", choices=["1f1b", "all"], default="1f1b", help="all: also interleaved and zb-h1")
+    parser.add_argument("--schedules", choices=["1f1b", "all"], default="1f1b", help='"all" adds interleaved and zb-h1')
     parser.add_argument("--rounds", type=int, default=5)
     return parser
 
 
 def stage_class(args: argparse.Namespace, rank: int) -> Any:
-    """Return a module class that only sleeps: in the forward pass, for the input and for the weight gradient."""
+    """Return a module class that sleeps instead of computing the output, the input gradient and the weight gradient."""
     import torch
     from torch import Tensor, nn
 
@@ -144,7 +144,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
 
 
 def ideals(args: argparse.Namespace) -> dict[str, float]:
-    """Return the seconds of a step if communication took no time, by schedule."""
+    """Return {schedule: seconds that a step would take if communication took no time}."""
     from tds.schedule import schedule_of
     from tds.timetable import times
 
@@ -168,7 +168,10 @@ def main() -> None:
     if dist.get_rank() == 0:
         ideal = ideals(args)
         print(f"{args.stages} stages, {args.micros} micro-batches, {args.megabytes:g} MB, jitter {args.jitter:g}")
-        print("| contender | over the ideal of 1f1b, median (lowest to highest) | its own ideal |\n| --- | --- | --- |")
+        print(
+            "| contender | time over 1f1b's ideal, median (lowest to highest) | own ideal over 1f1b's |\n"
+            "| --- | --- | --- |"
+        )
         for name, rounds in found.items():
             low = name.lower()
             own = ideal["zb-h1" if "zb" in low or "zero" in low else "interleaved" if "interleaved" in low else "1f1b"]

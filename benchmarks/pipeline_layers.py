@@ -128,7 +128,7 @@ def contenders(args: argparse.Namespace) -> tuple[dict[str, Step], Any]:
         "ours, zb-h1": steps_of(engine(False, {"schedule": "zb-h1"})),
         f"DeepSpeed {deepspeed.__version__} PipelineEngine": steps_of(engine(True, {})),
     }
-    if not args.two_gradients:  # torch's stage is an nn.Sequential here, so it passes only one tensor
+    if not args.two_gradients:  # torch's stage is an nn.Sequential here, which can pass on only one tensor.
         steps[f"torch {torch.__version__} Schedule1F1B"] = torchs
     return steps, ours
 
@@ -162,7 +162,7 @@ def main() -> None:
             print(
                 f"| {name} | {spread([tokens / took for took, _ in rounds], ',.0f')} | {spread(ratio, '.2f')} | {cpu} |"
             )
-        print(f"ours sends {sent.item():,.0f} bytes a step; the tensors and their gradients alone are {least:,}")
+        print(f"ours sends {sent.item():,.0f} bytes a step; the tensors and their gradients have {least:,}")
     leave()
 
 

@@ -6,8 +6,8 @@
 torch's profiler (profile_memory) records every allocation and release of tensor memory on each rank, from before the
 model is built to the end of the third step. The measured number is the peak of live bytes on the peak rank. Memory of
 Python and libraries, and memory cached by an allocator, are not included. The prediction is the planner's total for
-the stage that needs the most memory. DeepSpeed's ZeRO 2 and 3 allocate a bucket of reduce_bucket_size elements, which
-this benchmark sets to a small value, since a bucket of the default size would dominate.
+the stage that needs the most memory. DeepSpeed's ZeRO 2 and 3 allocate a bucket of reduce_bucket_size elements. This
+benchmark sets a small reduce_bucket_size, since a bucket of the default size would dominate the memory of these models.
 """
 
 import argparse
@@ -62,7 +62,7 @@ BUCKET = 10**6  # elements in DeepSpeed's reduce bucket
 
 
 def flags_of(case: str, folder: str) -> str:
-    """Return the flags of a case, with a ds_config if DeepSpeed reduces the gradients."""
+    """Return the flags of a case; for ZeRO 2 and 3 also write a ds_config with a small bucket to `folder`."""
     flags = CASES[case][1]
     if "--zero-stage 2" in flags or "--zero-stage 3" in flags:
         path = Path(folder) / "ds_config.json"
@@ -72,7 +72,7 @@ def flags_of(case: str, folder: str) -> str:
 
 
 def measure(flags: str, steps: int = 3) -> int:
-    """Run some steps with the profiler; return this rank's peak of live bytes."""
+    """Run `steps` training steps under the profiler; return this rank's peak of live bytes."""
     import torch
 
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
@@ -89,8 +89,8 @@ def measure(flags: str, steps: int = 3) -> int:
     live = most = 0
     for event in sorted(events, key=lambda e: e["ts"]):
         at, size = event["args"]["Addr"], event["args"]["Bytes"]
-        # The profiler misses releases by gloo's threads. If an address is allocated again, the earlier allocation
-        # there must have been released.
+        # The profiler misses memory that gloo's threads release. A new allocation at a known address therefore also
+        # counts as the release of the earlier allocation.
         live += (size if size > 0 else 0) - alive.pop(at, 0)
         if size > 0:
             alive[at] = size

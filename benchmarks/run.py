@@ -146,7 +146,7 @@ def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return, by contender, seconds of each round, seconds until the end of the first step, and peak MB."""
+    """Return each contender's seconds in each round, seconds to the end of its first step, and peak MB."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -186,7 +186,7 @@ def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
 
 
 def arguments(about: str | None) -> argparse.Namespace:
-    """Parse the command line. The thread count is exported to child processes."""
+    """Parse the command line, and set OMP_NUM_THREADS to --threads for the child processes."""
     parser = new_parser(about)
     parser.add_argument("--model", choices=("gpt2", "llama", "t5"), default="gpt2")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")

@@ -147,9 +147,9 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def bars(rows: list[dict[str, str]]) -> tuple[str, list[tuple[str, float, float, float]]]:
-    """Return a column with a spread, and (name, median, lowest, highest) of each row in this column.
+    """Return a column whose cells are `median (lowest to highest)`, and (name, median, lowest, highest) of each row.
 
-    The column is "ours / it" (the ratio of speeds) if there is one, else the first column with a spread.
+    The column is "ours / it" (the ratio of speeds) if there is one, else the first such column.
     """
     columns = sorted(list(rows[0])[1:], key=lambda column: "ours / it" not in column)
     for column in columns:

@@ -6,10 +6,10 @@
 
 The loss of a model that learns falls below the unigram entropy of the masked text. Each run uses one core. Sizes and
 samples are those of configs/models/t5_tiny.json; flags after `--` change them. All contenders have the same fused
-AdamW, warm-up, cosine decay and clipping, no dropout, and 16 samples a step. They are evaluated on the validation
-split, on labels that are neither sentinels nor end tokens. transformers' T5 runs once with its own initialisation
-(embeddings of standard deviation 1) and once with that of this project (standard deviation 0.02, output projections
-scaled by depth, query projections divided by the square root of the head size).
+AdamW, warm-up, cosine decay and clipping, no dropout, and 16 samples a step. Every contender is evaluated on the
+validation split, on labels that are neither sentinels nor end tokens. transformers' T5 runs once with its own
+initialisation (embeddings of standard deviation 1) and once with this project's initialisation (standard deviation
+0.02, output projections scaled by depth, query projections divided by the square root of the head size).
 """
 
 import argparse
@@ -66,7 +66,7 @@ def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: ar
     """Train a contender.
 
     Return, for each evaluation, loss in nats and accuracy on masked text, and the largest gradient norm since the
-    evaluation before.
+    previous evaluation.
     """
     import torch
     import torch.nn.functional as F
@@ -182,7 +182,7 @@ def main() -> None:
     add("--lr", type=float, default=2e-3)
     add("--json", required=True, help="JSON file of results; runs that it contains are skipped")
     add("--out", help="file for the plot")
-    add("flags", nargs="*", help="flags of pretrain_t5.py, after --")
+    add("flags", nargs="*", help="flags of pretrain_t5.py; write them after --")
     args = parser.parse_args()
     if args.data_path:
         measure(args)

@@ -1,7 +1,7 @@
 """Pretraining of GPT-2, Llama and T5 in any data x tensor x pipeline layout.
 
-The names that tutorials import from here are loaded lazily, so tools that need only the data
-packages do not load torch.
+Names such as `get_args`, which tutorials import from `megatron`, are loaded lazily. Tools that need only the data
+packages therefore do not load torch.
 """
 
 from pkgutil import extend_path

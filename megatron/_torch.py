@@ -15,8 +15,9 @@ from torch.distributed import distributed_c10d
 
 
 def will_run(node: Any, otherwise: bool) -> bool:
-    """Return whether this backward pass executes `node`; for a leaf's node, whether it accumulates into `.grad`.
+    """Return whether the running backward pass executes the autograd node `node`.
 
+    If `node` accumulates the gradient of a leaf, return whether it writes to the leaf's `.grad`.
     otherwise: the result if torch cannot tell, as within torch.autograd.grad, which returns gradients instead of
     accumulating them.
     """
@@ -34,20 +35,20 @@ def onednn_is_there() -> bool:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o], in oneDNN; requires `onednn_is_there`.
+    """Multiply x [..., i] by the transpose of weight [o, i] in oneDNN -> [..., o].
 
-    torch's public functions use MKL instead for fp32.
+    Call this only if `onednn_is_there()`. For fp32, torch's public functions use MKL instead of oneDNN.
     """
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
-    # Not a plain view: autograd forbids in-place changes of a view that a custom Function returns, and ranks
-    # sum in place.
+    # A plain view would not do: autograd forbids in-place changes of a view that a custom Function returns, and the
+    # all-reduce over tensor-parallel ranks changes this result in place.
     return torch.ops.aten._unsafe_view(found, (*x.shape[:-1], found.shape[-1]))  # type: ignore[no-any-return]
 
 
 def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
     """Return the gradient of the input of p = softmax over the last dimension; grad and p have equal shape and dtype.
 
-    This takes one kernel; torch's public functions need an autograd graph.
+    This launches one kernel. torch's public functions compute this gradient only through an autograd graph.
     """
     kernel = getattr(torch.ops.aten, "_softmax_backward_data", None)
     return kernel(grad, p, -1, p.dtype) if kernel else p * (grad - (grad * p).sum(-1, keepdim=True))
@@ -67,7 +68,7 @@ def flash_on_cpu(
 ) -> tuple[Tensor, Tensor]:
     """Run flash attention: query [b, n, q, d], key, value [b, n, k, d] -> ([b, n, q, d], log-sum-exp [b, n, q]).
 
-    added: [1 or b, 1 or n, q, k], added to the scores.
+    added: tensor [1 or b, 1 or n, q, k] to add to the scores, or None.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
@@ -84,22 +85,28 @@ def flash_on_cpu_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value. grad: gradient of `out`. out, sums: results of `flash_on_cpu`."""
+    """Return the gradients of query, key and value.
+
+    out, sums: the two results of `flash_on_cpu`. grad: the gradient of `out`.
+    """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(grad, query, key, value, out, sums, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
 
 
 def assert_later(condition: Tensor, words: str) -> None:
-    """Make the device fail with the message `words` unless all of `condition` holds; the host does not wait."""
+    """Make the device fail with the message `words` unless all elements of `condition` hold.
+
+    The host does not wait for the device.
+    """
     check = getattr(torch, "_assert_async", None)
     if check is not None:
         check(condition.all(), words)
-    elif not condition.all():  # slower, because the host waits
+    elif not condition.all():  # Without `_assert_async` the host must wait for the result, which is slower.
         raise RuntimeError(words)
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor of which `tensor` is a view, or itself.
+    """Return the tensor of which `tensor` is a view, or `tensor` itself if it is not a view.
 
     autograd saves views of weights, and only `_base` distinguishes them from activations.
     """
@@ -108,27 +115,33 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers of `module` itself that its state_dict holds.
+    """Return the persistent buffers of `module`, without those of its submodules.
 
-    The public state_dict would also collect all weights.
+    The public alternative, `state_dict()`, would also collect all weights.
     """
     left_out: set[str] = module._non_persistent_buffers_set
     return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in left_out]
 
 
 def version(tensor: Tensor) -> int:
-    """Return a counter that rises with each in-place change; comparing values would need a copy of the tensor."""
+    """Return autograd's version counter of a tensor, which rises with each in-place change.
+
+    Detecting a change without the counter would need a copy of the tensor.
+    """
     return int(tensor._version)
 
 
 def amx_tiles() -> bool:
-    """Return whether this CPU has AMX tiles; False if torch cannot tell, so that bf16 is not chosen automatically."""
+    """Return whether this CPU has AMX tiles, which make bf16 faster than fp32; False if torch cannot tell."""
     asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return bool(asked()) if asked else False
 
 
 def cpp_compiler_found() -> bool:
-    """Return whether torch.compile finds a C++ compiler; without this check a missing one fails the first step."""
+    """Return whether torch.compile finds a C++ compiler.
+
+    Without this check, a missing compiler would only raise an error in the first training step.
+    """
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -193,7 +206,7 @@ def never_restart_after(code: int) -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     original = getattr(LocalElasticAgent, "_monitor_workers", None)
-    if original is None:  # without this method such a rank is restarted, as under torchrun
+    if original is None:  # This version of torch has no such method, so --max-restarts applies to every exit code.
         return
 
     def monitor(agent: Any, workers: Any) -> Any:

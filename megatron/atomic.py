@@ -14,7 +14,10 @@ _TOKEN = secrets.token_hex(4)
 
 
 def process_name() -> str:
-    """Return a name unique to this process. A process id is not unique: each container counts from 1."""
+    """Return a name unique to this process.
+
+    A process id alone is not unique, because every container numbers its processes from 1.
+    """
     return f"{os.getpid()}-{_TOKEN}"
 
 
@@ -25,7 +28,10 @@ def temporary_name(path: Path) -> Path:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add `path` to an OSError raised in the context; errors of an open file, such as a full disk, lack its name."""
+    """Add `path` to an OSError that is raised in this context and names no file.
+
+    Errors of an open file, such as a full disk, lack the file's name.
+    """
     try:
         yield
     except OSError as error:
@@ -75,7 +81,7 @@ def write_text(path: str | Path, text: str, synced: bool = False, temporary: Pat
     synced: flush the data to disk before the rename.
     """
     with whole_file(path, temporary) as there:
-        there.unlink(missing_ok=True)  # opening a link would write to its target
+        there.unlink(missing_ok=True)  # If this path were a link, opening it would write to the link's target.
         _write(there, text, synced)
 
 

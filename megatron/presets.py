@@ -1,7 +1,7 @@
 """Location of the JSON files of configs/: in the checkout, or where pip installed them.
 
-A wheel carries them as data files (share/megatron-tds/configs). Only pip's record of installed files
-reliably gives their place, because environments, --user and --target differ.
+A wheel contains these JSON files as data files (share/megatron-tds/configs). Only pip's record of installed files gives
+their location reliably, because virtual environments, --user and --target use different folders.
 """
 
 import importlib.metadata

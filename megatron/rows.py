@@ -20,7 +20,7 @@ def row_of(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict):
-        raise RowError(f"{line.strip()[:40]} is not an object")
+        raise RowError(f"{line.strip()[:40]} is not a JSON object")
     iteration = row.get("iteration")
     if type(iteration) is not int or iteration < 0:
         raise RowError(f'"iteration" is {json.dumps(iteration)[:40]}, not a whole number')
@@ -31,5 +31,5 @@ def row_of(line: str) -> dict[str, Any] | None:
     if row.get("split") == "train":
         lacking = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
         if lacking or not iteration:
-            raise RowError(f"a training row without {lacking or 'an iteration'}")
+            raise RowError(f"a training row lacks {lacking or 'an iteration'}")
     return row

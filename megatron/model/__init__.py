@@ -7,8 +7,8 @@ from .gpt2 import gpt2_layers
 from .layers import Layer, LayerStack, global_parameters
 from .t5 import t5_layers
 
-# Entry scripts import these models from `megatron.model`; those of `megatron.compat` accept Megatron-LM's arguments.
-# Pipeline models import DeepSpeed, which takes seconds, so each name below is imported on first use.
+# Entry scripts import these models from `megatron.model`. The models in `megatron.compat` accept Megatron-LM's
+# arguments. Pipeline models import DeepSpeed, which takes seconds, so each name below is imported on first use.
 _HOMES = {
     "GPT2Model": "megatron.compat.models",
     "GPT2ModelPipe": "megatron.compat.pipes",

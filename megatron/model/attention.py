@@ -36,7 +36,7 @@ class KeyValueCache:
         return 0 if self.key is None else self.key.shape[2]
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens, [b, g, q, d] each; return all cached ones, [b, g, k, d]."""
+        """Append keys and values of new tokens, [b, g, q, d] each; return all cached keys and values."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
         self.key, self.value = key, value
@@ -92,7 +92,7 @@ class Attention(nn.Module):
     def _project(
         self, config: ModelConfig, *factors: float, heads: int | None = None, bias: bool | None = None
     ) -> mpu.ColumnParallelLinear:
-        """Build the projection h -> len(factors) x n x d, its rows ordered by head, so that each rank gets whole heads.
+        """Build the projection h -> len(factors) x n x d, with its rows ordered by head, so each rank gets whole heads.
 
         factors: for each projected part (query, key or value), the factor of its initial weights. heads: n, by
         default the number of attention heads. bias: whether to add a bias, by default the value of --hidden-bias.
@@ -109,8 +109,8 @@ class Attention(nn.Module):
         """Compute attention: query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
         mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may
-        attend, or None. With context parallelism the mask says which keys of all ranks this rank's queries may
-        attend to; key and value are this rank's.
+        attend, or None. With context parallelism, `key` and `value` hold this rank's tokens only, but the mask covers
+        the keys of all ranks.
         bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
@@ -134,7 +134,7 @@ class Attention(nn.Module):
     def _projected(
         self, projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None
     ) -> tuple[Tensor, Recipe | None]:
-        """Return `projection(x)`, and a recipe to recompute it if --recompute-modules names qkv, else None.
+        """Return `projection(x)`, and the recipe to recompute this output if --recompute-modules names qkv, else None.
 
         recipe: how to recompute x; None if autograd saves x.
         """
@@ -143,10 +143,10 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Self-attention: every token attends to all tokens of its sequence, or (causal) to itself and earlier ones.
+    """Self-attention: every token attends to all tokens of its sequence, or (causal) to itself and earlier tokens.
 
-    Rows of the fused projection are query, key and value of head 0, then those of head 1. `grouped_heads.py`
-    describes their order with grouped heads.
+    The rows of the fused projection are query, key and value of head 0, then query, key and value of head 1, and so
+    on. For grouped-query attention, `grouped_heads.py` describes the order of the rows.
     """
 
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
@@ -172,13 +172,14 @@ class SelfAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Apply self-attention: [s, b, h] -> ([s, b, h], output bias, which the caller must add).
 
-        mask, bias: see `attend`. recipe: how to recompute `hidden`; None if autograd saves it. angles: rotation of
-        queries and keys.
+        mask, bias: see `attend`. recipe: how to recompute `hidden`; None if autograd saves it. angles: rotary position
+        embedding of queries and keys, or None.
         """
         qkv, again = self._projected(self.query_key_value, hidden, recipe)  # [s, b, (n/t + 2 g) * d]
         with save_recipe_for((again, qkv)):
             query, key, value = self._cut(qkv, angles)
-        if again is not None and self.in_groups:  # query, key and value are in one buffer
+        # query, key and value share one buffer here, so the recipe to recompute query's buffer recomputes all three.
+        if again is not None and self.in_groups:
             again, qkv = Recipe(lambda given: self._cut(given, angles)[0], again), query
         if cache is not None:
             key, value = cache.extend(key, value)
@@ -201,7 +202,10 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Cross-attention from decoder to encoder. Rows of `key_value` are key and value of head 0, then of head 1."""
+    """Cross-attention from decoder to encoder.
+
+    The rows of `key_value` are key and value of head 0, then key and value of head 1, and so on.
+    """
 
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, f"{name}.cross_attention", output_std, causal=False)

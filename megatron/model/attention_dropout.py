@@ -1,4 +1,6 @@
-"""Attention with dropout on a CPU, for which torch has no kernel: plain operations, with masks from a named stream.
+"""Attention with dropout on a CPU, from plain operations, because torch has no such kernel.
+
+The dropout masks are drawn from a named random stream.
 
 Shapes: q queries, k keys, b batch, n heads of this rank, d width of a head.
 """
@@ -26,7 +28,8 @@ def attention_with_dropout(
 ) -> Tensor:
     """Compute attention with dropout: query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d].
 
-    added: [1 or b, 1 or n, q, k], added to the scores, or None. turn: number of this draw, see `mpu.Stream.drop`.
+    added: tensor [1 or b, 1 or n, q, k] to add to the scores, or None. turn: distinguishes the draws of one layer, see
+    `mpu.Stream.drop`.
     """
     return _attend(query, key, value, added, scale, lambda weights: stream.drop(weights, p, turn))
 
@@ -37,7 +40,7 @@ def by_document(
     """Compute attention with dropout piece by piece: query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d].
 
     pieces: blocks of queries and keys; every key must be in exactly one block. A single dropout mask is drawn for all
-    q x k weights, and each block uses its part of the mask, so dropout does not depend on the blocks.
+    q x k attention weights, and each block uses its part of the mask, so dropout does not depend on the blocks.
     """
     kept = stream.keep_mask((*query.shape[:3], key.shape[2]), p, query.device, torch.bool)
     rows = []

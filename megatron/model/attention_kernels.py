@@ -28,15 +28,15 @@ class Call(NamedTuple):
     """One attention call: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
 
     mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may attend, or None.
-    With context parallelism the mask says which keys of all ranks this rank's queries may attend to.
-    bias: [1, n, q, k], added to the scores, or None. p: dropout probability.
-    causal: without a mask, a query sees itself and the keys before it. scale: factor of the scores.
+    With context parallelism, `key` and `value` hold this rank's tokens only, but the mask covers the keys of all ranks.
+    bias: tensor [1, n, q, k] to add to the scores, or None. p: dropout probability.
+    causal: if there is no mask, a query sees the keys up to its own position. scale: factor of the scores.
     by_document, fused_bias: whether --reference-ops permits the kernels for documents and for a bias.
-    packs: whether queries, keys and values may be copied. If they are recomputed they may not, because recomputation
-    recognises them by their address.
+    packs: whether a kernel may copy queries, keys and values. This is False if the backward pass recomputes these
+    tensors, because recomputation recognises them by their address.
     pieces: blocks of queries and keys to compute one by one, for documents or context-parallel slices; None if a mask
     is needed. Always None on accelerators and in compiled code.
-    turn: number of this draw of dropout, see `mpu.Stream.drop`.
+    turn: distinguishes the dropout draws of one layer, see `mpu.Stream.drop`.
     """
 
     query: Tensor
@@ -63,7 +63,8 @@ class Call(NamedTuple):
         """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself."""
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
         q, k = self.query.shape[2], self.key.shape[2]
-        # A mask of documents is already causal where it must be. In decoding, a single query sees all keys.
+        # A mask built from documents already hides later keys if attention is causal. A single query, as in decoding,
+        # sees all keys.
         hides = self.causal and mask is None and q > 1
         if hides and (self.bias is not None or q != k or (self.p > 0 and self.on_cpu)):
             return causal_mask(q, k, self.query.device), False
@@ -95,7 +96,7 @@ def slice_by_slice(c: Call) -> Tensor:
         if views.masked or c.p or c.on_cpu or torch.compiler.is_compiling():
             found.append(attend(c._replace(query=own, key=keys, value=values, mask=views.mask(at), turn=at)))
         else:  # torch's `causal_lower_right` needs no mask tensor
-            from torch.nn.attention.bias import causal_lower_right  # importing it loads torch.compile
+            from torch.nn.attention.bias import causal_lower_right  # imported late, because it loads torch.compile
 
             keys, values = repeat_heads(own, keys, values)
             last: Any = causal_lower_right(own.shape[2], end)
@@ -133,7 +134,8 @@ def torchs(c: Call) -> Tensor:
     (added, hides), query, key, value = c.added(), c.query, c.key, c.value
     grouped = key.shape[1] < query.shape[1]
     if grouped and query.device.type == "cuda" and (added is not None or query.dtype == torch.float32):
-        (key, value), grouped = repeat_heads(query, key, value), False  # no grouped CUDA kernel has masks or fp32
+        # torch's CUDA kernels for grouped heads support neither masks nor fp32.
+        (key, value), grouped = repeat_heads(query, key, value), False
     options: dict[str, Any] = {"attn_mask": added, "dropout_p": c.p, "is_causal": hides, "scale": c.scale}
     with kernels_for(query, added):
         return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=grouped)
@@ -160,7 +162,8 @@ def _differentiates_bias(c: Call) -> bool:
 
 
 Kernel = Callable[[Call], Tensor]
-# The first kernel whose condition holds computes the call. Views come only with context parallelism, without a bias.
+# (condition, kernel): the first kernel whose condition holds computes the call. The mask is a `Views` only with context
+# parallelism, which does not support a bias.
 KERNELS: tuple[tuple[Callable[[Call], Any], Kernel], ...] = (
     (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
     (lambda c: isinstance(c.mask, Views), slice_by_slice),

@@ -1,8 +1,8 @@
-"""Attention with a learned bias on a CPU, which saves neither scores nor probabilities for the backward pass.
+"""Attention with a learned bias on a CPU that saves neither scores nor probabilities for the backward pass.
 
-torch's fused attention on a CPU has no gradient for the bias. torch's alternative saves probabilities
-[b, n, q, k] in every layer. This module recomputes them sample by sample or document by document, so that they
-stay in the CPU's cache (the recomputation of Dao et al. 2022).
+torch's fused attention on a CPU has no gradient for the bias. torch's alternative saves the attention probabilities
+[b, n, q, k] of every layer. This module instead recomputes the probabilities in the backward pass (Dao et al. 2022),
+one sample or one document at a time, so that they stay in the CPU's cache.
 
 Shapes: q queries, k keys, b batch, n heads of this rank, d width of a head.
 """
@@ -21,10 +21,10 @@ from .pieces import Piece, Pieces
 
 
 def serves(query: Tensor, bias: Tensor) -> bool:
-    """Return whether `biased_attention` saves memory: whether torch would keep the attention probabilities.
+    """Return whether `biased_attention` saves memory, since torch's attention would save the probabilities.
 
-    On a CPU, torch keeps them for the backward pass if the bias requires a gradient. Accelerators have a fused kernel
-    that computes this gradient without them.
+    On a CPU, torch saves the probabilities for the backward pass if the bias requires a gradient. Accelerators have a
+    fused kernel that computes the bias's gradient without saved probabilities.
     query: [b, n, q, d]. bias: [1, n, q, k].
     """
     return query.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
@@ -35,8 +35,8 @@ def biased_attention(
 ) -> Tensor:
     """Compute attention: query [b, n, q, d], key, value [b, n, k, d], bias [1, n, q, k] -> [b, n, q, d].
 
-    sees: what queries may attend to: a bool mask [1 or b, 1, q, k], or the blocks of queries and keys of self-attention
-    within documents, or None for all keys.
+    sees: the keys that each query may attend to, as a bool mask [1 or b, 1, q, k] or as blocks of queries and keys
+    (self-attention within documents); None for all keys.
     """
     return _BiasedAttention.apply(query, key, value, bias, sees, scale)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -44,7 +44,7 @@ def biased_attention(
 def _pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_row: bool) -> Sequence[Piece]:
     """Return the blocks of queries and keys to compute one after another.
 
-    Without documents (pieces is None) the only block is the whole batch, or with by_row each row of the batch is one.
+    If `pieces` is None, the only block is the whole batch, or, with `by_row`, each sample of the batch is a block.
     """
     if pieces is not None:
         return pieces.found

@@ -51,7 +51,7 @@ class Caches:
         self.own, self.cross = KeyValueCache(), KeyValueCache()
 
 
-# (normalised hidden states [s, b, h], how to recompute them or None) -> (output, bias to add to it or None)
+# (normalised hidden states [s, b, h], their recipe for recomputation or None) -> (output, output bias or None)
 Sublayer = Callable[[Tensor, Recipe | None], tuple[Tensor, Tensor | None]]
 
 
@@ -60,7 +60,7 @@ class TransformerLayer(nn.Module):
 
     name: name of the layer in the whole model.
     branches: number of residual branches of the whole stack. The initial weights of output projections are divided by
-    its square root.
+    the square root of this number.
     """
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
@@ -111,7 +111,7 @@ class TransformerLayer(nn.Module):
             return self._add(self.post_attention_layernorm, self.mlp_dropout, lambda x, recipe: self.mlp(x), hidden)
 
     def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
-        """Return hidden states [s, b, h] plus dropout of what `sublayer` computes from their norm."""
+        """Add the residual branch: return hidden + dropout(sublayer(norm(hidden))), for hidden states [s, b, h]."""
         normed = norm(hidden)
         recipe = Recipe(norm, hidden) if self.norm_again else None
         with save_recipe_for((recipe, normed)):

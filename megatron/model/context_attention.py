@@ -1,10 +1,10 @@
 """Causal attention with context parallelism: this rank's two slices of a sequence attend to all earlier tokens.
 
-All context ranks gather keys and values. With grouped heads these are a small part of a layer, so gathering
-costs little and works for any number of heads (Grattafiori et al. 2024).
+All context ranks gather keys and values. With grouped heads, keys and values are a small part of a layer's activations,
+so gathering costs little, and it works for any number of heads (Grattafiori et al. 2024).
 
 Shapes: s whole sequence, c context ranks, b batch, g key-value heads of this rank, d width of a head, q queries
-of a slice, k keys that they may see.
+of a slice, k keys that these queries may see.
 """
 
 from typing import NamedTuple
@@ -18,13 +18,13 @@ from .masks import Documents, cached_on, causal_window
 
 
 class Views(NamedTuple):
-    """Keys to which this rank's queries may attend: earlier tokens, within the window, of the same document.
+    """Keys to which this rank's queries may attend: all earlier tokens, unless a window or documents hide some.
 
-    ids: document number of each token of the sequence, int [b, s]; if `apart` is False, only its device is
-    used.
-    apart: whether attention is restricted to documents.
+    ids: document number of each token of the sequence, int [b, s]. If `apart` is False, only the device of this tensor
+    is used.
+    apart: whether a query attends only to tokens of its own document.
     window: number of last tokens that a query sees, None for all.
-    slices: begin and end of each slice that this rank holds.
+    slices: begin and end of each slice of the sequence that this rank holds.
     """
 
     ids: Tensor
@@ -78,7 +78,10 @@ def views_of(ids: Tensor, length: int, window: int | None, documents: Documents 
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[Tensor, Tensor]:
-    """All-gather keys and values, [b, g, s/c, d] -> [b, g, s, d] each, in token order; backward sums gradients."""
+    """All-gather keys and values, [b, g, s/c, d] -> [b, g, s, d] each, in token order.
+
+    The backward pass reduce-scatters the gradients.
+    """
     return _apart(mpu.gather_context(_together(key, value), axis))
 
 
@@ -96,7 +99,7 @@ def reduce_scatter_grads(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> t
 
 
 def _together(key: Tensor, value: Tensor) -> Tensor:
-    """Concatenate keys and values, [b, g, s, d] each, to [s, b, g, 2 d], to communicate them at once."""
+    """Concatenate keys and values, [b, g, s, d] each, to [s, b, g, 2 d], for a single collective."""
     return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
 
 

@@ -40,7 +40,10 @@ class WordEmbedding(nn.Module):
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
     def output(self, hidden: Tensor) -> Tensor | mpu.DeferredLogits:
-        """Return logits [s, b, v/t] of hidden [s, b, h], padding included; deferred if over --logits-chunk-size."""
+        """Return logits [s, b, v/t] of hidden [s, b, h], padding included.
+
+        With more tokens than --logits-chunk-size, return `DeferredLogits`, which compute the logits in chunks.
+        """
         hidden = hidden * self.factor if self.factor != 1.0 else hidden
         if self.chunk and mpu.whole_length(hidden, self.sequence) * hidden.shape[1] > self.chunk:
             return self.word_embeddings.deferred_logits(hidden, self.chunk)
@@ -84,9 +87,9 @@ class ModelStart(nn.Module):
 class DecoderStart(ModelStart):
     """Start of a decoder-only model: learned positions and dropout. Rotary positions are applied later, in the blocks.
 
-    role: whether document ids restrict attention or restart positions. If they only restart rotary positions, the
-    caller passes no document ids, and this layer derives them: a document begins wherever a position id is 0. Rotary
-    models use position ids for nothing else.
+    role: whether document ids restrict attention or restart positions. If document ids only restart rotary positions,
+    the caller passes none, and this layer computes them: a document begins at each position id of 0. A rotary model
+    uses position ids for nothing else.
     """
 
     def __init__(self, config: ModelConfig, positions: int, name: str, role: DocumentRole) -> None:

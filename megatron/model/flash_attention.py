@@ -27,8 +27,8 @@ def flash_attention(
     """Compute attention piece by piece: query [b, n, q, d], key, value [b, g, k, d] -> [b, n, q, d].
 
     pieces: blocks of queries and keys.
-    axis: the c context-parallel ranks, if there are several. key and value are then this rank's, [b, g, k/c, d], and
-    all ranks must run the forward and the backward pass together.
+    axis: the c context-parallel ranks, or None. With an axis, key and value are this rank's shards [b, g, k/c, d], and
+    all ranks of the axis must run the forward and the backward pass together.
     """
     return _FlashAttention.apply(query, key, value, pieces, scale, axis)  # type: ignore[no-untyped-call,no-any-return]
 

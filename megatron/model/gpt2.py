@@ -2,8 +2,8 @@
 
         tokens, positions -> embedding -> Block x num_layers -> norm -> (tied) logits
 
-GPT-2 adds a learned vector for each position after its embedding. The others rotate queries and keys in their
-blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
+GPT-2 adds a learned vector for each position after its embedding. Llama, Qwen and Mistral rotate queries and keys in
+their blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
 
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
@@ -63,7 +63,10 @@ def role_of(config: Config) -> DocumentRole:
 
 
 def output_layer(config: Config, vocab_size: int) -> Layer:
-    """Return a model's last layer: logits from the embedding's weight or (--no-tie-embeddings) from a separate one."""
+    """Return a model's last layer, which computes the logits.
+
+    The layer uses the token embedding's weight, or, with --no-tie-embeddings, a separate weight.
+    """
     m, (encoder, decoder) = config.model, lengths(config)
     tied, work = "embedding" if m.tie_embeddings else None, (decoder or encoder) * m.hidden_size * vocab_size
     args, logits = (m, vocab_size), WordEmbedding.logits

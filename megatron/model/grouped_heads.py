@@ -1,9 +1,10 @@
 """Splitting and rotation of a fused projection for grouped-query attention (Ainslie et al. 2023).
 
 The projection's rows are ordered by group: the queries that share a key-value head, then its key, then its
-value, as in Megatron-LM. With as many key-value heads as query heads, the rows are query, key and value of head 0,
-then those of head 1. A contiguous shard holds whole groups, or part of a group if there are more ranks than groups.
-In that case the ranks that share a group gather its projections (`own_queries`), so no weight is replicated.
+value, as in Megatron-LM. With as many key-value heads as query heads, the rows are query, key and value of head 0, then
+query, key and value of head 1, and so on. A contiguous shard holds whole groups, or part of a group if there are more
+ranks than groups. In the latter case the ranks that share a group gather the group's projections (`own_queries`), so no
+weight is replicated.
 
 With the weight viewed as [g, p + 2, d, h], Hugging Face's q_proj is [:, :p], its k_proj is [:, p] and its v_proj is
 [:, p + 1].
@@ -45,8 +46,7 @@ def own_queries(fused: Tensor, size: int, sharers: mpu.Axis) -> Tensor:
     """Gather a group's projections from the t ranks that share it; keep this rank's queries, the key and the value.
 
     fused: [s, b, (p + 2) * d / t], with p queries per group. size: d, the width of a head. Returns
-    [s, b, (p / t + 2) * d]. The backward pass sums the gradients of key and value over the
-    sharers.
+    [s, b, (p / t + 2) * d]. The backward pass sums the gradients of key and value over the t ranks.
     """
     whole = by_head(mpu.gather_partial_from_model_parallel_region(fused, sharers), 1, size).squeeze(2)
     own = (whole.shape[2] - 2) // sharers.size
@@ -67,10 +67,10 @@ def split_heads(
 
     groups: g. size: d, the width of a head. parts: number of heads of each part in a group, (p, 1, 1) for p queries,
     a key and a value.
-    angles: rotation of the first two parts.
-    one_buffer: copy the parts into one buffer, so that one recipe can recompute all three (`recompute.py`).
-    Otherwise they are views, which requires that each part has one head in a group.
-    plain: use plain torch operations; the results then need not share a buffer.
+    angles: rotary position embedding of the first two parts.
+    one_buffer: copy the parts into one buffer, so that one recipe can recompute all three (`recompute.py`). If False,
+    the results are views of `fused`, which requires that each part has one head per group.
+    plain: use plain torch operations, with which the results need not share a buffer.
     """
     if plain or torch.compiler.is_compiling():  # torch.compile fuses these operations
         found = tuple(part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts))
@@ -95,7 +95,10 @@ def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, on
 
 
 def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
-    """Lazily yield a view [s, b, g, part, d] of each part: autograd permits writes to a view that was just made."""
+    """Yield a view [s, b, g, part, d] of each part.
+
+    Each view is created only when it is requested, because autograd permits in-place writes to a newly created view.
+    """
     for part, end in zip(parts, accumulate(parts), strict=True):
         yield by_group.narrow(3, end - part, part)
 
@@ -105,7 +108,9 @@ def _angles_of(parts: tuple[int, ...], angles: Rotation | None) -> tuple[Rotatio
 
 
 class _Split(torch.autograd.Function):
-    """Split of a projection; its backward pass rotates each part's gradient back, straight into the whole gradient.
+    """Split of a fused projection into parts.
+
+    The backward pass rotates each part's gradient back and writes it straight into the gradient of the projection.
 
     torch's own operations would stack the gradients and then rearrange the stack, which copies each gradient twice.
     """

@@ -97,7 +97,7 @@ def _elsewhere(inputs: Any, *more: Any) -> Any:
 
 
 def global_names(layers: Sequence[Layer]) -> list[str]:
-    """Return the global name of each layer's module; tied layers share the name of the first of them."""
+    """Return the global name of each layer's module; tied layers have the name of the first layer they are tied to."""
     first = {layer.tied: layer.name for layer in reversed(layers)}
     return [first[layer.tied] if layer.tied else layer.name for layer in layers]
 

@@ -26,9 +26,9 @@ class TokenLoss:
     """Loss summed over a micro-batch's target tokens; the engine divides it by the global batch's number of targets.
 
     A mean per micro-batch would give every micro-batch the same weight whatever its number of targets. The
-    loss would then depend on how the global batch is cut.
-    is_text: maps labels to a mask of those that are text, not special tokens; evaluation reports their loss
-    separately.
+    loss would then depend on how the global batch is split into micro-batches.
+    is_text: maps labels to a mask that is True for text and False for special tokens. Evaluation reports the loss of
+    text separately.
     z_loss: the factor c of the z-loss c (log Z)^2 of a target, where Z is the sum of the exponentials of its logits
     (Chowdhery et al. 2022). Training minimises cross entropy plus z-loss, but the returned sum shows the cross
     entropy only: its value is that of the cross entropy, and its gradient is that of cross entropy plus z-loss.
@@ -48,7 +48,7 @@ class TokenLoss:
         self.vocab_size, self.fused, self.is_text, self.z_loss = vocab_size, fused, is_text, z_loss
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
-        # Values of the last micro-batch: sums over its text in evaluation, the z-loss of its targets in training.
+        # Values of the last micro-batch. Evaluation: sums over text tokens (`_of_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
 
     @classmethod
@@ -64,8 +64,8 @@ class TokenLoss:
     def per_token(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of logits [s, b, v/t] and labels [b, s], in nats, fp32 (fp64 for fp64 logits).
 
-        Without gradients, deferred logits are computed in chunks. With gradients they are computed all at
-        once, because each token's loss may be weighted differently.
+        Without gradients, deferred logits are computed in chunks. With gradients, all logits are computed at once,
+        because each token's loss may be weighted differently.
         """
         if isinstance(logits, mpu.DeferredLogits) and not torch.is_grad_enabled():
             across = labels.t()
@@ -85,7 +85,7 @@ class TokenLoss:
     def _both(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cross entropy and the z-loss of every token, [b, s] each.
 
-        Only the cross entropy has a gradient, and this is the gradient of cross entropy plus z-loss.
+        The cross entropy that is returned has the gradient of cross entropy plus z-loss. The z-loss has no gradient.
         logits: [s, b, v/t]. labels: [b, s].
         """
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0

@@ -60,7 +60,7 @@ class DocumentRole(NamedTuple):
 def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:
     """Return ids [b, q] and [b, k] as Documents, or None if every query sees all keys.
 
-    Raises ValueError if the ids are in fact a mask.
+    Raises ValueError if the caller passed an attention mask instead of ids.
     """
     if not queries.numel():
         return None
@@ -90,8 +90,8 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
 
     None means that every query sees all keys.
     keys: None if keys and queries are of the same tokens. causal: a query also attends to no later token.
-    A query without any visible key, which padding may cause, sees all keys; its result is not used.
-    Raises ValueError if the ids are in fact a mask.
+    A query may have no visible key because of padding. It then sees all keys, and its result is not used.
+    Raises ValueError if the caller passed an attention mask instead of ids.
     """
     documents = document_scope(queries, keys, causal)
     return None if documents is None else documents.mask()
@@ -100,7 +100,7 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what to add to scores for a bool mask [b, 1, q, k]: the same shape, 0 if visible, else minus infinity.
 
-    The result is cached on `mask`, so that all layers share it. Otherwise each layer would save its own for the
+    The result is cached on `mask`, so that all layers share it. Otherwise each layer would save a copy for the
     backward pass.
     """
     return cached_on(
@@ -110,10 +110,11 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
     """Return `make()`, cached on the tensor `owner` [...] until `owner` or `other` is changed in place."""
-    if torch.compiler.is_compiling():  # torch.compile fuses `make` into one kernel
+    if torch.compiler.is_compiling():  # torch.compile fuses `make` into one kernel, so a cache is not needed.
         return make()
     found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
-    # A reference to `other` keeps its id unique; a reference to `owner` from its own cache would be a cycle.
+    # The cache keeps a reference to `other`, so that no other tensor can get its id. It keeps none to `owner`, whose
+    # attribute it is, because that would be a reference cycle.
     kept = None if other is owner else other
     key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
     if key not in found:
@@ -159,14 +160,15 @@ def window_mask(
 
 @lru_cache(maxsize=2)
 def causal_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return a causal mask [1, 1, q, k] of the last `window` tokens. It is cached because it is large."""
+    """Return a causal mask [1, 1, q, k] of the last `window` tokens. The mask is cached because it is large."""
     return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Return the position of each token in its document, from 0, for document ids [b, s] -> [b, s].
 
-    A document with a prefix has two ids, -n for the prefix and n for the tokens after it; positions count on.
+    A document with a prefix has two ids, -n for the prefix and n for the tokens after the prefix. Its positions are
+    counted across both.
     """
     document_ids = document_ids.abs()
     place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)

@@ -123,7 +123,7 @@ class LayerActivations:
             before.fetch()
 
     def fetch(self) -> None:
-        """Start copying back the storage that is still needed, the newest first."""
+        """Start copying back all storages that are still needed, beginning with the one saved last."""
         for each in reversed(self.storages):
             memory = each()
             if memory is not None:
@@ -187,7 +187,7 @@ def offloaded() -> Iterator[None]:
                 f"--offload-activations may have copied old or new values: replace the operation by one that is "
                 f"not in place, or leave the flag out"
             )
-    copied.clear()  # otherwise autograd's graph, which refers to `away`, would keep these tensors
+    copied.clear()  # Free the saved tensors: autograd's graph keeps `away` alive, and `away` refers to `copied`.
     if layer is not None:
         layer.streams.last = weakref.ref(layer)
 

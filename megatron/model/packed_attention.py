@@ -1,6 +1,6 @@
 """Self-attention within documents on CUDA by torch's kernel for packed sequences (Dao 2023), which needs no mask.
 
-Like the attention by pieces on a CPU (pieces.py), it computes no scores between documents.
+Like attention by pieces on a CPU (pieces.py), the kernel computes no scores between tokens of different documents.
 Shapes: s sequence, b batch, n heads of this rank, d width of a head.
 """
 
@@ -18,8 +18,8 @@ from .masks import Documents, begins, cached_on
 def serves(query: Tensor, documents: Documents) -> bool:
     """Return whether torch's packed-sequence kernel exists and accepts query [b, n, s, d] and these documents.
 
-    The kernel needs torch >= 2.11 and Ampere or later. False in compiled code: the compiler fuses a mask. The check
-    synchronises with the device once per batch.
+    The kernel needs torch >= 2.11 and Ampere or later. In compiled code this returns False, because the compiler fuses
+    attention with a mask. The check synchronises with the device once per batch.
     """
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8:
         return False
@@ -61,7 +61,10 @@ def _borders(ids: Tensor) -> Tensor | None:
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:
-    """Compute attention within documents: query, key, value [b, n, s, d] -> [b, n, s, d]; requires `serves`."""
+    """Compute attention within documents: query, key, value [b, n, s, d] -> [b, n, s, d].
+
+    Call this only if `serves(query, documents)`.
+    """
     call, ends, (b, _, s, _) = kernel(), borders(documents), query.shape
     assert call is not None and ends is not None
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, n, d]

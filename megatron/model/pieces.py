@@ -28,9 +28,9 @@ SMALL = 64  # tokens; calling a kernel for a smaller piece costs more than compu
 class Piece(NamedTuple):
     """Block of attention: queries of one row or of all rows of the batch, and the keys that these queries attend to.
 
-    mask: bool [1, 1, q, k] of several tiny documents. None: the queries see all keys, or if causal no later
-    keys.
-    more: an earlier piece has the same queries, so the results are combined.
+    mask: bool [1, 1, q, k] if several tiny documents share the piece. If None, the queries see all keys, or, if
+    `causal`, all except later keys.
+    more: whether an earlier piece has the same queries, so that the results must be combined.
     """
 
     row: slice
@@ -45,19 +45,19 @@ class Piece(NamedTuple):
         return query[self.row, :, self.queries], *(x[self.row, :, self.keys] for x in others)
 
     def visible(self, device: torch.device) -> Tensor | None:
-        """Return what the queries see, bool [1, 1, q, k]; None if they see all keys."""
+        """Return the mask bool [1, 1, q, k], True where a query sees a key; None if all queries see all keys."""
         if not self.causal:
             return self.mask
         length = self.queries.stop - self.queries.start
         return causal_mask(length, length, device)
 
     def added(self, dtype: torch.dtype) -> Tensor | None:
-        """Return what to add to the scores in place of `mask`, [1, 1, q, k], or None without a mask."""
+        """Return `mask` as a tensor [1, 1, q, k] to add to the scores, or None if there is no mask."""
         return None if self.mask is None else added_mask(self.mask, dtype)
 
 
 class Pieces(NamedTuple):
-    """All pieces of a batch. once: every key is in exactly one piece."""
+    """All pieces of a batch. once: whether every key is in exactly one piece."""
 
     found: tuple[Piece, ...]
     once: bool
@@ -124,9 +124,10 @@ def _of_views(views: Views, rows: int) -> Pieces | None:
 
 
 def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> list[Piece]:
-    """Return the pieces of attention from this rank's two slices. documents: begin and end of each document.
+    """Return the pieces of attention from this rank's two slices to the keys of all ranks.
 
-    Queries are numbered within this rank's tokens, keys within the whole sequence; `shift` is the difference.
+    documents: begin and end of each document. A piece numbers its queries within this rank's tokens, but its keys
+    within the whole sequence.
     """
     found: list[Piece] = []
     for at, (begin, end) in enumerate(views.slices):
@@ -147,8 +148,8 @@ def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> li
 def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: int = 0) -> list[Piece]:
     """Merge neighbouring documents of one row into pieces of at most SMALL x SMALL scores.
 
-    ids, others: document ids [b, s] of the queries and the keys. shift: number to add to a
-    token's index in `ids` to get its index among the queries.
+    ids, others: document ids [b, s] of the queries and the keys. shift: number that is added to a token's index in
+    `ids` to get its index among the queries.
     """
     found: list[Piece] = []
     merged: set[int] = set()

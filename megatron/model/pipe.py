@@ -20,7 +20,8 @@ from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
 
-FORWARD_AND_BACKWARD, RECOMPUTED = 3, 4  # work of a layer, in units of its forward work
+# Work of a layer's forward and backward pass, in units of its forward pass: without and with recomputation.
+FORWARD_AND_BACKWARD, RECOMPUTED = 3, 4
 
 # Hidden states are replicated on all model-parallel ranks, so each rank sends only its share of them. With
 # sequence parallelism each rank holds a different shard and sends all of it.
@@ -48,7 +49,8 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         the first layer.
         """
         p = config.parallel
-        method: Any = {"measured": "balanced"}.get(p.partition_method, p.partition_method)  # name used by tds
+        # tds has another name for the method that --partition-method calls "measured".
+        method: Any = {"measured": "balanced"}.get(p.partition_method, p.partition_method)
         stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
         if p.partition_method == "balanced" and len(layers) >= stretches:
             method = balanced_cuts(layers, stretches, bool(config.recomputed_layers))
@@ -85,8 +87,9 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
 
 
 def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:
-    """Return the start of each layer range, then the number of layers, minimising the work of the heaviest range.
+    """Cut the layers into ranges such that the heaviest range has the least possible work.
 
+    Returns the start of each range, followed by the number of layers.
     stretches: number of ranges. recomputed: whether repeated layers run forward twice.
     Layers without counted work (an embedding, a norm, a table of positions) stay with the layer after them,
     unless there are more ranges than layers with work. If no layer has counted work, all layers weigh the

@@ -1,8 +1,8 @@
 """Selective recomputation of cheap results in the backward pass (Korthikanti et al. 2022).
 
-torch's fused attention saves no scores. So most of what a layer saves are the outputs of its norms, its
-queries, keys and values, and the output of its activation function. The inputs of these operations are
-saved anyway. So autograd saves, in place of such a result, a `Recipe` by which the backward pass recomputes it.
+torch's fused attention saves no scores. Most of what a layer saves are therefore the outputs of its norms, its queries,
+keys and values, and the output of its activation function. The inputs of these operations are saved anyway. In place of
+such an output, autograd can save a `Recipe`, with which the backward pass recomputes the output from the input.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Recipe:
-    """Function and input that recompute a tensor, which is cached until its last use.
+    """Function and input from which a tensor is recomputed; the recomputed tensor is cached until its last use.
 
-    source: the input of `function`, or the recipe of that input if it is not saved either.
+    source: the input of `function`, or the input's own recipe if the input is not saved either.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], source: "Tensor | Recipe") -> None:
@@ -57,7 +57,7 @@ class _View(NamedTuple):
 def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[None]:
     """Make autograd save recipes in place of tensors and their views inside the block.
 
-    results: (recipe, tensor) each; without a recipe autograd saves the tensor itself.
+    results: pairs (recipe, tensor). If the recipe is None, autograd saves the tensor itself.
     """
     recipes = {r.untyped_storage().data_ptr(): recipe for recipe, r in results if recipe and r is not None}
     if not recipes:

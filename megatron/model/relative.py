@@ -16,8 +16,8 @@ from megatron.config import ModelConfig
 def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor:
     """Map distance, key position - query position, int64 [...], to buckets 0 to count - 1.
 
-    Each direction has half of the buckets; if causal, the past has all of them, because later keys are not visible.
-    Half of a direction's buckets hold one distance each. The others widen logarithmically up to `furthest`.
+    Each direction has half of the buckets. If causal, the past has all buckets, because later keys are not visible.
+    Half of a direction's buckets hold one distance each. Its other buckets widen logarithmically up to `furthest`.
     """
     found = torch.zeros_like(distance)
     if not causal:
@@ -61,7 +61,8 @@ def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, c
         seen = torch.arange(keys, device=table.device)
         each = buckets(seen - seen[keys - queries :].unsqueeze(1), count, furthest, causal)  # [q, k]
         return F.embedding(each, table).permute(2, 0, 1).unsqueeze(0)
-    # All distances form one row; each query's bias is a window of it, shifted left by one from query to query.
+    # Look up all distances once, as one row. Each query's bias is a window of this row, and the window of the next
+    # query begins one element further left.
     distance = torch.arange(1 - keys, queries, device=table.device)
     row = F.embedding(buckets(distance, count, furthest, causal), table).t().contiguous()  # [n/t, q + k - 1]
     return row.unfold(1, keys, 1).flip(1).unsqueeze(0)

@@ -38,7 +38,10 @@ def frequencies(m: ModelConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(m: ModelConfig, turns: Tensor) -> Tensor:
-    """Interpolate long wavelengths, keep short ones and blend those between (Grattafiori et al. 2024)."""
+    """Scale `turns` [r/2], the angle per position of each pair, as Llama 3.1 does (Grattafiori et al. 2024).
+
+    Pairs of long wavelength are interpolated, pairs of short wavelength are unchanged, and pairs between are blended.
+    """
     length, low, high = m.rope_original_length or 0, m.rope_low_freq_factor, m.rope_high_freq_factor
     wave = 2 * math.pi / turns
     kept = ((length / wave - low) / (high - low)).clamp(0, 1)
@@ -48,9 +51,10 @@ def _llama3(m: ModelConfig, turns: Tensor) -> Tensor:
 
 
 def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
-    """Keep fast pairs, interpolate slow ones, with a ramp between (YaRN, Peng et al. 2023).
+    """Scale `turns` [r/2], the angle per position of each pair, by YaRN (Peng et al. 2023).
 
-    Fast pairs rotate often within the original context length.
+    Pairs that rotate often within the original context length are unchanged, pairs that rotate rarely are interpolated,
+    and a linear ramp blends the pairs between.
     """
     r, length = m.rotary_size, m.rope_original_length or 0
 
@@ -65,7 +69,7 @@ def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
 
 
 def attention_factor(m: ModelConfig) -> float:
-    """Return YaRN's factor of queries and keys, else 1: longer contexts need sharper attention."""
+    """Return the factor of queries and keys by which YaRN sharpens attention in long contexts, or 1 without YaRN."""
     if m.rope_scaling != "yarn":
         return 1.0
     if m.rope_attention_factor is not None:
@@ -117,7 +121,10 @@ def rotate(x: Tensor, angles: Rotation | None) -> Tensor:
 
 
 def rotate_into(place: Tensor, x: Tensor, angles: Rotation | None, back: bool = False) -> None:
-    """Rotate x [s, b, ..., d] into `place`, of the same shape. back: by the opposite angles, as for gradients."""
+    """Write x [s, b, ..., d], rotated by `angles`, to `place`, which has the shape of x.
+
+    back: rotate by the opposite angles, as the backward pass does with gradients.
+    """
     if angles is None:
         place.copy_(x)
         return

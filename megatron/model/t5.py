@@ -51,9 +51,9 @@ def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 
 
 class StackStart(ModelStart):
-    """Start of the encoder or the decoder. ids_at: index of the stack's document ids among the inputs.
+    """Start of the encoder or the decoder: learned positions, if the model has them, and dropout.
 
-    restart: positions are counted from 0 in each document.
+    ids_at: index of the stack's document ids among the inputs. restart: count positions from 0 in each document.
     """
 
     def __init__(self, config: ModelConfig, positions: int, name: str, ids_at: int, restart: bool) -> None:
@@ -81,8 +81,8 @@ class StackStart(ModelStart):
 class EncoderBlock(TransformerLayer):
     """Encoder layer, in which every token attends to all tokens of its document.
 
-    Inputs and outputs are those of ENCODING: hidden states, decoder tokens and document ids. A table of relative
-    positions may follow the inputs.
+    Inputs and outputs are the tensors that ENCODING names: hidden states, decoder tokens and document ids. A table of
+    relative positions may follow the inputs.
     """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -102,10 +102,10 @@ class EncoderBlock(TransformerLayer):
 
 
 class DecoderBlock(TransformerLayer):
-    """Decoder layer, causal within its document, with cross-attention to the same document of the encoder.
+    """Decoder layer, with causal self-attention and cross-attention, both within each token's document.
 
-    Inputs and outputs are those of DECODING: hidden states, encoder output and document ids. A table of relative
-    positions may follow the inputs.
+    Inputs and outputs are the tensors that DECODING names: hidden states, encoder output and document ids. A table of
+    relative positions may follow the inputs.
     """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -135,9 +135,10 @@ class DecoderNorm(StackNorm):
 
 
 def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
-    """Return the layers in order. Raises ValueError for settings of another family.
+    """Return the layers in order.
 
-    Otherwise a run could save a checkpoint that cannot be loaded again.
+    Raises ValueError for settings of another family. Without this check, a run could save a checkpoint that cannot be
+    loaded again.
     """
     m = config.model
     if not config.is_t5:

@@ -74,13 +74,14 @@ def initialize_model_parallel(
     seed: seed of the dropout streams.
     options: communication and kernel options of layers built from now on.
     context_parallel_size: number of data-parallel ranks over which the tokens of each sample are sharded.
-    Raises ValueError unless the product of the three sizes divides the number of ranks.
+    Raises ValueError unless the product of the model-, pipeline- and context-parallel sizes divides the number of
+    ranks.
     """
     world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
     if world % (cell * context_parallel_size):
         context = f" times the context-parallel size {context_parallel_size}" if context_parallel_size > 1 else ""
         raise ValueError(
-            f"{world} ranks cannot be laid out: the model-parallel size {model_parallel_size} times the "
+            f"{world} ranks do not form a grid: the model-parallel size {model_parallel_size} times the "
             f"pipeline-parallel size {max(pipe_parallel_size, 1)}{context} must divide the number of ranks"
         )
     stages, data = max(pipe_parallel_size, 1), world // cell
@@ -225,7 +226,7 @@ _HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return the object that a deprecated `name` means, and warn; the next minor version drops these names."""
+        """Return the object to which a deprecated `name` refers, and warn; the next minor version drops these names."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         warnings.warn(f"mpu.{name} is now mpu.{_HOMES[name]}", DeprecationWarning, stacklevel=2)

@@ -23,11 +23,12 @@ def _total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
-CHUNK, CPU_CHUNK = 1 << 24, 1 << 20  # logits in fp32 at a time: 64 MiB; on a CPU 4 MiB, to fit its cache
+# Number of logits per chunk: 64 MiB in fp32 on accelerators, and 4 MiB on a CPU, where a chunk should fit its cache.
+CHUNK, CPU_CHUNK = 1 << 24, 1 << 20
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Return slices of the tokens of logits [n, v/t] such that each slice has at most one chunk of logits."""
+    """Return slices of the n tokens of logits [n, v/t] such that each slice has at most CHUNK (CPU_CHUNK) logits."""
     step = max(1, (CPU_CHUNK if logits.device.type == "cpu" else CHUNK) // max(1, logits.shape[-1]))
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
@@ -81,7 +82,7 @@ class LossState(NamedTuple):
     """Values that `gradient` needs in addition to the logits, for n tokens.
 
     share: [n] this rank's share of each token's probability mass. With the z-loss c (log Z)^2, where Z is the sum of
-    exp(logit), it is multiplied by 1 + 2 c log Z.
+    exp(logit), this share is multiplied by 1 + 2 c log Z.
     target: [n] the target's index among this rank's vocabulary rows, 0 if another rank holds the target.
     mine: [n] whether this rank holds the target.
     real: number of this rank's rows that are not padding.
@@ -147,7 +148,7 @@ def gradient(
     out = logits if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
     out[:, real:] = 0.0
     for chunk in _chunks(logits) if real else []:
-        same = out.dtype == grad.dtype and not overwrite  # if so, softmax writes straight into `out`
+        same = out.dtype == grad.dtype and not overwrite  # If True, softmax writes its result directly to `out`.
         d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype, out=out[chunk, :real] if same else None)
         d *= (grad[chunk] * found.share[chunk]).unsqueeze(-1)
         if smoothed:

@@ -14,7 +14,8 @@ from .mesh import Mesh, current
 def is_split(parameter: nn.Parameter) -> bool:
     """Return whether `parameter` is declared as sharded over model-parallel ranks.
 
-    It then has a true attribute `tensor_model_parallel` or `model_parallel`, the names that DeepSpeed reads.
+    A sharded parameter has the attribute `tensor_model_parallel` or `model_parallel` set to True. DeepSpeed reads the
+    same attributes.
     """
     from tds import clip
 
@@ -24,8 +25,8 @@ def is_split(parameter: nn.Parameter) -> bool:
 def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
     """Return whether this rank counts `parameter` in sums over all parameters of the model.
 
-    A sharded parameter counts on every model-parallel rank, a replicated one on model-parallel rank 0 only, and a
-    tied one on the first stage that has it.
+    A sharded parameter counts on every model-parallel rank, and a replicated parameter on model-parallel rank 0 only. A
+    tied parameter counts on the first stage that has it.
     """
     from tds import clip
 

@@ -1,10 +1,10 @@
 """Linear layers and an embedding sharded over the model-parallel ranks (Shoeybi et al. 2019).
 
 Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary, t model-parallel ranks.
-A layer draws the initial values of its whole weight when it is built, from torch's default generator, so that
-they do not depend on t. `init_method` fills a whole weight in place.
-axis, options: the ranks over which a layer is sharded, and its communication and kernel options; by default those
-of the current context (`mpu.parallel_context`).
+When a layer is built, it draws the initial values of its whole weight from torch's default generator, so that the
+values do not depend on t. `init_method` fills a whole weight in place.
+axis, options: the ranks over which a layer is sharded, and its communication and kernel options. Both default to the
+current context's (`mpu.parallel_context`).
 """
 
 import torch
@@ -41,8 +41,8 @@ def _refuse_strides(stride: int, keep_master_weight_for_test: bool) -> None:
     """Raise ValueError for values of Megatron-LM's arguments that the layers of this module do not support."""
     if stride != 1:
         raise ValueError(
-            f"stride={stride} is not supported, because weights are split into contiguous rows: leave stride at 1, and "
-            f"order rows head by head: query, key and value of head 0, then those of head 1"
+            f"stride={stride} is not supported, because each rank holds contiguous rows of the weight; leave stride at "
+            f"1, and order the rows by head (query, key and value of head 0, then query, key and value of head 1, ...)"
         )
     if keep_master_weight_for_test:
         raise ValueError(
@@ -138,8 +138,8 @@ def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
 class ColumnParallelLinear(_Sharded):
     """Linear layer y = x W^T + b with W sharded by output feature: each rank computes its own columns of y.
 
-    gather_output: return all o output features, [..., o], on every rank; otherwise each of t ranks keeps its own,
-    [..., o/t].
+    gather_output: return all o output features, [..., o], on every rank. If False, each of the t ranks returns its own
+    features, [..., o/t].
     skip_bias_add: leave the bias to the caller, who may fuse it with the next operation.
     Returns `(output, bias)`; bias is None without skip_bias_add.
     Raises ValueError unless the number of ranks divides the number of output features.

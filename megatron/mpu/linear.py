@@ -215,5 +215,7 @@ def needs_grad(ctx: Any, i: int) -> bool:
     if torch.compiler.is_compiling():
         # The compiler of torch 2.11 cannot trace `next_functions`, but it removes unused gradients itself.
         return bool(ctx.needs_input_grad[i])
-    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None  # a bias of None has no entry
-    return node is not None and will_run(node, otherwise=True)  # True if unknown: autograd drops unused gradients
+    # A bias of None has no entry in `next_functions`.
+    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
+    # If torch cannot tell, compute the gradient: autograd discards it if it is not needed.
+    return node is not None and will_run(node, otherwise=True)

@@ -1,10 +1,10 @@
 """Output layer whose logits are computed within the loss, one chunk of tokens at a time.
 
 The method is that of Liger Kernel (Hsu et al. 2024).
-The logits of a large vocabulary and their gradient are larger than all other activations. The loss of a chunk
-needs only the chunk's logits. It also determines their gradient, except for the factor by which the loss is scaled
-later. So the forward pass turns each chunk's logits into gradients of hidden states and weight, and frees the logits.
-The backward pass multiplies these gradients by the factor.
+The logits of a large vocabulary and their gradient are larger than all other activations. Loss and gradient of a chunk
+of tokens depend only on the chunk's logits, except that the loss is later scaled by a factor. So the forward pass turns
+each chunk's logits into gradients of hidden states and weight, and frees the logits. The backward pass multiplies these
+gradients by the factor.
 
 Shapes: s sequence, b batch, n = s * b tokens, h hidden, v vocabulary, t model-parallel ranks.
 """
@@ -55,8 +55,8 @@ class DeferredLogits:
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted sums of cross entropy and z-loss over all tokens, a scalar each, in nats.
 
-        Both are fp32 (fp64 for fp64 hidden states). The first sum has the gradient of both losses, the
-        second has none.
+        Both are fp32 (fp64 for fp64 hidden states). The first sum has the gradient of both losses, and the second sum
+        has no gradient.
         target: ids [s, b] < vocab_size. weights: [s, b], factors of the tokens' losses, without gradient.
         The matmul runs in autocast's dtype. The backward pass may run once, or once for the hidden states and
         once for the weight. A further backward pass raises RuntimeError.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .mesh import Axis, current
 
-AxisFunction = Callable[[Tensor, Any], Tensor]  # arguments: a tensor; its Axis, or its group's name in a compiled graph
+AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, its Axis or, in a compiled graph, its group's name) -> tensor
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:

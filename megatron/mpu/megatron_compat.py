@@ -108,7 +108,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     rng = _mesh.parallel_context().rng
     rng.seed = derive_seed(seed, "dropout")
     rng.begin(rng.iteration)
-    torch.manual_seed(seed)  # last, because `begin` seeds torch's generators, too
+    torch.manual_seed(seed)  # This call comes last, because `begin` also seeds torch's generators.
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None = None) -> Any:

@@ -135,7 +135,7 @@ class ParallelContext:
     """Context that layers copy when they are built: their ranks, options, dropout streams and initialisation.
 
     defer_init: declared parameters stay uninitialised; the caller fills them later by global name.
-    skip_init: seeded initialisation is skipped, for a model whose weights are all loaded from a file next.
+    skip_init: seeded initialisation is skipped, for a model whose weights are all loaded from a file afterwards.
     Initialisation from torch's generator still happens, so that layers built afterwards draw the same values as
     without skip_init.
     after_layer: called with each layer of a model after its initialisation, before the next layer is built.
@@ -155,7 +155,7 @@ class ParallelContext:
 
 
 def group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the process group of `ranks`; only these ranks need to call."""
+    """Return the process group of `ranks`; only these ranks need to call this function."""
     from tds.groups import of_members
 
     return of_members(ranks)  # type: ignore[no-any-return]

@@ -59,8 +59,8 @@ class ParamSpec:
     Shapes: [local] of this rank's part, padding included; [full] of the whole parameter, without padding.
     init_method: draws the initial values; None keeps those that the module has set.
     dim: the sharded dimension, None if every rank holds a copy.
-    full_size: size of that dimension over all ranks, without padding.
-    rank, size: index of this part, and number of parts.
+    full_size: size of the sharded dimension over all ranks, without padding.
+    rank, size: index of this rank's part, and number of parts.
     shared_along_sequence: every rank holds a copy and sees only its shard of the sequence, so gradients are
     summed over the ranks.
     used_as_embedding: this rank looks up rows of the parameter, so autograd adds a gradient of the look-up.
@@ -105,7 +105,7 @@ class ParamSpec:
         return part.view(self.local_shape).narrow(dim, 0, end - begin)
 
     def with_padding(self, rows: Tensor) -> Tensor:
-        """Pad this rank's `rows` [rows, ...] with zeros to `local_shape`; return them unchanged if none are needed."""
+        """Pad this rank's `rows` [rows, ...] with zeros to `local_shape`; return `rows` itself if it has this shape."""
         if rows.shape == self.local_shape:
             return rows
         part = torch.zeros(self.local_shape, dtype=rows.dtype)
@@ -120,7 +120,7 @@ class ParamSpec:
         parameter.narrow(dim, 0, end - begin).copy_(whole.narrow(dim, begin, end - begin))
 
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
-        """Draw the initial values of `parameter`, this rank's part, from `seed`, or if None from torch's generator.
+        """Draw the initial values of `parameter`, this rank's part, from `seed` or (None) from torch's generator.
 
         A draw from a seed leaves torch's generator unchanged and is skipped inside `skip_init`. Does nothing if no
         initialiser was declared or the parameter is on the meta device.
@@ -177,10 +177,10 @@ def declare(
     init_method: fills the whole parameter, on the CPU, from torch's default generator. Ranks that hold parts
     of one parameter must have the same seed, for instance by `torch.manual_seed(seed)` on all of them.
     dim: the dimension that is sharded over `axis`, None for a copy on every rank.
-    full_size: size of that dimension over all ranks, without padding; by default there is no padding.
+    full_size: size of the sharded dimension over all ranks, without padding; by default there is no padding.
     sequence: the ranks over which the gradients of a copy are summed, because each rank sees only its shard
-    of the sequence or of the heads. Set it for weights of norms, biases added after a reduce-scatter, and learned
-    positions.
+    of the sequence or of the heads. Weights of norms, biases added after a reduce-scatter, and learned positions need
+    this argument.
     """
     size, rank = (axis.size, axis.rank) if axis is not None and dim is not None else (1, 0)
     if dim is not None and full_size is None:

@@ -27,7 +27,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 
 
 def shard_length(length: int, axis: Axis) -> int:
-    """Return the shard length, `length` / number of ranks. Raises ValueError, naming the flags, for a remainder."""
+    """Return the shard length, `length` / number of ranks. Raises ValueError, naming the flags, if it is fractional."""
     if length % axis.size:
         raise ValueError(
             f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; "
@@ -37,7 +37,7 @@ def shard_length(length: int, axis: Axis) -> int:
 
 
 def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None) -> Tensor:
-    """Pad `x` with `filler` along `dim` to a multiple of the ranks: [..., s, ...] -> [..., s + padding, ...].
+    """Pad `x` with `filler` along `dim` to a multiple of the number of ranks: [..., s, ...] -> [..., s + padding, ...].
 
     Returns `x` itself if no padding is needed.
     """

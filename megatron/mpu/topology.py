@@ -25,8 +25,8 @@ class Topology:
     Method names are those of DeepSpeed's `ProcessTopology`, so that DeepSpeed can use this object.
 
     context: number of consecutive data-parallel ranks that hold different tokens of the same samples (context
-    parallelism). They replicate the same weights and sum gradients with the other data-parallel ranks, so
-    context is not an axis of its own.
+    parallelism). Context ranks hold the same weights and sum gradients with the other data-parallel ranks, so the grid
+    has no separate context axis.
     """
 
     pipe: int = 1

@@ -1,8 +1,8 @@
 """Model-parallel communication by functional collectives, which torch.compile can trace, unlike a `Work` handle.
 
-Only compiled code uses these functions. The compiler schedules communication, so this module does not start it early
-by hand. The compiler also decides what is saved for the backward pass: with sequence parallelism that may be the
-gathered sequence.
+Only compiled code uses these functions. The compiler schedules communication, so this module does not start
+collectives early by hand. The compiler also decides what is saved for the backward pass. With sequence parallelism it
+may save the gathered sequence.
 Shapes: s sequence, always the first dimension; t model-parallel ranks.
 """
 
