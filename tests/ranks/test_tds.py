@@ -547,7 +547,7 @@ def _evaluate() -> Any:
         engine.set_dataloader(loader * 2)
     first = engine.train_batch().item()
     loss, logits = engine.eval_batch(iter(loader), return_logits=True)
-    second = engine.train_batch().item()  # continues to read the training data loader, not the evaluation data
+    second = engine.train_batch().item()  # reads on in the training data loader, not in the evaluation data
     left = len(engine._step.microbatches)
     return first, loss.item(), second, None if logits is None else tuple(logits.shape), left
 
@@ -555,10 +555,10 @@ def _evaluate() -> Any:
 def test_eval_batch_returns_loss_and_logits_and_keeps_nothing() -> None:
     (first, loss, second, none, left), (*same, logits, kept) = on_ranks(2, _evaluate)
     assert same == [first, loss, second]
-    assert loss == pytest.approx(second, rel=1e-6)  # evaluation and second step use the same weights and batches
+    assert loss == pytest.approx(second, rel=1e-6)  # evaluation and step 2 have the same weights and batches
     assert second < first
     assert none is None
-    assert logits == (4, WIDTH)  # the last micro-batch's logits only, as in DeepSpeed
+    assert logits == (4, WIDTH)  # only the logits of the last micro-batch, as in DeepSpeed
     assert left == kept == 0
 
 
@@ -697,7 +697,10 @@ def _bytes(micros: int) -> list[int]:
 
 @pytest.mark.parametrize(("micros", "words"), [(4, 0), (9, 2)])
 def test_bytes_on_the_wire_are_the_tensors_one_header_and_few_words(micros: int, words: int) -> None:
-    """Bytes sent are those of tensors, 4 x 6 floats a message, of one header and of `words` 8-byte continuations."""
+    """A stage sends one tensor of 4 x 6 floats per message, one header, and `words` continuations of 8 bytes.
+
+    A continuation announces how many more messages of the same layout follow.
+    """
     from tds.channel import CONTINUATION_SIZE, HEADER_SIZE
 
     message, more = 4 * WIDTH * 4, HEADER_SIZE + words * CONTINUATION_SIZE
