@@ -32,7 +32,7 @@ OPTIONS = {  # option of sbatch or srun -> whether it takes a value
     "wait": True,
 }
 JOB = "4242"
-PATIENCE = 60.0  # at the time limit, a job gets a signal, and is killed after these seconds
+PATIENCE = 60.0  # seconds between the signal at the time limit and the kill
 
 
 def install(folder: Path) -> str:
@@ -100,7 +100,7 @@ def sbatch(words: list[str]) -> int:
         if name in options:
             env[f"SLURM_{name.upper().replace('-', '_')}"] = options[name]
     where, number = re.fullmatch(r"(B:)?(\w+)@\d+", options["signal"]).groups()  # type: ignore[union-attr]
-    limit = os.environ.get("FAKE_SLURM_LIMIT")  # a log that matches this regex ends the first start's time limit
+    limit = os.environ.get("FAKE_SLURM_LIMIT")  # the first start's time is over once its log matches this regex
     for start in range(5):
         if start:
             env["SLURM_RESTART_COUNT"] = str(start)

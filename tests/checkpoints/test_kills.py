@@ -34,7 +34,7 @@ class Kill(NamedTuple):
     """A planned kill of one or all ranks.
 
     moment: the operation at which a rank kills itself, e.g. a sync or rename of a file ("files"). At the moment "time",
-    the test kills the ranks after a random delay. count: how many such operations a rank begins before it is killed.
+    the test kills the ranks after a random delay. count: with a larger count, the rank dies at a later operation.
     """
 
     moment: str

@@ -157,7 +157,7 @@ class _Unpacked(nn.Module):
 
 
 def _works_in_place(layers: list[nn.Module]) -> bool:
-    """Return whether any layer overwrites tensors in place, since recomputation in torch would read wrong inputs."""
+    """Return whether any layer overwrites tensors in place, so that recomputation in torch would read wrong inputs."""
     return any(isinstance(layer, (InPlace, Counting, Static)) for layer in layers)
 
 

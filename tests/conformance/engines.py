@@ -19,7 +19,7 @@ from .probes import Trained
 
 
 def reference(case: Case, dtype: torch.dtype, replicas: int = 1) -> tuple[list[float], list[nn.Module], list[Any]]:
-    """Train a case in one process; return each step's loss, the layers, and the function that each layer calls."""
+    """Train a case in one process; return each step's loss, the layers, and the function that applies each layer."""
     layers = [layer.to(dtype) for layer in case.build()]
     methods = {i: tie.method for i, tie in case.ties if tie.method}
     calls = [getattr(layer, methods[i]) if i in methods else layer for i, layer in enumerate(layers)]

@@ -210,7 +210,7 @@ def compiled_layers_agree() -> str:
 
 
 def texts_equal_the_cpu() -> str:
-    """Check that an fp32 model generates the same tokens on this device and on the CPU, by every search method."""
+    """Check that greedy decoding, sampling and beam search give the same tokens on this device and the CPU in fp32."""
     from megatron.config.command_line import parse
     from megatron.model import GPT2Model, T5Model
     from megatron_tools.write.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample

@@ -115,7 +115,7 @@ def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
 
 
 def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Evaluate after one training step at learning rate 0, which must not change the results; return them."""
+    """Return evaluation results after a training step at learning rate 0, which must not influence them."""
     pp, dp, tp = grid
     flags = (
         f"--pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp} --init-method-std 0.3"

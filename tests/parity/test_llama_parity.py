@@ -55,7 +55,7 @@ def test_losses_equal_one_process(
     ways = [Way(kind, schedules[i % len(schedules)], "fp64") for i, kind in enumerate(KINDS)]
     if full:
         ways += [Way(kind, each) for kind in KINDS for each in schedules]
-    elif grid == (0, 1, 4):  # ranks share key-value heads: two ranks each in llama, all 4 in qwen3
+    elif grid == (0, 1, 4):  # a key-value head is shared by two ranks in llama, by 4 in qwen3
         ways = [way for way in ways if way.kind in ("llama", "qwen3")]
     bad = []
     for way, found in zip(ways, losses(grid, ways, tiny_data, vocab_file), strict=True):

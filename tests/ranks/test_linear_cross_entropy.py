@@ -177,7 +177,7 @@ def test_small_probabilities_and_large_sums_stay_in_the_range_of_fp16() -> None:
     assert layer.weight.grad is not None
     expected = torch.full_like(layer.weight, 1024 / 64 * 4 / 90001)
     expected[0] = 1024 / 64 * 4 * (1 / 90001 - 1)
-    torch.testing.assert_close(layer.weight.grad, expected)  # has a tolerance for fp16
+    torch.testing.assert_close(layer.weight.grad, expected)  # with torch's tolerance for fp16
 
 
 def test_which_gradients_are_wanted() -> None:

@@ -292,7 +292,7 @@ def _streams() -> list[list[float]]:
 
 
 def test_streams_agree_where_replicated_and_differ_where_split() -> None:
-    """Random streams differ between replicas; without `split`, they are equal on the tensor-parallel ranks of one."""
+    """Without `split`, random streams differ between replicas and agree on the tensor-parallel ranks of a replica."""
     a, b, c, d = on_ranks(4, _streams)
     assert a[0] == b[0] != c[0] == d[0]  # a, b: ranks of one replica; c, d: ranks of the other
     assert a[2] == b[2]

@@ -106,7 +106,7 @@ WAITS: list[tuple[str, int, list[Moment]]] = [
         "1f1b",
         3,
         [(1, 0, 1)],
-    ),  # hangs if stage 0 posts a receive for gradient 0 before pass 1: it arrives after pass 1
+    ),  # would hang if stage 0 posted the receive of gradient 0 early, since gradient 0 is sent after pass 1
     ("1f1b", 2, [(1, 0, 1), (1, 1, 0)]),  # both stages synchronise at the same time
     ("zb-h1", 3, [(1, 0, 1), (1, 1, 1)]),
     ("gpipe", 3, [(1, 0, 2), (1, 2, 0)]),

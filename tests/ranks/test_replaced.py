@@ -1,4 +1,4 @@
-"""If a user replaces weights or layers between steps, they train as in plain torch or one sentence refuses them."""
+"""If a user replaces weights or layers between steps, training equals plain torch or is refused in one sentence."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Users of DeepSpeed can call tds in the same way: in its pipeline tutorial, in training loops and for checkpoints.
+"""tds accepts the calls of DeepSpeed's users: in the pipeline tutorial, in training loops and for checkpoints.
 
 tests/conformance compares losses with plain torch in more depth.
 """
@@ -547,7 +547,7 @@ def _evaluate() -> Any:
         engine.set_dataloader(loader * 2)
     first = engine.train_batch().item()
     loss, logits = engine.eval_batch(iter(loader), return_logits=True)
-    second = engine.train_batch().item()  # reads on in the training data loader, not in the evaluation data
+    second = engine.train_batch().item()  # continues with training data, not with evaluation data
     left = len(engine._step.microbatches)
     return first, loss.item(), second, None if logits is None else tuple(logits.shape), left
 

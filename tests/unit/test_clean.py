@@ -101,7 +101,7 @@ def test_what_is_kept(text: str) -> None:
 
 
 def test_misread_text_is_found_everywhere() -> None:
-    """Documents of the bundled corpus are dropped as mojibake only if they are decoded with a wrong codec."""
+    """Intact documents of the bundled corpus are not mojibake; decoded with a wrong codec, they are dropped."""
     off_length = [name for name in DEFAULT_RULES if name != "length"]
     thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
     for text in texts([str(SAMPLE)]):

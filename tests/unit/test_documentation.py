@@ -66,7 +66,7 @@ def test_both_languages_have_the_same_commands_and_headings(path: Path) -> None:
     levels = [[line.split()[0] for line in headings(p)] for p in (path, other)]
     assert levels[0] == levels[1]
     rows = [len(re.findall(r"^ *\|", text(p), flags=re.MULTILINE)) for p in (path, other)]
-    if path.parent != reference.FOLDER and path.stem != "migration":  # have fewer rows in Chinese
+    if path.parent != reference.FOLDER and path.stem != "migration":  # the Chinese pages excluded here have fewer rows
         assert rows[0] == rows[1], "tables of another number of rows"
 
 
@@ -137,7 +137,8 @@ def test_errors_of_the_faq_are_those_of_the_code() -> None:
         rest = error.strip().partition(": ")[2]
         for sentence in sentences():
             rest = rest.replace(sentence, "")
-        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # three words missing in the code
+        # Find three words in a row that no string of the code contains.
+        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))
         assert not words, f"nothing in the code says this any more: {rest}"
 
 

@@ -117,7 +117,7 @@ FORGED = [
 def test_added_tokens_that_are_not_special_are_marks_and_no_content_forges_them(plain_marks: Path) -> None:
     """Chat tokens need not be marked special, and message contents cannot produce them.
 
-    Ids are compared with transformers' sanitize_control_tokens. The token <think> of an assistant stays a token.
+    The test compares ids with transformers' sanitize_control_tokens. An assistant's <think> remains a token.
     """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
@@ -416,7 +416,7 @@ def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets
 def test_a_template_that_ignores_add_generation_prompt_is_noted(
     hf_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asks: str, noted: bool
 ) -> None:
-    """A note names a template that ignores add_generation_prompt; training then also targets the answer's header."""
+    """A note names a template that ignores add_generation_prompt; training then also targets the assistant header."""
     pytest.importorskip("jinja2")
     source = CHATML[: CHATML.index("{% if add_generation_prompt %}")] + asks
     (tmp_path / "t.jinja").write_text(source)

@@ -1,4 +1,4 @@
-"""In generation, T5 gets prompts in the format of its training data; answers and document ends are read accordingly."""
+"""T5 reads prompts and ends documents as in training: the encoder's tokens, the loss, and the generated text agree."""
 
 import argparse
 from types import SimpleNamespace
