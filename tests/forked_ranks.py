@@ -1,4 +1,4 @@
-"""In tests, a launcher forks its ranks from itself, which saves the import of torch in a new interpreter.
+"""A launcher for tests that forks ranks from its own process, so that ranks need not import torch again.
 
 Tests of the README's commands, of two nodes and of the launcher itself still start new interpreters.
 """
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_filters = list(warnings.filters)  # the filters of a new interpreter, which ranks get instead of the launcher's
+_filters = list(warnings.filters)  # for ranks: the filters of a new interpreter, before the launcher adds any
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -30,7 +30,7 @@ class ForkedRank:
         sys.stdout.flush()
         sys.stderr.flush()
         self.returncode: int | None = None
-        gc.freeze()  # ranks' garbage collectors need not scan the objects that are imported already
+        gc.freeze()  # saves time: the garbage collector of a rank does not scan objects made before the fork
         self.pid = os.fork()
         if not self.pid:
             _be(list(argv), env)
@@ -67,7 +67,7 @@ def _be(argv: list[str], env: Mapping[str, str]) -> None:
     os.setsid()
     atexit._clear()
     for number in SIGNALS:
-        if signal.getsignal(number) == signal.SIG_IGN:  # a new interpreter, too, would inherit ignored signals
+        if signal.getsignal(number) == signal.SIG_IGN:  # keep it ignored, as a new interpreter would
             continue
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     warnings.filters[:] = _filters  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""The last import of the fork server: it exempts all imported objects from garbage collection.
+"""Exempt all imported objects from garbage collection; the fork server imports this module last.
 
 Forked ranks then neither scan these objects nor copy their memory pages.
 """

@@ -50,7 +50,7 @@ def theirs(
     rope: Mapping[str, Any] | None = None,
     vocab: int = VOCAB,
 ) -> Any:
-    """Return a transformers model with random weights, large enough for mistakes to show, and eager attention."""
+    """Return a transformers model with eager attention, and with random weights so large that mistakes show."""
     import transformers
 
     more: dict[str, Any] = {"sliding_window": window} if kind == "Mistral" else {}

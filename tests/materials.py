@@ -28,7 +28,7 @@ def random_corpus(folder: Path, vocab_file: str) -> str:
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(60):
-            # Some ids are much more frequent than others, which a model can learn.
+            # Some ids are much more frequent than others; a model can learn these frequencies.
             ids = (300 + 60 * rng.standard_exponential(int(rng.integers(5, 200)))).astype(np.int64) % 2900 + 3
             builder.add_document(np.append(ids, eod))
     return prefix

@@ -1,4 +1,4 @@
-"""Sentences that tests look for in errors and output, by test. To reword a message, change its row here, too."""
+"""Sentences that tests look for in errors and output. If you reword a message, change its row here, too."""
 
 SENTENCES = {
     "latest_is_damaged": "latest is damaged",

@@ -32,7 +32,7 @@ OPTIONS = {  # option of sbatch or srun -> whether it takes a value
     "wait": True,
 }
 JOB = "4242"
-PATIENCE = 60.0  # seconds from the signal to the kill at the time limit
+PATIENCE = 60.0  # seconds between the signal at the time limit and the kill
 
 
 def install(folder: Path) -> str:
@@ -85,7 +85,7 @@ def _tell(number: int, step: bool) -> None:
 
 
 def sbatch(words: list[str]) -> int:
-    """Act as `sbatch --wait`: run the job to its end, again if it is requeued, and print its outcome."""
+    """Act as `sbatch --wait`: run the job to its end, restart it if it is requeued, and print its outcome."""
     given, (script, *argv) = _options(words)
     text = Path(script).read_text(encoding="utf-8")
     head = [word for line in re.findall(r"^#SBATCH (.*)$", text, flags=re.MULTILINE) for word in line.split()]
@@ -100,7 +100,7 @@ def sbatch(words: list[str]) -> int:
         if name in options:
             env[f"SLURM_{name.upper().replace('-', '_')}"] = options[name]
     where, number = re.fullmatch(r"(B:)?(\w+)@\d+", options["signal"]).groups()  # type: ignore[union-attr]
-    limit = os.environ.get("FAKE_SLURM_LIMIT")  # the first start's time is over once its log matches this pattern
+    limit = os.environ.get("FAKE_SLURM_LIMIT")  # the first start's time is over once its log matches this regex
     for start in range(5):
         if start:
             env["SLURM_RESTART_COUNT"] = str(start)
@@ -170,7 +170,7 @@ def scontrol(words: list[str]) -> int:
     if words != ["requeue", JOB]:
         raise ValueError(f"scontrol {words}")
     Path(os.environ["FAKE_SLURM"], "requeued").touch()
-    time.sleep(30)  # sbatch kills the job, and with it this command, within this time
+    time.sleep(30)  # before 30 s are over, sbatch kills the job including this command
     return 1
 
 

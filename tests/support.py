@@ -1,4 +1,4 @@
-"""Run functions on real gloo ranks, and commands; ranks that hang fail the test, with the stack of each rank."""
+"""Run functions on gloo ranks, and run commands. If ranks hang, the test fails and shows the stack of each rank."""
 
 import contextlib
 import faulthandler
@@ -54,9 +54,9 @@ def preload(*modules: str) -> None:
 
 
 def covering(cases: Sequence[Any], chosen: Callable[[Any], bool], several: bool = False) -> list[Any]:
-    """Return `cases` as pytest parameters, of which those that are not `chosen` run with --full only.
+    """Return `cases` as pytest parameters; cases for which `chosen` returns False run only with --full.
 
-    several: each case is a tuple of several parameters.
+    several: whether each case is a tuple of several parameters.
     """
     return [case if chosen(case) else pytest.param(*(case if several else [case]), marks=FULL) for case in cases]
 
@@ -107,7 +107,7 @@ def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], arg
 
 
 def _end(code: int) -> None:
-    for worker in multiprocessing.active_children():  # data-loader workers would not notice the end of a forked rank
+    for worker in multiprocessing.active_children():  # or the data-loader workers would outlive the rank
         worker.kill()
     os._exit(code)
 
@@ -130,11 +130,11 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
             while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
                 time.sleep(0.02)
                 if any(p.exitcode not in (None, 0) for p in ranks):
-                    deadline = min(deadline, time.monotonic() + 2)  # other ranks cannot finish without a failed one
+                    deadline = min(deadline, time.monotonic() + 2)  # after a failure, other ranks get 2 s more
             stuck = [rank for rank, p in enumerate(ranks) if p.is_alive()]
             for rank in stuck:
                 os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
-            for _ in range(50):  # wait up to 5 s for the stacks
+            for _ in range(50):  # wait up to 5 s for the files with stacks
                 if all((Path(folder) / f"stack{rank}").stat().st_size for rank in stuck):
                     break
                 time.sleep(0.1)
@@ -160,13 +160,13 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = 
 class End(NamedTuple):
     """How a rank ended: exit code, output on stderr, and seconds from its start."""
 
-    code: int | None  # -n if signal n killed the rank; None if it did not end
+    code: int | None  # -n if signal n killed the rank; None if the rank did not end
     stderr: str
     seconds: float
 
 
 def ends_of_ranks(world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[End]:
-    """Run `body(*args)`, which is meant to fail, on `world` gloo ranks; return how each rank ended."""
+    """Run `body(*args)`, which should fail, on `world` gloo ranks; return how each rank ended."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         (where / "capture").touch()

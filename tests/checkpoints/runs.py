@@ -1,4 +1,4 @@
-"""Complete training runs for tests; one launch of ranks can do many of them, to save start-up time."""
+"""Complete training runs for tests. One launch of ranks can do several runs, to save start-up time."""
 
 import contextlib
 import io
@@ -40,7 +40,10 @@ MODELS = {
 
 
 class Start(NamedTuple):
-    """Arguments of one run. save_first: also save before the first step, so that a test sees the loaded state."""
+    """Arguments of one run.
+
+    save_first: also save before the first step, so that a test can check which state the run loaded.
+    """
 
     model: str
     run_dir: Path
@@ -82,7 +85,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
-    """Return key -> tensor of a checkpoint, assembled by its index without using CheckpointReader."""
+    """Return key -> full tensor of a checkpoint, joined from the shards in its index without CheckpointReader."""
     index: dict[str, Any] = json.loads((checkpoint / "checkpoint.json").read_text())["tensors"]
     files = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
     whole = {}

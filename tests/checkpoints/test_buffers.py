@@ -1,4 +1,4 @@
-"""Checkpoints contain buffers, the weights of a loss, and tensors of a PipelineModule outside of its layers."""
+"""Checkpoints contain buffers, the weights of a loss function, and the tensors that a PipelineModule itself owns."""
 
 import contextlib
 import io
@@ -62,7 +62,7 @@ class Temperature(nn.Module):
 
 
 class Pipe(PipelineModule):
-    """A PipelineModule with a buffer and a weight outside of its layers, which only the last stage uses."""
+    """A PipelineModule with a buffer and a weight outside of its layers; only the last stage uses these two."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,7 +108,7 @@ def _engine(layout: Layout) -> tuple[Any, Any]:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers that this rank must restore.
 
-    State outside of layers belongs to the last stage.
+    Only the last stage must restore the tensors that belong to no layer.
     """
     last = mpu.get_mesh().pipe.rank == mpu.get_mesh().pipe.size - 1
     found = {**dict(model.named_parameters()), **dict(global_buffers(model))}
@@ -135,7 +135,7 @@ def _load(folder: str, layout: Layout, more_steps: bool = False) -> dict[str, Te
     engine, config = _engine(layout)
     with contextlib.redirect_stdout(io.StringIO()):
         load_checkpoint(find_checkpoint(folder), engine.deepspeed, config, "")
-        if more_steps:  # only the last stage changes state outside of layers; the first must not overwrite it
+        if more_steps:  # only the last stage changes tensors of no layer; the first stage must not overwrite them
             _steps(engine, STEPS)
             save_checkpoint(folder, engine.deepspeed, TrainState(2 * STEPS, 16), config, "")
     return _state(engine.deepspeed.module)

@@ -1,4 +1,4 @@
-"""Malformed or malicious checkpoint.json files are refused in one sentence; no file outside its folder is opened."""
+"""A malformed or malicious checkpoint.json is refused in one sentence, and cannot open files outside its folder."""
 
 import copy
 import hashlib

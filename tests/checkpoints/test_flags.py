@@ -56,7 +56,7 @@ def weights(run_dir: Path, iteration: int) -> dict[str, bytes]:
 def test_finetune_takes_weights_alone_and_then_goes_on(
     before: Path, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """--finetune loads weights only, and allows other data and lengths; a second start resumes the finetuning run."""
+    """--finetune loads only weights, even with another --seq-length; a second start resumes the fine-tuning run."""
     flags = f"--load {before} --finetune --seq-length 20 --max-position-embeddings 24 --seed 5"
     go(tmp_path, f"{flags} --train-iters 2", tiny_data, vocab_file)
     assert weights(tmp_path, 0) == weights(before, 3)
@@ -78,7 +78,7 @@ def test_no_load_optim_forgets_the_moments_alone(before: Path, tmp_path: Path, t
     assert weights(tmp_path / "new", 3) == weights(before, 3)
     assert losses_of(tmp_path / "new") == losses_of(tmp_path / "kept"), "both runs have the same samples and dropout"
     assert weights(tmp_path / "new", 4) != weights(tmp_path / "kept", 4)
-    # Adam's first step with moments of zero changes every weight by lr * sign(gradient).
+    # After --no-load-optim, Adam's moments are zero, so its first step changes each weight by lr * sign(gradient).
     old, new = (whole_tensors(tmp_path / "new" / "checkpoints" / f"iter_000000{i}") for i in (3, 4))
     name = "weight.layers.0.attention.dense.bias"
     np.testing.assert_allclose(np.abs(new[name] - old[name]), 1e-3, rtol=2e-2)
@@ -101,7 +101,7 @@ def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: 
 
 
 def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A static fp16 loss scale follows the current start's ds_config; a dynamic one resumes from the checkpoint."""
+    """On resume, a static fp16 loss scale is the ds_config's; a dynamic loss scale is the checkpoint's."""
     scales = {
         "low": {"loss_scale": 128},
         "high": {"loss_scale": 1024},
@@ -177,7 +177,10 @@ def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data:
 
 
 def test_another_split_with_as_many_samples(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A --split with other shares is refused even if the number of samples stays; 2,2 for 1,1 is the same split."""
+    """A resume with other --split proportions is refused, even if they give as many samples.
+
+    Multiplying all numbers of --split by 2 keeps the proportions, so it is accepted.
+    """
     total = IndexedDataset(tiny_data).num_documents
 
     def of(n: int) -> int:

@@ -33,13 +33,13 @@ MOMENTS = ("time", "read", "step", "write", "files", "prune")
 class Kill(NamedTuple):
     """A planned kill of one or all ranks.
 
-    moment, count: the rank kills itself at the count-th call at this moment, e.g. the second file system change
-    ("files"). At the moment "time" the test kills it after a random delay.
+    moment: the operation at which a rank kills itself, e.g. a sync or rename of a file ("files"). At the moment "time",
+    the test kills the ranks after a random delay. count: with a larger count, the rank dies at a later operation.
     """
 
     moment: str
     count: int
-    rank: int | None  # None means all ranks
+    rank: int | None  # None: all ranks
 
 
 def _die_at(count: int, target: Any, name: str) -> None:
@@ -61,7 +61,7 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
     from megatron.training import loop
 
     if kill.rank in (None, int(os.environ["RANK"])):
-        if kill.moment == "read":  # after a batch was read and before its step
+        if kill.moment == "read":  # kill the rank after it reads a batch and before it trains on the batch
             honest = loop.read
 
             def broken(*args: Any) -> Any:
@@ -72,11 +72,11 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
                 return (os.kill(os.getpid(), signal.SIGKILL) if n == kill.count else batch for n, batch in reads)
 
             loop.read = broken  # type: ignore[assignment]
-        elif kill.moment == "step":  # after the step and before the iteration is counted
+        elif kill.moment == "step":  # kill the rank after a step and before the iteration is counted
             _die_at(kill.count, loop, "_advance")
-        elif kill.moment == "write":  # while a checkpoint file is being written
+        elif kill.moment == "write":  # kill the rank while it writes a checkpoint file
             _die_at(kill.count * 7, stream.StreamWriter, "add")
-        elif kill.moment == "files":  # before a sync or rename in the folder of checkpoints
+        elif kill.moment == "files":  # kill the rank before it syncs or renames a file or folder
             for name in ("fsync", "rename", "replace"):
                 _die_at(kill.count, os, name)
         elif kill.moment == "prune":
@@ -108,7 +108,7 @@ def _killed(kill: Kill, start: Start, dice: random.Random, *args: str) -> bool:
         time.sleep(0.3)
         done = all(p.exitcode == 0 for p in ranks)
         for process in ranks:
-            process.kill()  # as a launcher does with the other ranks if one dies
+            process.kill()  # a launcher also kills the other ranks if one dies
             process.join()
         errors = [path.read_text() for path in Path(folder).glob("error*")]
     # Surviving ranks may report a lost connection, but no other error.
@@ -150,7 +150,7 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
     for trial in range(4 * kills):
         kill = Kill(MOMENTS[trial % len(MOMENTS)], dice.randint(1, 5), dice.choice([0, 1, None]))
         if kill.moment in ("read", "prune"):
-            kill = kill._replace(rank=dice.choice([0, None]))  # rank 1 neither reads data nor prunes
+            kill = kill._replace(rank=dice.choice([0, None]))  # only rank 0 prunes checkpoints
         if _killed(kill, cut, dice, data, vocab_file):
             done += 1
         else:  # the run finished before the kill, so start it again from scratch

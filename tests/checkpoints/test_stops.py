@@ -1,4 +1,4 @@
-"""If a run stops between two --log-interval lines, a line covers its last iterations; no iteration counts twice."""
+"""A run that stops between two log lines prints one more line, so that each iteration is logged exactly once."""
 
 import json
 from pathlib import Path

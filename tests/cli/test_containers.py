@@ -1,4 +1,4 @@
-"""Files of docker/ are checked without building images: syntax, copied files, and flags for this project's scripts."""
+"""Tests of the files in docker/ that build no image: their syntax, the files they copy, the flags they pass."""
 
 import json
 import os

@@ -113,7 +113,7 @@ def check_evaluation(tmp_path: Path, theirs: Any, tokenizer: Any) -> None:
     texts = ["春天来了，花开了。", "It was a dark night, and the rain fell in torrents over the town. " * 2]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     count, eod = 0, theirs.config.eos_token_id
-    nats = dict.fromkeys((24, 5), 0.0)  # nats by window length, in tokens
+    nats = dict.fromkeys((24, 5), 0.0)  # window length in tokens -> total loss in nats
     for text in texts:
         ids = [eod, *tokenizer(text)["input_ids"], eod]
         for at in range(1, len(ids)):

@@ -160,7 +160,7 @@ def save_deepspeed(folder: Path, w: Mapping[str, Tensor], version: int, ranks: i
 def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int, said: bool = False) -> list[str]:
     """Save in the format of CPM-Pretrain with a pipeline, one file per layer; return the converter's flags.
 
-    said: also save the checkpoint version.
+    said: whether to save the checkpoint version, too.
     """
     place = folder / "global_step100"
     place.mkdir(parents=True)
@@ -169,10 +169,11 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
     for rank in range(ranks):
         mine = of_rank(w, rank, ranks, version)
         words = {"word_embeddings.weight": mine["embedding.word_embeddings.weight"]}
+        # Layers 0 and 2 have no weights. The last layer's position embeddings are ignored, so any values will do.
         items: dict[int, dict[str, Tensor]] = {
-            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},  # 0 and 2 have no weights
+            1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},
             LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},
-            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},  # the model ignores it
+            LAYERS + 5: words | {"position_embeddings.weight": torch.randn(POSITIONS, HIDDEN)},
         }
         for i in range(LAYERS):
             stem = f"layers.{i}."

@@ -123,7 +123,7 @@ def test_it_trains_and_resumes_over_stages_as_in_one_process(tmp_path: Path, tin
     for iterations in (4, 8):
         code, words, found = _run(tmp_path, "two", 2, iterations, *given)
         assert code == 0, words
-        assert "autograd kernel" not in words  # torch's warning if tied gradients are reduced without no_grad
+        assert "autograd kernel" not in words  # torch would warn if tied gradients were reduced without no_grad
         assert found == pytest.approx(expected[:iterations], rel=1e-5)
 
 

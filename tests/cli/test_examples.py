@@ -21,7 +21,7 @@ from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, RankFailure, command, losses, on_ranks
 
 EXAMPLES = ROOT / "examples"
-LONG = {"pretrain_decoder.py"}  # may be longer than other examples, since it defines a complete model
+LONG = {"pretrain_decoder.py"}  # examples that may exceed 100 lines; this one defines a complete model
 
 
 def test_each_is_short_and_says_what_it_shows_and_prints() -> None:
@@ -177,7 +177,7 @@ def test_preparing_without_ray(tmp_path: Path) -> None:
     assert words == f"sha256 {hashlib.sha256((tmp_path / 'alone' / 'data_text_document.bin').read_bytes()).hexdigest()}"
 
 
-@FULL  # starts Ray twice, which takes ten seconds each
+@FULL  # starting Ray takes ten seconds
 def test_preparing_on_ray_gives_the_same_bytes(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray")
     (tmp_path / "none").mkdir()

@@ -1,4 +1,4 @@
-"""tools/generate.py: prompts from a flag, a file or a conversation; several ranks; Hugging Face models."""
+"""tools/generate.py continues prompts from a flag, a file or a conversation, also on several ranks."""
 
 import itertools
 import json
@@ -32,14 +32,14 @@ KINDS = {
     "mistral": DECODERS["mistral"],
     "multi-query": DECODERS["llama"].replace(
         "--num-key-value-heads 2", "--num-key-value-heads 1"
-    ),  # fewer key-value heads than tensor-parallel ranks
+    ),  # one key-value head for two tensor-parallel ranks
     "cpm": f"{CPM_FLAGS} --enc-seq-length 24",
     "t5": f"{T5_FLAGS} --init-method-std 0.2 --no-tie-embeddings --family t5 --enc-seq-length 24",
 }
 
 
 def _write(layout: str) -> list[Any]:
-    """Return the token ids that each kind of model generates in `layout`, by sampling and by beam search."""
+    """Return the token ids that each model of KINDS generates in `layout`, by sampling and by beam search."""
     found: list[Any] = []
     for kind, flags in KINDS.items():
         config = parse(f"{flags} {layout}".split())
@@ -52,7 +52,7 @@ def _write(layout: str) -> list[Any]:
             stepper: Stepper = GPT2Stepper(gpt2, PROMPT, 24, stages=stages)
         else:
             stepper = T5Stepper(T5Model(config, parallel_output=False, own=own).eval(), PROMPT * 3, 1, stages=stages)
-        length = 30 if kind not in ("cpm", "t5") else 15  # 30 tokens exceed GPT-2's 24 positions
+        length = 30 if kind not in ("cpm", "t5") else 15  # GPT-2 must also continue beyond its 24 positions
         found += sample(stepper, 2, length, 49, Sampling(0.8, 0, 0.9), seed=3)
         found += [ids for _, ids in beam_search(stepper, 3, 8, 49)]
     return found
@@ -169,7 +169,7 @@ TEXTS = ["春天", "The road", "一", "The road home", "春", "二", "The river"
 
 @pytest.mark.parametrize("flags", ["--temperature 0", "--num-beams 3 --num-samples 2", "--num-samples 2 --seed 5"])
 def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_path: Path, flags: str) -> None:
-    """Prompts of different lengths get the same continuations in batches as one by one, in the order of the prompts."""
+    """A batch of prompts of different lengths gets the same continuations as each prompt alone, in the same order."""
     prompts = tmp_path / "prompts"
     prompts.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     base = ["--load", run, "--input", str(prompts), "--max-new-tokens", "12", *flags.split()]
@@ -202,7 +202,10 @@ def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypa
 
 
 def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
-    """Tokens with the top lift p * log(p / q) are right: p from the model's logits, q from counts in the corpus."""
+    """The tokens with the highest lift p * log(p / q) are right, where p is a token's probability and q its frequency.
+
+    The test computes p from the model's logits and q from the training corpus.
+    """
     writer = tool.load(tool.build_parser().parse_args(["--load", run]))
     question = writer.question("春天")
     with torch.no_grad():
@@ -221,7 +224,7 @@ def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
 @FULL
 @pytest.mark.timeout(1500)
 def test_the_demo_of_t5_learns(tmp_path: Path) -> None:
-    """The T5 of scripts/run_t5.sh has a loss half a nat below the unigram entropy, and predictions fit the context."""
+    """scripts/run_t5.sh trains a T5 to half a nat below the unigram entropy; its predictions fit the context."""
     done = command("bash", "scripts/run_t5.sh", env={"RUN_DIR": str(tmp_path / "t5")}, timeout=1200)
     assert done.returncode == 0, done.stderr
     text = float(re.findall(r"masked text only, first and last +[\d.]+, ([\d.]+)", done.stdout)[0])

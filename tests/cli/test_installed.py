@@ -38,7 +38,10 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
-    """Outside a checkout, installed commands train a tokenizer and a model, resume, convert, generate, plan a run."""
+    """The installed commands work outside a checkout.
+
+    They train a tokenizer and a model, resume the run, convert its checkpoint, generate text and plan a run.
+    """
     shutil.copy(ROOT / "corpus/sample.jsonl", tmp_path / "text.jsonl")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
@@ -92,7 +95,7 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
 
 
 def test_setup_py_knows_the_version() -> None:
-    """setup.py reports the version to tools that call it, although `pip install` reads pyproject.toml."""
+    """`python setup.py --version` prints the package's version."""
     done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == megatron.__version__
@@ -130,7 +133,10 @@ BOTH = (
 @FULL  # takes 30 seconds
 @pytest.mark.parametrize("order", BOTH)
 def test_beside_megatron_core(order: str, tmp_path: Path) -> None:
-    """`megatron` works beside megatron-core's package of the same name, in a checkout and an editable installation."""
+    """If megatron-core is installed, too, `import megatron` finds this project's package.
+
+    The test imports it in a checkout and in an editable installation.
+    """
     pytest.importorskip("megatron.core")
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=LEFT_OUT)

@@ -87,7 +87,7 @@ class Launcher:
 def test_ranks_save_and_end(tmp_path: Path, number: int, name: str) -> None:
     launcher = Launcher(tmp_path, "saves", "--shutdown-timeout", "50")
     launcher.until(lambda words: len(words) == 1)
-    launcher.tell(signal.SIGUSR1)  # must not kill ranks that have no handler yet
+    launcher.tell(signal.SIGUSR1)  # this signal must not kill ranks that have no signal handler yet
     launcher.until(lambda words: "trains" in words)
     launcher.tell(signal.SIGUSR1)
     launcher.until(lambda words: words[-1] == "usr1")
@@ -122,14 +122,14 @@ def test_ctrl_c_in_a_process_started_by_hand(
     monkeypatch.setattr(signals, "exit_now", left.append)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with restored_signals():
-        os.kill(os.getpid(), signal.SIGUSR1)  # ignored, since training has not begun
+        os.kill(os.getpid(), signal.SIGUSR1)  # has no effect, since training has not begun
         with StopSignals(None, torch.device("cpu")) as heard:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)  # still one request: terminal and launcher may each send Ctrl-C
+            os.kill(os.getpid(), signal.SIGINT)  # not a second request: terminal and launcher may each send Ctrl-C
             assert heard.agree() == (StopSignal.SAVE_AND_STOP, False)
             monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0)
             os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # simulates a signal during the final save
+        os.kill(os.getpid(), signal.SIGTERM)  # simulates a signal that arrives during the final save
     assert left == [130]
     assert [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()] == [
         "Ctrl-C: saves after this iteration and ends; press it again to end at once",
@@ -139,7 +139,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
 
 
 def test_after_an_error_a_launcher_can_end_the_process() -> None:
-    """After an error, SIGTERM from the launcher ends a process at once, instead of asking it to save."""
+    """After an error in training, SIGTERM has its default effect again: it ends the rank without a save."""
     before = signal.getsignal(signal.SIGTERM)
     with restored_signals():
         with pytest.raises(ValueError), StopSignals(None, torch.device("cpu")):
@@ -149,7 +149,7 @@ def test_after_an_error_a_launcher_can_end_the_process() -> None:
 
 
 def _second_attempt() -> None:
-    """Initialise a restarted rank whose store still has keys of the first attempt; check that it ignores them."""
+    """Initialise a restarted rank; check that it ignores keys that the first attempt has left in the TCPStore."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     store.set("tds/fault", '["rank 0 fell over", false]')

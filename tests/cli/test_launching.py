@@ -92,7 +92,7 @@ def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int,
     (tmp_path / "python").write_text(LAUNCHER.replace("CODE", str(code)))
     (tmp_path / "python").chmod(0o755)
     script = RANKS.format(root=ROOT, folder=tmp_path)
-    # --default-signal: a shell cannot trap signals that its parent ignores, as nohup ignores SIGHUP.
+    # --default-signal, as a shell cannot trap a signal that its parent ignores, e.g. SIGHUP under nohup.
     shell = subprocess.Popen(["env", "--default-signal", "bash", "-c", script], stdout=subprocess.PIPE, text=True)
     assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
     shell.send_signal(signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Rarely used calls from Megatron-LM and CPM-Pretrain work: checkpointing with dropout, positional arguments."""
+"""Rarely used functions of Megatron-LM and CPM-Pretrain work, e.g. activation checkpointing with dropout."""
 
 import contextlib
 import io

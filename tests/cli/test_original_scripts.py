@@ -21,7 +21,7 @@ FAMILIES = {
     "gpt2": "--seq-length 32 --max-position-embeddings 32",
     "t5": "--enc-seq-length 64 --dec-seq-length 40 --max-position-embeddings 64 --kv-hidden-size 8 --ff-hidden-size 48",
 }
-# CPM-Pretrain ignores these batch sizes without a pipeline; tests with a pipeline set other ones.
+# Without a pipeline, CPM-Pretrain ignores the batch sizes of a ds_config. Tests with a pipeline set other batch sizes.
 DS_CONFIG = {
     "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10, "gradient_clipping": 1.0,
     "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "initial_scale_power": 16},

@@ -277,7 +277,7 @@ def test_dropout_of_torch_is_that_of_all_ranks_and_goes_on_after_a_resume(
     assert resumed == pytest.approx(alone, rel=1e-6)
 
 
-# Line that a script executes before pretrain(), a mistake -> (stages, ranks, pattern of the error message).
+# Wrong line of code that a script executes before pretrain() -> (stages, ranks, pattern of the error message).
 MISTAKES = {
     "loss_of = lambda v: lambda logits, targets: sum(a for a, b, c in [targets])": (
         0,

@@ -39,7 +39,7 @@ class Sometimes(nn.Module):
 
 
 def _frozen_stage() -> Any:
-    """Return the model of examples/pretrain_decoder.py with all weights of stage 0 frozen, tied ones included."""
+    """Return the model of examples/pretrain_decoder.py with all weights of stage 0 frozen, including tied weights."""
     import examples.pretrain_decoder as entry
 
     model = entry.model_provider()

@@ -1,4 +1,4 @@
-"""pretrain_gpt2.py from the command line: settings, resuming, and one sentence for every mistake."""
+"""pretrain_gpt2.py trains and resumes from the command line, and reports every mistake in one sentence."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int
     both = losses(train_gpt2(world, tmp_path / "cut", *flags))
     assert first == whole[:4]
     assert both == whole
-    again = train_gpt2(world, tmp_path / "cut", *flags)  # starting a finished run changes nothing
+    again = train_gpt2(world, tmp_path / "cut", *flags)  # starting a finished run again must change nothing
     assert losses(again) == whole
     assert [row["iteration"] for row in again if row["split"] == "valid"] == [4, 6]
 
@@ -338,7 +338,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("other")
     train_gpt2(1, tmp_path, *flags, "--train-iters", "1")
-    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # the folder that a crash during a save would leave
+    (tmp_path / "checkpoints" / "iter_0000002.tmp").mkdir()  # a crash during a save leaves such a folder
     before = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}
     assert message in said(launch(1, *flags, *argv, "--run-dir", str(tmp_path)), 1)
     after = {path: path.read_bytes() if path.is_file() else b"" for path in tmp_path.rglob("*")}

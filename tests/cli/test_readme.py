@@ -1,4 +1,4 @@
-"""The commands in the README and the other pages work, and transcripts match the scripts' output."""
+"""The commands in the README and in docs/ work, and the transcripts in these pages match the scripts' output."""
 
 import re
 from pathlib import Path
@@ -101,7 +101,10 @@ def test_the_commands_run(tmp_path: Path) -> None:
 @FULL
 @pytest.mark.timeout(1800)
 def test_the_commands_of_all_other_pages_run(tmp_path: Path) -> None:
-    """The `bash` blocks of docs/start.md and of each page in LONG run, in one shell per page and one run directory."""
+    """The `bash` blocks of docs/start.md and of the pages in LONG run, each page in its own shell.
+
+    All pages use the same run directory.
+    """
     for page in (SHORT[0], *LONG):
         run("\n".join(["source .venv/bin/activate", *blocks(page)]), tmp_path, "default")
 
@@ -113,7 +116,7 @@ def as_the_page_shows_it(printed: list[str]) -> None:
     """
     page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
-    # "..." stands for omitted lines, whose places differ between machines.
+    # "..." stands for omitted lines. Machines omit lines at different places, so the comparison leaves "..." out.
     both = [[line for line in each if line != "..."] for each in (page, lines)]
     tenth = next(i for i, line in enumerate(both[0]) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1]] for each in both]

@@ -1,4 +1,4 @@
-"""run_*.sh report mistakes before they install, prepare or train anything."""
+"""scripts/run_*.sh report mistakes before they install packages, prepare data or train."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.support import ROOT, command
 
 NAMES = ("gpt2", "llama", "t5")
 LISTED = [line.split()[0] for line in (ROOT / "scripts" / "variables.txt").read_text().splitlines()]
-INTERNAL = {"TORCH_CPP_LOG_LEVEL", "TORCH_EXTENSIONS_DIR"}  # torch's variables, which the scripts only pass on
+INTERNAL = {"TORCH_CPP_LOG_LEVEL", "TORCH_EXTENSIONS_DIR"}  # torch reads these variables, the scripts only pass them on
 
 
 @pytest.mark.parametrize("name", NAMES)

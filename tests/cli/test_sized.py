@@ -41,7 +41,7 @@ def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, ti
         shutil.copy(f"{tiny_data}.{ending}", tmp_path / f"mine.{ending}")
     env = {**os.environ, "RUN_DIR": "run", "VOCAB_FILE": vocab_file, "OMP_NUM_THREADS": "1"}
     argv = ["--data_path=mine", "--model_size", "345M", "--train_iters=3", *SMALL]
-    # The metrics of an earlier measurement must be moved to metrics-1.jsonl, not taken for a run to resume.
+    # The script must move the metrics of an earlier measurement to metrics-1.jsonl instead of resuming that run.
     (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier measurement")
     script = str(ROOT / "scripts" / "train_performance.sh")
     done = subprocess.run(
@@ -58,7 +58,7 @@ def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, ti
     assert not (tmp_path / "run" / "measured").exists()
 
 
-@FULL  # skipped by default, since other tests cover the same script
+@FULL  # skipped by default, since other tests cover much of train_full.sh
 def test_full_evaluates_saves_and_continues(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     env = {"RUN_DIR": str(tmp_path), "VOCAB_FILE": vocab_file}
     for iterations in ("2", "4"):

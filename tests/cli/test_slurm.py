@@ -1,4 +1,4 @@
-"""scripts/run_slurm.sh under the simulated SLURM of tests/slurm.py: start, time limit, save, requeue, resume."""
+"""scripts/run_slurm.sh starts, saves at the time limit, requeues and resumes; tests/slurm.py simulates SLURM."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.sentences import SENTENCES
 from tests.slurm import JOB, install
 from tests.support import FULL, ROOT, losses, train
 
-# A simulated launcher or rank, which records its arguments and signals and ends like a real one.
+# A program that simulates a launcher or a rank: it records its arguments and signals, and exits as they do.
 RANK = """
 import os, signal, sys, time
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")

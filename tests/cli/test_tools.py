@@ -1,4 +1,4 @@
-"""The tools from the command line: their output, and their errors on bad input."""
+"""Commands of tools/ print the right output, and refuse bad input with one sentence."""
 
 import gzip
 import json
@@ -213,7 +213,7 @@ def test_weights_and_globs(tmp_path: Path, vocab_file: str) -> None:
 
 @pytest.mark.parametrize("objective", ["text", pytest.param("cpm-t5", marks=FULL)])
 def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Path, objective: str) -> None:
-    """Preprocessing that is killed and resumed with other numbers of workers has an uninterrupted run's output."""
+    """Preprocessing that is killed and resumed with other --workers writes the same files as without interruption."""
     big = tmp_path / "big.jsonl"
     big.write_bytes(sample_corpus.read_bytes() * 80)  # 13 MB, so that there is time to kill the tool
     preprocess(tmp_path / "a", vocab_file, big, more=("--objective", objective))
@@ -262,7 +262,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Pa
 
 
 def test_a_chunk_without_documents(tmp_path: Path, vocab_file: str) -> None:
-    """A chunk of the input that has only bad lines adds no document to a corpus of objective cpm-t5."""
+    """With --objective cpm-t5, a chunk of the input that has only bad lines adds no document to the corpus."""
     bad = "".join(json.dumps({"txt": "x" * 1000}) + "\n" for _ in range(1200))
     good = json.dumps({"text": "春眠不觉晓，处处闻啼鸟。" * 3}) + "\n"
     (tmp_path / "x.jsonl").write_text(bad + good)

@@ -1,4 +1,4 @@
-"""Two nodes start run_gpt2.sh: on a shared disk only one of them prepares the data, on separate disks each does."""
+"""If two nodes run run_gpt2.sh, one node prepares the data on a shared disk, or each node on its own disk."""
 
 import os
 import re
@@ -93,7 +93,7 @@ def test_two_launches(tmp_path: Path, disk: str) -> None:
         assert [node.returncode for node in nodes] == [0, 0], said
         assert sum("run_gpt2.sh: waiting for process" in words for words in said) == 1, said
         assert "saved run/checkpoints/iter_0000002" in said[0], said
-    else:  # these runs save nothing, since ranks on separate disks cannot write a checkpoint
+    else:  # the run saves no checkpoint, since a checkpoint needs a disk that all ranks share
         assert nodes[1].returncode == 0, said
         assert not any("waiting for process" in words for words in said), said
     assert "2 ranks on cpu: pipe 2" in said[0], said

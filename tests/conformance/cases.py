@@ -39,12 +39,12 @@ def mean_loss(out: Tensor, labels: Tensor) -> Tensor:
 
 
 def size_loss(out: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean squared error, a scalar, for outputs with any number of rows."""
+    """Return the mean squared error, a scalar, between outputs of any number of rows and the first label row."""
     return (out - labels[:1]).square().mean()
 
 
 class CountedLoss:
-    """A loss of two named sums over the positive labels, divided by their number in the whole batch."""
+    """A loss that returns two named sums over positive labels. The engine divides both by the count of these labels."""
 
     def __call__(self, out: Tensor, labels: Tensor) -> dict[str, Tensor]:
         kept = labels > 0
@@ -62,7 +62,7 @@ def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
 class Tie:
     """A layer that shares its module with all layers whose tie has the same key.
 
-    method: name of the method that the layer calls; None: the module's forward().
+    method: name of the method of the module that the layer calls; None: forward().
     """
 
     key: str
@@ -70,7 +70,7 @@ class Tie:
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD, the default of the cases: unlike Adam's, its losses change if gradients are wrong by a factor."""
+    """Return SGD, the default: with SGD, unlike Adam, a wrong factor in the gradients changes the later losses."""
     return torch.optim.SGD(parameters, lr=0.3)
 
 
@@ -265,7 +265,7 @@ CASES: Sequence[Case] = (
     Case('{"type": "Adam"} of the ds_config', _chain("grad"), optimizer=adam_of_deepspeed,
          config={"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}),
     Case('{"type": "Adagrad"} of the ds_config', _chain("grad"), optimizer=adagrad,
-         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # Adagrad's states are fp32
+         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # Adagrad keeps fp32 states
     Case('{"type": "Muon"} of the ds_config', _plain, optimizer=muon,
          config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True),
 )  # fmt: skip

@@ -87,7 +87,7 @@ def _sum_of_squares(out: Any, labels: Any) -> Any:
 
 
 def _layers(rng: random.Random) -> tuple[Callable[[], list[nn.Module]], tuple[tuple[int, Tie], ...]]:
-    """Return a function that builds random layers, and the (index, tie) of those that share a module."""
+    """Return a function that builds random layers, and (index, tie) for each layer that shares a module."""
     count = rng.randint(6, 9)
     style = rng.choice(["tuple", "tuple", "single", "joint", "counting", "table"])
     kinds = {"joint": "grad grad2", "counting": "grad grad2 int64"}.get(style, "grad")
@@ -145,7 +145,7 @@ def _keep() -> nn.Module:
 
 
 class _Unpacked(nn.Module):
-    """A wrapper that lets `Keep` accept a single tensor, too."""
+    """A wrapper of a `Keep` layer that also accepts a single tensor instead of a tuple."""
 
     def __init__(self, inner: Keep) -> None:
         super().__init__()
@@ -157,19 +157,19 @@ class _Unpacked(nn.Module):
 
 
 def _works_in_place(layers: list[nn.Module]) -> bool:
-    """Return whether any layer works in place, so that torch's recomputation would start from wrong inputs."""
+    """Return whether any layer overwrites tensors in place, so that recomputation in torch would read wrong inputs."""
     return any(isinstance(layer, (InPlace, Counting, Static)) for layer in layers)
 
 
 def _frozen(rng: random.Random, layers: list[nn.Module], ties: tuple[tuple[int, Tie], ...]) -> list[int]:
     """Return random indices of layers to freeze.
 
-    The last three layers stay trainable, and of layers that share a module, all or none are frozen.
+    The last three layers stay trainable. Layers that share a module are either all frozen or all trainable.
     """
     tied = {index for index, _ in ties}
     chosen = {i for i in range(len(layers) - 3) if rng.random() < 0.2} - tied
     if not any(isinstance(layer, Joint) for layer in layers):
-        chosen -= {0}  # if layer 0 were frozen, later layers would pass its outputs on unchanged, except for Joint
+        chosen -= {0}  # outputs of a frozen layer 0 need no gradient, so all layers except Joint would skip them
     return sorted(chosen | (tied if tied and rng.random() < 0.3 else set()))
 
 

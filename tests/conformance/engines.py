@@ -19,7 +19,7 @@ from .probes import Trained
 
 
 def reference(case: Case, dtype: torch.dtype, replicas: int = 1) -> tuple[list[float], list[nn.Module], list[Any]]:
-    """Train a case in one process; return the loss of each step, the layers, and the callables that apply them."""
+    """Train a case in one process; return each step's loss, the layers, and the function that applies each layer."""
     layers = [layer.to(dtype) for layer in case.build()]
     methods = {i: tie.method for i, tie in case.ties if tie.method}
     calls = [getattr(layer, methods[i]) if i in methods else layer for i, layer in enumerate(layers)]
@@ -59,7 +59,7 @@ def _specs(case: Case) -> list[Any]:
 
 
 class _Same(nn.Module):
-    """A class for TiedLayerSpec whose constructor returns its argument: `_Same(module)` is `module`."""
+    """A class to pass to TiedLayerSpec with a module that is built already: `_Same(module)` is `module`."""
 
     def __new__(cls, module: nn.Module) -> nn.Module:  # type: ignore[misc]
         return module
@@ -101,7 +101,7 @@ def train(
     for batches in case.feeds(dtype, replica):
         with quietly():
             found.append(engine.train_batch(batches).item())
-        if engine_name != "stock" and not case.probe:  # evaluation with another batch size must not disturb training
+        if engine_name != "stock" and not case.probe:  # evaluating another batch size must not affect training
             engine.eval_batch(_short(case, dtype), num_micro_batches=min(2, len(case.rows[0])))
     expected, layers, calls = reference(case, dtype, replicas)
     losses = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -150,7 +150,7 @@ def _short(case: Case, dtype: torch.dtype) -> Iterator[Any]:
 
 
 def _weights_differ(model: Any, layers: list[nn.Module]) -> float:
-    """Return the largest relative error of a parameter of this rank: max |difference| / max |weight|."""
+    """Return the largest relative error of this rank's weights: max |difference| / max |weight| in one weight."""
     indices = getattr(model, "indices", None) or range(model._local_start, model._local_stop)
     worst = 0.0
     for index, call in zip(indices, model.forward_funcs, strict=True):
@@ -166,9 +166,9 @@ def _differ(a: Tensor, b: Tensor) -> float:
 
 @contextmanager
 def remembered_groups() -> Iterator[Any]:
-    """Context manager in which engines that are built one after another reuse process groups.
+    """Let engines that are built one after another in this context reuse process groups.
 
-    The context manager yields a function that must be called before each engine is built.
+    Yield a function that the caller must call before building each engine.
     """
     made: dict[tuple[int, ...], list[Any]] = {}
     used: dict[tuple[int, ...], int] = {}

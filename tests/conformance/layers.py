@@ -14,7 +14,7 @@ def tensors_of(x: Any) -> tuple[Tensor, ...]:
 
 
 class Start(nn.Module):
-    """Layer: x [b, WIDTH] -> a tuple with one tensor for each word of `kinds`, or the tensor if there is one word."""
+    """Layer: x [b, WIDTH] -> a tuple with one tensor for each word in `kinds`; a single word gives a plain tensor."""
 
     def __init__(self, kinds: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Start(nn.Module):
             "grad fp32": lambda: y.float(),
             "grad bf16": lambda: y.bfloat16(),
             "grad fp16": lambda: y.half(),
-            "float": lambda: x.detach() * 2,  # floating-point, but without gradient
+            "float": lambda: x.detach() * 2,  # needs no gradient, although it is floating-point
             "half": lambda: x.detach().half(),
             "int64": lambda: numbers,
             "int32": lambda: numbers.int(),
@@ -51,7 +51,7 @@ def _size(t: Tensor) -> Tensor:
 
 
 class Middle(nn.Module):
-    """Layer that transforms tensors with gradients, using a sum of the other tensors, which it returns unchanged."""
+    """Layer that transforms tensors with gradients. It adds a sum of the other tensors, and returns these unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,14 +91,14 @@ class Embed(nn.Module):
         return nn.functional.embedding(tokens, self.weight), tokens.to(torch.int32)
 
     def scores(self, inputs: Any) -> Tensor:
-        """Return the logits [b, s, v]; the last layer, tied to this one, calls this method."""
+        """Return the logits [b, s, v], computed with the embedding matrix. The tied last layer calls this method."""
         return nn.functional.linear(inputs[0], self.weight)
 
 
 class Decoder(nn.Module):
     """Layer: (decoded, encoded, ...) -> the same tuple with a new `decoded`.
 
-    The first such layer gets (encoded, ...) and adds `decoded` to the tuple.
+    The first Decoder of a model gets (encoded, ...) and adds `decoded` to the tuple.
     """
 
     def __init__(self, first: bool) -> None:
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
 
 
 class Joint(nn.Module):
-    """Layer: (a, b, ...) -> (a, b, ...) whose outputs depend on a and b, so stages exchange two gradients."""
+    """Layer: (a, b, ...) -> (f(a, b), g(a, b), ...), so that a stage boundary has the gradients of two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class UseTable(nn.Module):
 
 
 class End(nn.Module):
-    """Last layer, which returns the first floating-point tensor only; the others do not reach the loss."""
+    """Last layer, which returns only the first floating-point tensor, so the loss ignores the other tensors."""
 
     def forward(self, inputs: Any) -> Tensor:
         return next(t for t in tensors_of(inputs) if t.is_floating_point() and t.dim())
@@ -175,7 +175,7 @@ class Keep(nn.Module):
 class Gather(nn.Module):
     """Last layer, which adds 0.1 times the mean of every other tensor to the first tensor.
 
-    It ignores tensors that are empty, not floating-point, or, in training, without gradient.
+    It ignores empty tensors and tensors of integers. In training, it also ignores tensors without gradient.
     """
 
     def forward(self, inputs: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class Trained:
     """A trained engine and its reference in plain torch.
 
-    calls: the reference's layers, trained with the same steps. batches: micro-batches of one step, for the checks.
+    calls: the reference's layers, trained for the same steps. batches: the micro-batches on which checks run.
     """
 
     engine: Any
@@ -134,7 +134,7 @@ class _Remembered(nn.Module):
 
 
 def give_additional_losses(model: Any) -> None:
-    """Add an additional loss "size", the mean of |output|, to the model; it is 0 before the first step."""
+    """Let the model report an additional loss "size": the mean of |output|, or 0 before the first step."""
     remembered = _Remembered()
     remembered.last = torch.zeros(())
     model.loss_fn = remembered
@@ -144,7 +144,7 @@ def give_additional_losses(model: Any) -> None:
 def additional_losses(t: Trained) -> bool:
     expected = torch.stack([out.abs().mean() for out in t.outputs()]).mean()
     t.engine.train_batch(iter(t.batches))
-    tolerance = 1e-5  # the engine returns additional losses in fp32
+    tolerance = 1e-5  # the engine rounds additional losses to fp32
     return abs(float(t.engine.get_additional_losses()["size"]) - float(expected)) < tolerance
 
 

@@ -23,10 +23,10 @@ Run = tuple[str, str, torch.dtype]  # (name of the case, name of the schedule, d
 
 
 def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
-    """Return the runs for a number of stages and tensor-parallel ranks; `everything`: all cases and schedules.
+    """Return the runs for a number of stages and of tensor-parallel ranks.
 
-    By default, each case runs with one schedule, chosen in rotation. On three stages, every second case runs with two
-    schedules; on 2 x 2 ranks, only every second case runs.
+    everything: run all cases with all schedules. Otherwise, each case runs with one schedule, chosen in rotation. On
+    three stages, every second case runs with two schedules. On 2 x 2 ranks, only every second case runs.
     """
 
     found: list[Run] = []
@@ -42,14 +42,17 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
             differ = [schedule for schedule in own if stages > 1 and schedule in ("1f1b", "interleaved", "zb-h1")]
             own = [differ[(number + stages) % len(differ)]] if differ else own[:1]
         for schedule in own:
-            # Only the first schedule runs in all dtypes; with other schedules, further dtypes would show rounding only.
+            # Only the first schedule runs in all dtypes. For other schedules, more dtypes would only test rounding.
             several = schedule == own[0] and (everything or not (case.probe or case.config))
             found += [(case.name, schedule, dtype) for dtype in (case.only if several else case.only[:1])]
     return found
 
 
 def _fits(case: Case, schedule: str, everything: bool) -> bool:
-    """Return whether a case runs under a schedule: zb-h1 refuses recomputation, and probes need only two schedules."""
+    """Return whether a case runs with a schedule.
+
+    zb-h1 refuses recomputation. Unless `everything` is set, cases with a probe or a ds_config run with two schedules.
+    """
     if case.checkpoint and schedule == "zb-h1":
         return False
     return everything or not (case.probe or case.config) or schedule in ("1f1b", "interleaved")
@@ -77,7 +80,7 @@ COVERING = [(3, 1, False), (2, 2, False), (1, 1, False)]
     "grid", covering(GRIDS, COVERING.__contains__), ids=lambda g: f"pp{g[0]}-tp{g[1]}-{'all' if g[2] else 'some'}"
 )
 def test_like_one_process(grid: tuple[int, int, bool]) -> None:
-    """All runs with these stages and tensor-parallel ranks give the losses and weights of one process."""
+    """In this grid of stages and tensor-parallel ranks, all cases have the losses and weights of one process."""
     stages, tensor, everything = grid
     bad, chosen = [], runs(stages, tensor, everything)
     for rank, found in enumerate(on_ranks(stages * tensor, _all, stages, tensor, chosen, timeout=900)):

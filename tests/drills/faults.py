@@ -1,6 +1,6 @@
 """Faults that can happen to a run -> the tests that provoke them.
 
-docs/reliability.md has a row for each fault, which says what the user sees.
+For each fault, a table row of docs/reliability.md describes what the user sees.
 """
 
 A, B, C = "tests/checkpoints/test_", "tests/ranks/test_", "tests/cli/test_"
@@ -81,5 +81,5 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{U}going_on.py::test_only_success_removes_what_is_done",
     ),
 }  # fmt: skip
-# Drills that only --full runs, since they take long.
+# Tests that run only with pytest --full, since they take long.
 ONLY_FULL = (f"{C}launch.py::test_a_run_goes_on_by_itself",)

@@ -3,7 +3,8 @@
     python -m tests.drills.soak --iterations 2000 --every 100
 
 It trains GPT-2 on two pipeline stages and T5 on two replicas. tools/launch.py starts each run and restarts dead ranks.
-Faults are drawn from FAULTS. If the launcher ends, too, the same command is started again, as a user would do.
+Faults are drawn at random from FAULTS. If a fault also ends the launcher, the soak test starts the same command again,
+as a user would do.
 """
 
 import argparse
@@ -41,7 +42,7 @@ MODELS = {
 
 
 class Seen(NamedTuple):
-    """One observation of an undisturbed run: iteration, and memory in MiB and open files, summed over the ranks."""
+    """One observation of a run without faults: its iteration, and the memory in MiB and open files of all ranks."""
 
     iteration: int
     megabytes: float
@@ -62,7 +63,7 @@ class Soak:
         self.launcher = subprocess.Popen(self.argv, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the training processes, without data-loader workers, which have another command line."""
+        """Return the training processes; data-loader workers are left out, since their command lines differ."""
         return [p for p in self.processes() if any("pretrain_" in word for word in p.info["cmdline"][:4])]
 
     def processes(self) -> Iterator[Any]:
@@ -110,7 +111,7 @@ def _launcher(number: int) -> Callable[[Soak, random.Random], None]:
 FAULTS: dict[str, Callable[[Soak, random.Random], None]] = {
     "a rank is killed": _one_rank(signal.SIGKILL),
     "a rank gets SIGTERM": _one_rank(signal.SIGTERM),
-    "a rank freezes": _one_rank(signal.SIGSTOP),  # for longer than the others wait
+    "a rank freezes": _one_rank(signal.SIGSTOP),  # the other ranks time out while they wait
     "the launcher is killed": _launcher(signal.SIGKILL),
     "the launcher gets SIGTERM": _launcher(signal.SIGTERM),
     "the launcher gets SIGUSR1": _launcher(signal.SIGUSR1),
@@ -140,7 +141,7 @@ def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, pat
         if code is not None and now >= iterations:
             return done
         if code is not None:
-            soak.start()  # start the same command again, which resumes the run
+            soak.start()  # starting the same command again resumes the run
             moved = time.monotonic()
         elif now >= due and now < iterations:
             what = dice.choice(list(FAULTS))

@@ -1,4 +1,4 @@
-"""`python -m tests.gpu [NAME...]`: checks on this machine's accelerator; needs only torch, DeepSpeed and numpy."""
+"""Run checks on this machine's accelerator: `python -m tests.gpu [NAME...]`; needs only torch, DeepSpeed and numpy."""
 
 import argparse
 import sys
@@ -10,12 +10,12 @@ from .checks import CHECKS, Impossible
 
 
 def result_of(name: str) -> tuple[str, bool]:
-    """Return a check's result as text, and whether it failed."""
+    """Run the check `name`; return its result as text, and whether the check failed."""
     try:
         return f"ok: {CHECKS[name]()}", False
     except Impossible as error:
         return f"skipped: {error}", False
-    except Exception as error:  # any error must leave the other checks running
+    except Exception as error:  # whatever the error, the other checks must run
         return f"FAILED: {type(error).__name__}: {error}", True
 
 

@@ -50,7 +50,7 @@ _one_at_a_time: dict[Any, threading.Lock] = defaultdict(threading.Lock)  # `trai
 def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
     """Return the result of `worker.train(flags, **more)` in a new process; equal calls share one process.
 
-    Raises RuntimeError with the end of the process's output if it fails or times out.
+    Raises RuntimeError with the end of the process's output if the process fails or times out.
     """
     key = flags, on_cpu or not device.available(), json.dumps(more)
     with _one_at_a_time[key]:
@@ -100,9 +100,9 @@ def bf16_follows_the_cpu_in_fp32() -> str:
 
 
 def attention_kernels_agree() -> str:
-    """Check outputs and gradients of torch's attention kernels against fp32.
+    """Check that torch's attention kernels have the outputs and gradients of attention in fp32.
 
-    cuDNN's kernel with a mask may differ: its error is only reported, since `kernels_for` never selects this kernel.
+    An error of cuDNN's kernel with a mask is reported but allowed, since `kernels_for` never selects this kernel.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -114,7 +114,7 @@ def attention_kernels_agree() -> str:
         return torch.randn(*shape, generator=dice).to(here, torch.bfloat16).requires_grad_()
 
     findings = []
-    for length in (64, 192, 256):  # multiples of 128, and lengths that are 64 modulo 128
+    for length in (64, 192, 256):  # one multiple of 128, and two lengths that are 64 modulo 128
         documents = (torch.arange(length) // 48).to(here)
         mask = (documents[:, None] == documents[None]) & torch.ones(length, length, device=here).tril().bool()
         inputs, bias = [draw(2, 4, length, 64) for _ in range(3)], draw(1, 4, length, length)
@@ -132,7 +132,7 @@ def attention_kernels_agree() -> str:
                     with choice():
                         found = _attend(inputs, given, learns)
                 except RuntimeError:
-                    continue  # the device has no such kernel for this kind of mask
+                    continue  # this device lacks this kernel for this kind of mask
                 worst = max((f.float() - w.float()).abs().max().item() for f, w in zip(found, wanted, strict=True))
                 if name == "CUDNN_ATTENTION" and form != "causal":
                     findings.append(f"{name} {form} {length}: {worst:.1e}, never selected")
@@ -149,7 +149,7 @@ def _attend(inputs: list[torch.Tensor], given: dict[str, Any], learns: list[torc
 
 
 def fp16_finds_its_scale() -> str:
-    """Check that fp16 with an initial loss scale of 2^24 skips steps until the scale is low enough, then learns."""
+    """Check that an fp16 run with an initial loss scale of 2^24 skips steps, lowers the scale and then learns."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}, file)
         file.flush()
@@ -161,7 +161,7 @@ def fp16_finds_its_scale() -> str:
     return f"{skipped} steps skipped, scale {scales[-1]:g}, loss {found['losses'][0]:.2f} to {found['losses'][-1]:.2f}"
 
 
-# Sizes with at least 1 MiB of activations in each layer, since smaller ones are not offloaded.
+# A model with at least 1 MiB of activations in each layer, since smaller activations are not offloaded.
 LARGE = f"{GPT2} --hidden-size 128 --seq-length 512 --batch-size 8"
 
 
@@ -193,7 +193,7 @@ def checkpoints_go_both_ways() -> str:
 
 
 def an_offloaded_optimizer_agrees() -> str:
-    """Check that an offloaded optimizer, which rounds bf16 gradients once more, changes losses by at most 1%."""
+    """Check that offloading the optimizer changes losses by at most 1%, due to one more rounding of bf16 gradients."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, file)
         file.flush()
@@ -210,7 +210,7 @@ def compiled_layers_agree() -> str:
 
 
 def texts_equal_the_cpu() -> str:
-    """Check that fp32 models generate the same tokens as on the CPU: greedily, by sampling and by beam search."""
+    """Check that greedy decoding, sampling and beam search give the same tokens on this device and the CPU in fp32."""
     from megatron.config.command_line import parse
     from megatron.model import GPT2Model, T5Model
     from megatron_tools.write.generation import GPT2Stepper, Sampling, Stepper, T5Stepper, beam_searches, sample

@@ -21,7 +21,7 @@ from tests.text_task import TextTask
 
 
 def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Return batches whose tokens count up by one, which a small model learns in a few steps."""
+    """Return batches in which each token id is the one before plus 1; a small model learns them in a few steps."""
     dice, d, v = torch.Generator().manual_seed(3), config.data, config.model.vocab_size
 
     def text(length: int) -> torch.Tensor:

@@ -63,10 +63,10 @@ def ours(
     by_document: bool = False,
     steps: int = STEPS,
 ) -> list[float]:
-    """Train with pretrain_gpt2.py's function in `layout`; return the losses.
+    """Train in `layout` with the function that pretrain_gpt2.py calls; return the losses.
 
-    more: further flags. by_document: separate documents by --eod-mask-loss, --reset-position-ids and
-    --reset-attention-mask.
+    more: further flags. by_document: pass --eod-mask-loss, --reset-position-ids and --reset-attention-mask, to separate
+    the documents.
     """
     flags = {
         "--data-path": data,

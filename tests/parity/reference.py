@@ -43,9 +43,9 @@ def logits(
 
 
 def masks(tokens: Tensor, eod: int, by_document: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (positions [b, s], attention mask [b, s, s], loss mask [b, s]), computed by loops.
+    """Return (positions [b, s], attention mask [b, s, s], loss mask [b, s]), computed with plain Python loops.
 
-    by_document: restart positions in each document, attend within documents, and mask the losses at EOD tokens.
+    by_document: restart the positions in each document, attend only within documents, ignore the loss at EOD tokens.
     """
     b, s = tokens.shape
     positions, allowed, loss = (
@@ -100,9 +100,9 @@ def learn(
     clip: float,
     dtype: torch.dtype,
 ) -> list[float]:
-    """Make an optimizer step on each loss in turn; return the losses. A loss is a function of the weights.
+    """Make one optimizer step for each function in `losses`; return the values of the losses.
 
-    lr: the constant learning rate. clip: the largest gradient norm.
+    losses: functions from the weights to a scalar loss. lr: constant learning rate. clip: largest gradient norm.
     """
     w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
     decay = [p for p in w.values() if p.dim() > 1]

@@ -21,7 +21,7 @@ from tests.support import on_ranks
 from .t5_reference import Shape, logits, train
 
 GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
-LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # length of the list of layers, with 2 encoder and 3 decoder blocks
+LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # layers to distribute over stages, with 2 + 3 blocks
 COMMON = (
     "--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 "
     f"--enc-seq-length {ENCODER} "
@@ -93,7 +93,7 @@ def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
 
 
 def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> tuple[Engine, Any]:
-    """Return a training engine and this rank's iterator of all micro-batches, which is None if it reads no data."""
+    """Return an engine and an iterator over this rank's micro-batches, or None on a rank that reads no data."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
     engine = start_engine(T5(), config, tokenizer)
@@ -115,7 +115,7 @@ def _train(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str)
 
 
 def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Make a training step with learning rate 0, which must not influence evaluation, then evaluate."""
+    """Return evaluation results after a training step at learning rate 0, which must not influence them."""
     pp, dp, tp = grid
     flags = (
         f"--pipe-parallel-size {pp} --model-parallel-size {tp} --gas {GLOBAL_BATCH // 2 // dp} --init-method-std 0.3"
@@ -126,9 +126,9 @@ def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) 
 
 
 def evaluated(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Return `eval_batch`'s results for all global batches except the first, which a training step has read.
+    """Return `eval_batch`'s results for all global batches except the first, which a training step reads before.
 
-    Initial weights are large, so that predictions differ between tokens.
+    The initial weights are so large that the model's predictions differ between tokens.
     """
     pp, dp, tp = grid
     by_rank = on_ranks(max(pp, 1) * dp * tp, _evaluate, grid, way, data, vocab_file)

@@ -1,7 +1,7 @@
 """T5 training in one process of plain torch, for the variants of T5 and of CPM-2.
 
-Only initial weights and samples come from the code under test. In shapes, b is the batch size, k the length of the
-encoder's and q that of the decoder's tokens.
+Only initial weights and samples come from the code under test. In shapes, b is the batch size, k the number of encoder
+tokens and q the number of decoder tokens.
 """
 
 import math
@@ -19,8 +19,8 @@ Weights = Mapping[str, Tensor]
 class Shape:
     """Sizes of a T5, and its variant.
 
-    t5: T5 v1.1's relative positions, RMS norms, gated GELU, unscaled attention scores and untied output, no biases;
-    otherwise CPM-2's learned positions, LayerNorms, GELU, scaled scores, tied output and biases.
+    t5 is true for T5 v1.1: relative positions, RMS norms, gated GELU, unscaled attention scores, untied output, and no
+    biases. It is false for CPM-2: learned positions, LayerNorms, GELU, scaled attention scores, tied output, biases.
     """
 
     encoder_layers: int
@@ -125,7 +125,7 @@ def train(
 ) -> list[float]:
     """Train on global batches by SGD with momentum and gradient clipping; return each step's loss.
 
-    documents: attend within documents only.
+    documents: whether tokens attend only within their document.
     """
     w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
     decay, other = ([p for p in w.values() if (p.dim() > 1) == matrix] for matrix in (True, False))

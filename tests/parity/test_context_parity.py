@@ -16,7 +16,7 @@ from .test_parity import needs_a_compiler
 SEQUENCE = "--sequence-parallel"
 INTERLEAVED = "--pipeline-schedule interleaved --virtual-pipeline-size 2"
 
-# (layout, flags) of runs in fp64 with separate documents, which give ranks different numbers of targets.
+# (layout, flags) of runs in fp64 with separate documents, so that ranks have different numbers of targets.
 GRID = [
     (Layout(0, 1, 1, cp=2), ""),
     (Layout(0, 1, 1, cp=4), ""),

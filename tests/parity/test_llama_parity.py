@@ -23,7 +23,10 @@ COVERING = [(0, 1, 1), (0, 1, 4), (2, 1, 2)]
 
 
 def _schedules(grid: tuple[int, int, int]) -> list[str]:
-    """Return the flags of schedule, recomputation or ZeRO that a (pipeline, data, tensor-parallel) grid allows."""
+    """Return the flags to test on a grid: pipeline schedules, recomputation, sequence parallelism and ZeRO stages.
+
+    grid: the pipeline, data and tensor-parallel size, which some of these flags need to be larger than 1.
+    """
     pp, dp, tp = grid
     sequence, again = "--sequence-parallel", "--recompute-modules norm qkv activation"
     found = [f"{sequence} --pipeline-schedule zb-h1", f"{sequence} --checkpoint-activations", f"{sequence} {again}"]
@@ -52,7 +55,7 @@ def test_losses_equal_one_process(
     ways = [Way(kind, schedules[i % len(schedules)], "fp64") for i, kind in enumerate(KINDS)]
     if full:
         ways += [Way(kind, each) for kind in KINDS for each in schedules]
-    elif grid == (0, 1, 4):  # a key-value head is shared by two of the 4 ranks in llama, and by all 4 in qwen3
+    elif grid == (0, 1, 4):  # a key-value head is shared by two ranks in llama, by 4 in qwen3
         ways = [way for way in ways if way.kind in ("llama", "qwen3")]
     bad = []
     for way, found in zip(ways, losses(grid, ways, tiny_data, vocab_file), strict=True):
@@ -64,7 +67,7 @@ def test_losses_equal_one_process(
 
 
 def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
-    """Training changes the reference's loss by more than 1e-3, far above the tolerance of the comparison."""
+    """Training changes the loss of Hugging Face's models by more than 1e-3, so comparisons to 1e-5 detect errors."""
     for kind in KINDS:
         still = expected(Way(kind, precision="fp64"), tiny_data, vocab_file, rate=0.0)
         assert abs(reference(kind, "fp64", tiny_data, vocab_file)[-1] / still[-1] - 1) > 1e-3, kind

@@ -39,7 +39,7 @@ def test_losses_equal_one_process(
 
 
 def test_the_reference_learns(expected: list[float]) -> None:
-    """The reference's loss falls, so that the comparisons could show a difference."""
+    """The loss of plain torch falls, so the comparisons with this loss can detect wrong training."""
     assert expected[0] - expected[-1] > 0.3
 
 
@@ -59,7 +59,7 @@ DOCUMENTS = [Layout(0, 1, 2), Layout(2, 2, 1), Layout(4, 1, 2)]
 def test_documents_apart_and_uneven_target_counts(
     layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """With separate documents, where micro-batches have different numbers of targets, losses equal plain torch's."""
+    """With separate documents, micro-batches have different numbers of targets, and losses equal plain torch's."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision="fp64", by_document=True)
     expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=True)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
@@ -155,9 +155,10 @@ CHUNKED = [
 def test_logits_in_chunks(
     layout: Layout, more: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """--logits-chunk-size 20, for micro-batches of 48 tokens, gives the reference's losses.
+    """With --logits-chunk-size 20 and micro-batches of 48 tokens, losses equal plain torch's.
 
-    The reference has no untied output layer: losses with one are compared with those of --logits-chunk-size 0.
+    Since the model in plain torch has a tied output layer, losses with --no-tie-embeddings are compared with those of
+    --logits-chunk-size 0.
     """
     if "--no-tie-embeddings" in more:
         expected = ours(layout, tmp_path / "whole", tiny_data, vocab_file, *more.split(), "--logits-chunk-size", "0")
@@ -271,7 +272,7 @@ def test_any_cut(cuts: str, expected: list[float], tmp_path: Path, tiny_data: st
 def test_mixed_precision_follows_fp32(
     layout: Layout, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses in bf16 and fp16 are within 0.2% of fp32's; bf16 rounds activations to 8 significant bits."""
+    """Losses in bf16 and fp16 are within 0.2% of those in fp32; bf16 rounds activations to 8 significant bits."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
 
@@ -281,7 +282,7 @@ def test_mixed_precision_follows_fp32(
 def test_mixed_precision_in_every_order(
     schedule: str, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses in bf16 and fp16 are within 0.2% of fp32's under schedules with split backward passes or stages.
+    """With zb-h1 and interleaved schedules, losses in bf16 and fp16 are within 0.2% of those in fp32.
 
     These schedules accumulate gradients in fp32.
     """

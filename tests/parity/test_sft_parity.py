@@ -21,7 +21,7 @@ from .layouts import GLOBAL_BATCH, HEADS, LAYERS, LR, SEED, SEQ, STEPS, Layout, 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A corpus of 300 records of 2 to 30 tokens, some too long for a sample; about half of the tokens are targets."""
+    """A corpus of 300 records of 2 to 30 tokens. Some exceed a sample; about half of the tokens are targets."""
     prefix, rng = str(tmp_path_factory.mktemp("records") / "chats_sft"), np.random.default_rng(5)
     with (
         IndexedDatasetBuilder(prefix, np.uint16) as tokens,
@@ -35,7 +35,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _alone(of_step: list[tuple[Tensor, Tensor]], w: reference.Weights) -> Tensor:
-    """Return the mean loss, a scalar, over the targets of a step's records, each passed through the model alone."""
+    """Return a step's mean loss over all targets, a scalar; each record passes through the model alone."""
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for ids, flags in of_step:
         s = len(ids) - 1
@@ -78,4 +78,4 @@ def test_losses_equal_records_by_themselves(
     flags = ("--objective", "sft", *more.split())
     found = ours(layout, tmp_path, records, vocab_file, *flags, precision="fp64")
     np.testing.assert_allclose(found, expected, rtol=1e-10)
-    assert expected[0] - min(expected) > 0.3  # the reference learns, so the comparison could show a difference
+    assert expected[0] - min(expected) > 0.3  # plain torch learns, so its losses can reveal wrong training

@@ -50,8 +50,8 @@ def test_losses_equal_one_process(
     grid: tuple[int, int, int], tiny_data: str, vocab_file: str, request: pytest.FixtureRequest
 ) -> None:
     """Losses equal plain torch's in fp32 and fp64, with every pipeline schedule and kind of recomputation."""
-    # On the grid of three pipeline stages, (3, 1, 1), every variant runs with every schedule. On other grids it runs
-    # with every second schedule, to save time; --full also completes the grids without tensor parallelism.
+    # On three pipeline stages, the grid (3, 1, 1), every variant runs with every schedule. On other grids, a variant
+    # runs with every second schedule, to save time. With --full, all schedules run if there is no tensor parallelism.
     whole = grid == (3, 1, 1) or (request.config.getoption("--full") and grid[2] == 1)
     ways = [
         Way(variant, schedule)
@@ -59,7 +59,7 @@ def test_losses_equal_one_process(
         for schedule in (SCHEDULES if whole else SCHEDULES[number::2])
         if grid[0] > 1 or "pipeline" not in schedule
     ]
-    if grid[0] == 2:  # the 2 + 3 blocks suffice for two stages of two model chunks, but no more
+    if grid[0] == 2:  # 2 + 3 blocks are too few for more than two stages with two model chunks each
         interleaved = "--pipeline-schedule interleaved --virtual-pipeline-size 2 --partition-method 0,3,6,9,"
         ways += [Way(variant, f"{interleaved}{LAYERS[variant]}") for variant in VARIANTS]
     ways += [Way(variant, precision="fp64") for variant in VARIANTS]
@@ -72,7 +72,7 @@ def test_losses_equal_one_process(
         ways += [Way(variant, f"--sequence-parallel {each}") for variant in VARIANTS for each in saving]
         ways += [Way(variant, "--sequence-parallel --logits-chunk-size 5") for variant in VARIANTS]
     ways += [Way(variant, "--logits-chunk-size 5") for variant in VARIANTS]
-    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # smaller grids run the ways left out here
+    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # saves time: smaller grids run all ways
         ways = [way for number, way in enumerate(ways) if number % 4 in (0, 3)]
     check(grid, ways, tiny_data, vocab_file)
 
@@ -83,7 +83,7 @@ def test_losses_equal_one_process(
     ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}",
 )
 def test_a_table_for_each_layer(grid: tuple[int, int, int], tiny_data: str, vocab_file: str) -> None:
-    """UMT5 has plain torch's losses with recomputation, and if stages split a block from its position table."""
+    """UMT5 has plain torch's losses, with recomputation and if a block and its position table are on two stages."""
     schedules = ["", "--checkpoint-activations", "--pipeline-schedule zb-h1"][: 3 if grid[0] > 1 else 2]
     ways = [Way("umt5", schedule) for schedule in schedules]
     if grid[0] == 2:
@@ -100,9 +100,9 @@ def test_the_reference_learns(tiny_data: str, vocab_file: str) -> None:
 
 @pytest.mark.parametrize("stages", covering([2, 3], lambda stages: stages == 2))
 def test_every_legal_cut(stages: int, tiny_data: str, vocab_file: str, request: pytest.FixtureRequest) -> None:
-    """Losses do not depend on where stages begin, which may be at any embedding, position table, block or norm.
+    """Losses are equal for all partitions: a stage may begin at any embedding, position table, block or norm.
 
-    By default every second partition runs.
+    By default, every second partition runs.
     """
     ways = [
         Way(variant, "--partition-method " + ",".join(map(str, (0, *cuts, LAYERS[variant]))))

@@ -34,10 +34,10 @@ COLLECTIVES = (
 
 
 class Work:
-    """A message or a collective, with torch's Work interface.
+    """A point-to-point message or a collective, with torch's Work interface.
 
-    started: event, set once all earlier operations of the queue are done and nothing else blocks this one. done: event,
-    set when this operation ends.
+    started: event that is set when the operation begins, after all earlier operations in its queue. done: event that is
+    set when the operation ends.
     """
 
     def __init__(self, device: "Device") -> None:
@@ -53,7 +53,7 @@ class Work:
 
 
 class Device:
-    """The emulated device of one rank, with its message queues and the operations that computations wait for.
+    """The emulated device of one rank, with its message queues.
 
     pending: operations that the next computation waits for. loaded: kernels used so far.
     """
@@ -118,7 +118,7 @@ class Device:
             each.done.wait()
 
     def meet(self, group: Any, peer: int) -> None:
-        """Before the first message to `peer` in `group`, block until the peer sends its own first message."""
+        """Before this rank's first message to `peer` in `group`, block until the peer begins its first message, too."""
         if not self.lazy or (group, peer) in self._met:
             return
         self._met.add((group, peer))

@@ -1,4 +1,4 @@
-"""Weight gradients equal autograd's if the backward pass's matmul adds them directly to the gradient bucket."""
+"""A matmul that adds a weight gradient directly to the gradient bucket gives the same sums as autograd."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support import on_ranks
 
 
 class Model(nn.Module):
-    """A model with weights of four kinds: used twice, used outside of their layer, with a gradient hook, and frozen."""
+    """A model with four kinds of weights: used twice, used outside of its layer, with a gradient hook, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def _widened(total: Tensor, left: Tensor, right: Tensor, *, beta: int, out: Tensor, out_dtype: Any = None) -> Tensor:
-    """Emulate torch.addmm with `out_dtype`, which only CUDA has: a bf16 matmul is added to the fp32 `total`."""
+    """Emulate torch.addmm with `out_dtype`, which needs CUDA: add a bf16 matmul to the fp32 tensor `total`."""
     return torch.add(total * beta, left.float() @ right.float(), out=out)
 
 
@@ -83,7 +83,7 @@ def _sums_as_on_cuda() -> int:
 
 
 def test_sums_are_those_of_autograd() -> None:
-    """Accumulated gradients equal autograd's, also if a weight is used twice, outside of its layer or with a hook."""
+    """Accumulated gradients equal autograd's, even for weights that are used twice or have a gradient hook."""
     assert on_ranks(1, _sums, torch.float32) == [2 * 3 * 3]
     assert on_ranks(1, _sums_as_on_cuda) == [2 * 3 * 3]
 
@@ -119,7 +119,7 @@ def _passes(direct: bool) -> list[int]:
 
 
 def _taken(again: bool, looked_up: bool) -> int:
-    """Train two steps; return in how many of them the matmul added the weight gradient to the bucket directly.
+    """Train two steps; return how many matmuls added their weight gradient directly to the gradient bucket.
 
     again: recompute the layer in the backward pass. looked_up: also use the weight as an embedding table.
     """
@@ -161,5 +161,5 @@ def _both() -> tuple[list[int], list[int]]:
 
 
 def test_memory_is_gone_over_less_often() -> None:
-    """A matmul that adds to the bucket directly needs 2 accesses to gradients per backward pass instead of 4."""
+    """If matmuls add directly to the bucket, a backward pass accesses memory of gradients 2 times instead of 4."""
     assert on_ranks(1, _both) == [([2, 2], [4, 4])]

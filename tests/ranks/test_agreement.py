@@ -132,7 +132,7 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
         "--batch-size 1 --train-iters 1 --precision fp32 --pipe-parallel-size 2 --zero-stage 1 --partition-method 0,2,8"
     )
     with make(Start("gpt2", Path(folder), flags), data, vocab_file) as run, contextlib.redirect_stdout(io.StringIO()):
-        train(run)  # works with DistributedOptimizer, which reduces one norm for all parameter groups
+        train(run)  # works: DistributedOptimizer reduces one norm for all parameter groups
     flags += " --no-overlap-grad-reduce"
     with pytest.raises(ValueError) as error:
         make(Start("gpt2", Path(folder), flags), data, vocab_file)
@@ -153,7 +153,7 @@ def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data
 
 
 def _flip(names: list[str], folder: str, data: str, vocab_file: str) -> dict[str, list[str]]:
-    """Train, then flip a bit of a weight on the last rank; return the errors of a save and of `check_replicas`."""
+    """Train, then flip a bit of a weight on the last rank; return the errors that a save and `check_replicas` raise."""
     told: dict[str, list[str]] = {}
     with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
         for name in names:
@@ -219,7 +219,7 @@ def test_of_three_the_one_that_differs_is_named() -> None:
 
 
 def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """Return the output of runs whose last rank sleeps 0.2 s in each forward pass."""
+    """Run each set of flags while the last rank sleeps 0.2 s in each forward pass; return name -> printed output."""
     told = {}
     with remembered_groups() as begin:
         for name, flags in names.items():
@@ -240,7 +240,7 @@ def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) ->
 def test_the_rank_that_others_wait_for_is_in_the_line(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     flags = {"dp2": "", "pp2": "--pipe-parallel-size 2"}
     told = on_ranks(2, _wait_for, flags, str(tmp_path), tiny_data, vocab_file)[0]
-    for name, there in (("dp2", True), ("pp2", False)):  # a slow stage may just have more layers, so it is not named
+    for name, there in (("dp2", True), ("pp2", False)):  # a slow stage is not reported: it may have more layers
         (line,) = [line for line in told[name].splitlines() if "tokens/s" in line]
         assert ("| rank 1 takes " in line) == there, line
         row = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
@@ -258,7 +258,7 @@ def test_who_is_far_behind() -> None:
 
 
 def test_the_source_is_all_of_it() -> None:
-    """source_files(), whose hash the ranks compare, lists all Python files of megatron and tds."""
+    """source_files() lists all Python files of megatron and tds; ranks compare the hash of these files."""
     found = {str(path.relative_to(ROOT)) for path in source_files()}
     assert {"tds/engine.py", "megatron/model/gpt2.py", "megatron/ranks/agreement.py", "megatron/__init__.py"} <= found
     assert len(found) == sum(1 for package in ("megatron", "tds") for _ in (ROOT / package).rglob("*.py"))

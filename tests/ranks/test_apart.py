@@ -31,7 +31,7 @@ def _held() -> int:
 
 
 def _build(flags: str) -> tuple[list[int], int, dict[str, torch.Tensor]]:
-    """Return (weight elements in memory before each layer is built, the model's number of elements, its weights)."""
+    """Build a model; return (elements in memory before building each layer, elements of the model, its weights)."""
     held, honest, before = [], Layer.build, _held()
 
     def build(layer: Layer, seed: int) -> nn.Module:
@@ -63,7 +63,7 @@ def _both(precision: str, tp: int, family: str) -> int:
 
 
 class Wrapped(nn.Module):
-    """A user's model around a built-in one, with a linear head and a buffer."""
+    """A user's model that contains a built-in model and adds a linear head and a buffer."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""All ranks skip a step if one has a non-finite gradient; a run that keeps skipping ends and names rank and weight."""
+"""If one rank has a NaN gradient, all ranks skip the step. A run that keeps skipping ends and names rank and weight."""
 
 import contextlib
 import io
@@ -24,9 +24,10 @@ BAD = 2  # the iteration with the bad gradient, counted from 0
 
 
 class Layout(NamedTuple):
-    """Flags, and the parameter `where`, whose gradient is made non-finite on the last rank.
+    """Flags of a run.
 
-    The parameter is replicated or tied, so that other ranks hold copies of it.
+    where: parameter whose gradient becomes non-finite on the last rank. Other ranks hold copies of the parameter, since
+    it is replicated or tied.
     """
 
     flags: str
@@ -82,7 +83,7 @@ def everything(run: Run) -> list[bytes]:
 
 
 def watched(run: Run) -> list[list[bytes]]:
-    """Return a list that holds the result of `everything` now; each later step appends its new result."""
+    """Return a list that begins with the run's state from `everything`; each training step appends the new state."""
     found = [everything(run)]
     honest: Callable[..., Any] = run.engine.train_batch
 
@@ -98,7 +99,7 @@ def watched(run: Run) -> list[list[bytes]]:
 def _one_bad_step(
     flags: dict[str, Layout], folder: str, data: str, vocab_file: str
 ) -> dict[str, tuple[list[bool], str]]:
-    """Return layout -> (for each step, whether it changed this rank's state; the printed output)."""
+    """Run each layout with one bad step; return layout -> (whether each step changed the state, the printed output)."""
     results = {}
     with remembered_groups() as begin:
         for name, layout in flags.items():
@@ -138,7 +139,7 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
 
 
 def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """Return the RunError that ended each case, by name; a case without an error is missing.
+    """Run all cases; return case -> the RunError that ended the case, without the cases that ended well.
 
     A case is (flags, parameter with the bad gradient, first bad iteration). A case "x+" resumes the run of case "x",
     with bad gradients only in iterations before 5.
@@ -224,7 +225,7 @@ def _all(starts: list[tuple[Start, list[int]]], data: str, vocab_file: str) -> N
 def test_passing_over_a_batch_is_what_leaving_out_its_step_is(
     workers: int, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Skipping a batch by --skip-iterations or --skip-samples gives the same checkpoint as a step skipped for a NaN."""
+    """A batch skipped by --skip-iterations or --skip-samples has the same effect as a step skipped due to a NaN."""
     flags = "--precision fp32 --save-interval 2 --train-iters 6"
     over = "--skip-iterations 3"
     starts = [

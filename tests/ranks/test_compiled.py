@@ -71,7 +71,7 @@ CASES += [(LLAMA, True, False), (f"{FLAGS} {DROPOUTS[1]}", True, True), (f"{T5} 
     covering(CASES, lambda case: (DROPOUTS[1] in case[0] and case[1]) or "t5" in case[0], True),
 )
 def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool, onednn: bool) -> None:
-    """A tensor-parallel layer compiles without graph breaks, all-reduces included, with torch's or oneDNN's matmul."""
+    """A tensor-parallel layer, including its all-reduces, compiles without graph breaks, with any kind of matmul."""
     if not compiler_found():
         pytest.skip("needs a C++ compiler")
     if onednn and not mpu.onednn_is_there():
@@ -87,7 +87,7 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
     x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def run(again: bool) -> list[Tensor]:
-        """Return outputs and input gradients of two micro-batches; `again` recomputes layers in the backward pass."""
+        """Return outputs and input gradients of two micro-batches; again: recompute layers in the backward pass."""
         mpu.get_rng().begin(3)
         found = []
         for _ in range(2):
@@ -112,9 +112,10 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
 
 
 def _stretches() -> None:
-    """Check that compiled and eager layers draw equal dropout masks for a context-parallel rank's two sequence chunks.
+    """Check that a compiled layer draws the dropout masks of the eager layer for both sequence chunks of a rank.
 
-    With a sliding window, the attention masks of both chunks have the same shape, so that one graph could serve both.
+    Each context-parallel rank has two chunks. With a sliding window, the attention masks of both chunks have the same
+    shape, so torch could wrongly reuse one compiled graph.
     """
     mpu.initialize_model_parallel(context_parallel_size=2)
     flags = LLAMA.replace("--attention-dropout 0", "--attention-dropout 0.5").replace(

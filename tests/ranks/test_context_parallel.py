@@ -45,8 +45,8 @@ CASES = [
 def ids_of(kind: str) -> Tensor:
     """Return document ids [b, s] of one kind.
 
-    long: some documents exceed a rank's chunk. tiny: documents of one to three tokens. torn: the tokens of one id are
-    not adjacent. An empty kind means no ids.
+    "long": some documents are longer than a rank's chunk. "tiny": documents of one to three tokens. "torn": the tokens
+    of one document are not adjacent. "": no ids.
     """
     if not kind:
         return no_documents(torch.device("cpu"))
@@ -179,14 +179,14 @@ def test_the_grid() -> None:
 
 
 def test_one_rank_is_torchs_own() -> None:
-    """`reference`, on which these tests rely, equals torch's causal attention."""
+    """`reference`, with which the other tests compare attention, equals torch's causal attention."""
     q, k, v, _ = inputs(HEADS)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.allclose(reference(Case())[0], wanted, atol=1e-12)
 
 
 class _Whole(Llama):
-    """A user's task whose batches have whole sequences instead of this context rank's tokens."""
+    """A user's task whose batches wrongly have whole sequences instead of this context-parallel rank's tokens."""
 
     shares_out_tokens = False
 

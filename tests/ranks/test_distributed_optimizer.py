@@ -1,4 +1,4 @@
-"""DistributedOptimizer shards states over replicas, and updates weights as the optimizer that it wraps would."""
+"""DistributedOptimizer shards optimizer states over replicas, and its steps equal those of the wrapped optimizer."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
     during = []
     for step in range(4):
         inputs = [torch.randn(4, 6).to(dtype) + dist.get_rank() for _ in range(2)]
-        for name, grad in expected_sums(model, inputs).items():  # backward passes round sums to the model's dtype
+        for name, grad in expected_sums(model, inputs).items():  # round sums as backward passes do
             exact.get_parameter(name).grad = grad.to(exact.first.weight.dtype)
         before = len(reduced)
         for micro, x in enumerate(inputs):
@@ -86,10 +86,10 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_steps_as_the_optimizer_inside_does(kind: str) -> None:
-    """With any bucket size, weights are updated as by the wrapped optimizer, even weights that few or no ranks use."""
+    """With any bucket size, steps equal those of the wrapped optimizer, even for weights that few or no ranks use."""
     on_ranks(2, _body, kind, torch.float32, None)
     for during in on_ranks(3, _body, kind, torch.float32, 8):
-        # Number of buckets reduced during the backward pass: none in step 0, which finds the order of the gradients.
+        # Step 0 finds out the order of the gradients. Later steps reduce buckets during the backward pass.
         assert during[0] == 0 and during[-1] >= 3
 
 
@@ -185,7 +185,7 @@ def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
     norms = [float(engine.get_global_grad_norm()) for engine in (ours, theirs)]
     assert norms[0] == pytest.approx(norms[1], rel=2e-2 if more else 1e-5)
     bucket.reduce = real  # type: ignore[method-assign]
-    assert left[left.index(False) + 1 :].index(False) >= 2  # the second step sends buckets before `finish`
+    assert left[left.index(False) + 1 :].index(False) >= 2  # the second step reduces buckets before `finish`
     for weight in ours.module.parameters():
         told = [torch.zeros_like(weight) for _ in range(dist.get_world_size(ours._replicas))]
         dist.all_gather(told, weight.detach(), group=ours._replicas)
@@ -196,7 +196,7 @@ def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
     "schedule, ranks, stages", [("1f1b", 4, 2), ("interleaved", 4, 2), ("zb-h1", 4, 2), ("1f1b", 6, 2)]
 )
 def test_under_a_pipeline_it_trains_as_deepspeed_does(schedule: str, ranks: int, stages: int) -> None:
-    """Losses and gradient norms equal DeepSpeed's ZeRO 1 in a pipeline whose first and last stage share a weight."""
+    """In a pipeline whose first and last stages share a weight, losses and gradient norms equal DeepSpeed's ZeRO 1."""
     on_ranks(ranks, _as_deepspeed, schedule, stages, {})
 
 

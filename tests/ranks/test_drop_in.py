@@ -79,7 +79,7 @@ def _tutorial(name: str, stages: int, method: str) -> list[float]:
         config={"train_batch_size": ROWS * MICROS, "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0,
                 "steps_per_print": 10**9},
     )  # fmt: skip
-    data = pictures()  # every step uses these tensors, so an in-place change of one would show
+    data = pictures()  # every step uses these tensors, so an engine that changes them gives wrong losses
     return [engine.train_batch(iter(data)).item() for _ in range(STEPS)]
 
 
@@ -123,7 +123,7 @@ def test_the_alexnet_tutorial_with_every_way_to_cut(net: tuple[int, str]) -> Non
     assert expected[-1] < expected[0]
     ours = on_ranks(stages, _tutorial, "tds", stages, method)
     assert ours == [pytest.approx(expected, rel=1e-5)] * stages
-    if method != "balanced" and method[0] != "0":  # DeepSpeed lacks "balanced" and explicit cuts
+    if method != "balanced" and method[0] != "0":  # DeepSpeed lacks "balanced" and lists of layer indices
         assert on_ranks(stages, _tutorial, "deepspeed", stages, method)[0] == pytest.approx(expected, rel=1e-5)
 
 
@@ -237,14 +237,14 @@ class _Same(nn.Module):
 
 
 def _same_weights(model: Any, built: list[nn.Module]) -> None:
-    """Copy weights into this stage's layers from `built`, all layers of the model, which every rank builds alike."""
+    """Copy the weights of `built`, all layers of the model, into the layers of this stage."""
     for index, call in zip(range(model._local_start, model._local_stop), model.forward_funcs, strict=True):
         if 0 < index < len(built):
             call.load_state_dict(built[index].state_dict())
 
 
 def _generate(engine: Any) -> list[list[int]] | None:
-    """Return greedily generated tokens; as in GPT-NeoX, each token takes an eval_batch of one micro-batch."""
+    """Return greedily generated tokens; as in GPT-NeoX, each new token takes one eval_batch with one micro-batch."""
     engine.micro_batches = 1
     text = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
     for place in range(1, LENGTH):
@@ -276,7 +276,7 @@ def neox_reference() -> list[float]:
 def test_a_script_in_the_manner_of_gpt_neox(stages: int, tensor: int, replicas: int) -> None:
     """A script in the style of GPT-NeoX has the same losses as one process, and all ranks generate the same text.
 
-    DeepSpeed's own pipeline can send GPT-NeoX's bool mask only if the model's class is called `GPT2ModelPipe`.
+    There is no comparison with DeepSpeed's pipeline: it sends GPT-NeoX's bool mask only for a class `GPT2ModelPipe`.
     """
     world, expected = stages * tensor * replicas, pytest.approx(neox_reference(), rel=1e-5)
     plain = on_ranks(world, _neox, "tds", stages, tensor, replicas, False)

@@ -1,4 +1,4 @@
-"""All ranks of a pipeline end in time if one raises, hangs or is killed; a report gives each rank's position."""
+"""If one rank of a pipeline raises, hangs or is killed, all ranks end soon; a report shows what each rank was doing."""
 
 import os
 import random
@@ -56,7 +56,7 @@ def _train(kind: str, victim: int, instruction: str, micro: int) -> None:
 
         setattr(engine, handler, dishonest)
     engine.train_batch(batches(MICROS - 1 if kind == "end" and engine.stage_id == victim else MICROS))
-    engine.train_batch(batches(MICROS))  # ranks that could finish the faulty step without the victim fail in this step
+    engine.train_batch(batches(MICROS))  # other ranks may finish the first step, but fail here
 
 
 def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int) -> None:
@@ -74,7 +74,7 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
         if kind == "kill" and rank == victim:
             assert f"--- rank {rank} does not answer" in report, words
             first = f"pipeline stopped: rank {victim} does not answer: its process is dead or stopped; rank "
-            # The report begins with the sentence about the killed rank or with rank 0's own state.
+            # The report begins either with a sentence about the killed rank or with the state of rank 0.
             assert report.startswith((first, "pipeline stopped: rank 0, stage")), words
         else:
             assert f"--- rank {rank}, stage {rank}, " in report, words
@@ -88,7 +88,7 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
 
 
 def trials() -> list[tuple[str, int, str, int]]:
-    """Return test cases (kind of fault, rank, instruction, micro-batch); a fixed seed chooses the micro-batch."""
+    """Return test cases (kind of fault, rank, instruction, micro-batch), with random micro-batches of a fixed seed."""
     rng = random.Random(11)
     found: list[tuple[str, int, str, int]] = [("end", 0, "", 0), ("end", STAGES - 1, "", 0)]
     places = [(victim, name) for victim, names in INSTRUCTIONS.items() for name in names]

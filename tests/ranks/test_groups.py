@@ -1,4 +1,4 @@
-"""Process groups are created in a few calls, and have the ranks of the groups that DeepSpeed would create."""
+"""A few calls create all process groups, with the same ranks as the groups that DeepSpeed would create."""
 
 import json
 from typing import Any
@@ -24,7 +24,10 @@ FLAGS = (
 
 @pytest.mark.parametrize("shape", [(2, 3, 2), (4, 1, 2), (1, 4, 1), (3, 2, 1)])
 def test_lines_like_one(shape: tuple[int, int, int]) -> None:
-    """Given any group of an axis, `parallel_groups` finds all its groups, also those of stages that share a weight."""
+    """Given one process group of an axis, `parallel_groups` returns all groups of this axis.
+
+    Given the group of two stages that share a weight, it returns all groups of such stages.
+    """
     grid = Topology(*shape)
     for varying in (("pipe",), ("data",), ("model",), ("pipe", "model"), ()):
         lines = grid.lines(*varying)
@@ -49,8 +52,8 @@ def test_lines_of_a_large_grid_are_arithmetic() -> None:
 def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
     """Initialise a pipeline; return (calls of new_group, calls of split_group, groups of DeepSpeed's engine).
 
-    A group is returned as its list of ranks, and a bit mask that its ranks all-reduced. splitting: emulate
-    torch's split_group, which gloo lacks.
+    For each group, the result has its list of ranks, and a bit mask of ranks that an all-reduce in the group computed.
+    splitting: emulate torch's split_group, which gloo lacks.
     """
     one_by_one, at_once, honest = [0], [0], dist.new_group
 
@@ -88,7 +91,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
 
 @pytest.mark.parametrize(("stages", "model"), [(2, 2), (4, 1)])
 def test_one_collective_an_axis(stages: int, model: int) -> None:
-    """One call of torch's split_group creates all groups of an axis, with the ranks of groups created one by one."""
+    """One call of torch's split_group creates all groups of an axis, with the same ranks as one call for each group."""
     world = 2 * stages * model
     plain, split = (on_ranks(world, _start, stages, model, splitting) for splitting in (False, True))
     grid = Topology(stages, 2, model)
@@ -107,11 +110,11 @@ def test_one_collective_an_axis(stages: int, model: int) -> None:
 
 
 def test_the_start_of_a_thousand_ranks() -> None:
-    """One rank of a simulated world of 1,024 creates its groups in at most 11 calls and starts within a minute."""
+    """One rank of 1,024, the others being simulated, creates its groups in at most 11 calls and starts in a minute."""
     flags = ["--json", "--ranks", "1024", "--rank", "517", "--stages", "16", "--model", "8", "--context", "4"]
     done = command("python", "benchmarks/many_ranks.py", *flags, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["one by one"], found["stage"], found["layers"]) == (0, 8, 2)
-    assert found["at once"] <= 11  # calls of split_group, one of them for context parallelism
+    assert found["at once"] <= 11  # calls of split_group, including one for context parallelism
     assert found["grid"] + found["model"] + found["engine"] < 60

@@ -1,4 +1,4 @@
-"""Process groups of a run: timeouts at the start and in steps, and reports of ranks that hang."""
+"""Process groups have timeouts at the start and in steps; a report shows where hanging ranks are."""
 
 import time
 from datetime import timedelta
@@ -29,7 +29,7 @@ def _late() -> float:
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
-    """--startup-timeout-minutes limits the wait for a late rank in the world group and also in a pipeline group."""
+    """--startup-timeout-minutes limits how long ranks wait for a late rank, in the world group or a pipeline group."""
     waited, _ = on_ranks(2, _late)
     assert 2 < waited < 6
 
@@ -64,7 +64,7 @@ def forward(kind: str) -> None:
 
 
 def _watched(kind: str) -> None:
-    dist.barrier()  # a completed collective must not count as pending
+    dist.barrier()  # the report must not call this completed collective pending
     watch = StepWatch(2.0, torch.device("cpu"))
     with watch.step("training"):
         for _ in range(2):

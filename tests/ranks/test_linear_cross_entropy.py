@@ -1,4 +1,4 @@
-"""Output layer and cross-entropy fused in chunks of tokens: gradients equal torch's, logits stay small."""
+"""The output layer and cross-entropy, fused in chunks of tokens, have torch's gradients and need less memory."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ def _draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 class _Case:
-    """Hidden states, a weight, targets and a mask, equal on all ranks, and this rank's shards of these tensors."""
+    """The inputs of a test: hidden states, a weight, targets and a mask, and this rank's shards of these tensors."""
 
     def __init__(self, ranks: int, sequence: bool, dtype: torch.dtype, onednn: bool = False) -> None:
         mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=sequence, onednn=onednn))
@@ -41,7 +41,7 @@ class _Case:
         )
         with torch.no_grad():
             layer.weight.copy_(self.weight.chunk(ranks)[self.axis.rank])
-            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # padding would dominate a softmax that included it
+            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # large: a softmax over padding would be wrong
         dice = torch.Generator().manual_seed(3)
         self.labels = torch.randint(VOCAB, (BATCH, SEQ), generator=dice)
         self.mask = torch.randint(2, (BATCH, SEQ), generator=dice).float()
@@ -72,7 +72,7 @@ class _Case:
         return [total.detach(), mpu.local_shard(hidden.grad), own]
 
 
-CHUNKS = (1, 5, 8, 24, 100)  # tokens in a chunk, of 24 tokens; 5 leaves a remainder
+CHUNKS = (1, 5, 8, 24, 100)  # chunk sizes for the 24 tokens; 5 leaves a remainder
 
 
 def _equals(ranks: int, sequence: bool, precise: bool) -> None:
@@ -107,7 +107,7 @@ def test_equals_torch(ranks: int, sequence: bool, precise: bool) -> None:
     on_ranks(ranks, _equals, ranks, sequence, precise)
 
 
-Z = 0.05  # coefficient of the z-loss, large enough for its gradient to exceed rounding errors
+Z = 0.05  # z-loss coefficient, so large that the gradient of the z-loss exceeds rounding errors
 
 
 def _z_loss(ranks: int, sequence: bool) -> None:
@@ -141,9 +141,9 @@ def test_z_loss_equals_torch(ranks: int, sequence: bool) -> None:
 
 
 def _half(dtype: torch.dtype, factor: float) -> None:
-    """Check that errors in half precision are hardly larger with chunks than with all logits at once.
+    """Check that rounding errors of gradients in `dtype` are hardly larger with chunks than with all logits at once.
 
-    The reference is fp32 with the same rounded inputs.
+    Errors are deviations from gradients in fp32, computed from the same rounded inputs.
     """
     case = _Case(1, False, dtype)
     expected = case.plain(factor, torch.float32)
@@ -155,7 +155,7 @@ def _half(dtype: torch.dtype, factor: float) -> None:
 
     whole = errors(0)
     for chunk in CHUNKS:
-        # Allow one more rounding: with chunks, the factor multiplies the final, already rounded gradient.
+        # Allow one more rounding: with chunks, the gradient is rounded before `factor` multiplies it.
         rounding = torch.finfo(dtype).eps / 2
         for found, known in zip(errors(chunk), whole, strict=True):
             assert found <= math.hypot(known, rounding), (chunk, found, known)
@@ -177,13 +177,13 @@ def test_small_probabilities_and_large_sums_stay_in_the_range_of_fp16() -> None:
     assert layer.weight.grad is not None
     expected = torch.full_like(layer.weight, 1024 / 64 * 4 / 90001)
     expected[0] = 1024 / 64 * 4 * (1 / 90001 - 1)
-    torch.testing.assert_close(layer.weight.grad, expected)  # torch's default tolerance for fp16
+    torch.testing.assert_close(layer.weight.grad, expected)  # with torch's tolerance for fp16
 
 
 def test_which_gradients_are_wanted() -> None:
-    """Gradients of hidden states and weight are right if both are computed together or in turn, or only one is.
+    """Gradients of hidden states and weight are right, no matter whether one call computes both or only one of them.
 
-    Schedules with a split backward pass compute them in turn.
+    Pipeline schedules with a split backward pass need one call for each gradient.
     """
     hidden, weight = _draw(SEQ, BATCH, HIDDEN, seed=1), _draw(VOCAB, HIDDEN, seed=2)
     labels, mask = torch.randint(VOCAB, (BATCH, SEQ)), torch.ones(BATCH, SEQ)
@@ -206,7 +206,7 @@ def test_which_gradients_are_wanted() -> None:
 
 
 def test_autocast_decides_where_the_output_layer_stands() -> None:
-    """Deferred logits follow the autocast state at the output layer, even if the loss is computed outside of it."""
+    """If the loss computes the logits, it uses the autocast dtype that was set at the call of the output layer."""
     layer = mpu.VocabParallelEmbedding(VOCAB, HIDDEN, multiple=1)
     hidden = _draw(SEQ, BATCH, HIDDEN, seed=1, dtype=torch.float32).requires_grad_()
     targets = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.ones(BATCH, SEQ)
@@ -236,7 +236,7 @@ def _onednn() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Records in `numbers` the elements of the largest output of any operation."""
+    """Records in `numbers` the number of elements of the largest tensor that any operation returns."""
 
     numbers = 0
 
@@ -303,7 +303,7 @@ GPT2_FLAGS = (
 
 
 def _logits_of_a_pipeline(chunk: int) -> list[Tensor]:
-    """Return eval_batch's loss and logits with return_logits, and eval_batch's outputs with compute_loss=False."""
+    """Return loss and logits of eval_batch(return_logits=True), and the result of eval_batch(compute_loss=False)."""
     config = parse(f"{GPT2_FLAGS} --logits-chunk-size {chunk}".split())
     initialize_megatron(config)
     model = GPT2ModelPipe(config)

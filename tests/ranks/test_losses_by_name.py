@@ -1,4 +1,4 @@
-"""Replicas may name different losses and evaluate different numbers of micro-batches; averages stay right."""
+"""Averages are right if replicas return losses of different names or evaluate different numbers of micro-batches."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def _images_and_text(out: torch.Tensor, labels: torch.Tensor) -> dict[str, torch
 def _named(steps: list[list[list[int]]], stages: int) -> list[dict[str, float]]:
     """Return the named losses of each step.
 
-    steps: for each step, and in it for each replica, the labels of the micro-batches (0 text, 1 image, 2 both).
+    steps[step][replica] is a list with the label of each micro-batch: 0 text, 1 image, 2 both.
     """
     engine, found = _engine(_images_and_text, stages), []
     for kinds in steps:
@@ -47,7 +47,7 @@ def test_replicas_that_name_other_losses() -> None:
     steps = [
         [[2, 0], [0, 2]],  # replicas name the losses in different order
         [[1, 1], [0, 0]],  # each replica names one loss
-        [[0, 0], [0, 0]],  # no replica names `image`, which earlier steps named
+        [[0, 0], [0, 0]],  # no replica names `image`, although earlier steps did
         [[0, 0], [0, 2]],
         [[2, 2], [2, 2]],
     ]
@@ -68,7 +68,7 @@ def _label(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _evaluated(stages: int) -> tuple[float, float]:
-    """Return the evaluation's loss, and the error of its mean output or 0 if this rank does not get the output."""
+    """Evaluate; return the loss, and the error of the mean output, or 0 on a rank that gets no output."""
     engine = _engine(_label, stages)
     count = 1 if engine.grid.data_parallel_id == 0 else 3
     batches = [(torch.full((1, 2), float(count)), torch.full((1, 2), 6.0 + count)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""mpu on 1, 2 and 4 gloo ranks equals plain torch in fp64: layers, losses, broadcasts, random streams."""
+"""On 1, 2 and 4 ranks, mpu's layers and losses equal plain torch in fp64; broadcasts and random streams are right."""
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def _embedding(ranks: int) -> None:
         layer.weight.copy_(whole.chunk(axis.size)[axis.rank])
     ids = torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(0))
     ids[0, 0], ids[0, 1] = 0, 49
-    for strange in (-5, 50, 10**6):  # the weight has a row 50, but only as padding
+    for strange in (-5, 50, 10**6):  # row 50 of the weight is only padding
         with pytest.raises(IndexError, match=f"the token id {strange} is outside of the vocabulary of 50"):
             layer(torch.tensor([[3, strange]]))
     out = layer(ids)
@@ -157,7 +157,7 @@ def _cross_entropy(ranks: int, smoothing: float) -> None:
     axis = start(ranks)
     rows, vocab = 16 // ranks, 13  # logits 13 to 15 are padding
     whole = draw(4, 5, 16).mul(3)
-    whole[..., vocab:] = 50.0  # padding would dominate a softmax that included it
+    whole[..., vocab:] = 50.0  # large, so that a softmax over padding would be wrong
     logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
     before = logits.detach().clone()
     target = torch.randint(vocab, (4, 5), generator=torch.Generator().manual_seed(0))
@@ -210,7 +210,7 @@ def _overwritten(ranks: int, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match=SENTENCES["was_differentiated_before"]):
         total.backward()
     logits = part * 1
-    both = logits.square().sum() + loss_of(logits)  # the backward pass of `square` reads the overwritten logits
+    both = logits.square().sum() + loss_of(logits)  # square's backward reads the logits, which loss_of overwrites
     with pytest.raises(RuntimeError, match=SENTENCES["modified_by_an_inplace_operation"]):
         both.backward()
 
@@ -282,7 +282,7 @@ def _streams() -> list[list[float]]:
 
     torch.manual_seed(0)
     found = [numbers("a", False), numbers("a", True), numbers("b", False), numbers("a", False)]
-    assert torch.rand(1).item() == outside  # forked streams leave torch's default generator unchanged
+    assert torch.rand(1).item() == outside  # forks do not affect torch's default generator
     rng.begin(3)
     assert numbers("b", False) == found[2]
     assert numbers("a", False) == found[0]
@@ -292,9 +292,9 @@ def _streams() -> list[list[float]]:
 
 
 def test_streams_agree_where_replicated_and_differ_where_split() -> None:
-    """Without `split`, random streams are equal on a replica's tensor-parallel ranks and differ between replicas."""
+    """Without `split`, random streams differ between replicas and agree on the tensor-parallel ranks of a replica."""
     a, b, c, d = on_ranks(4, _streams)
-    assert a[0] == b[0] != c[0] == d[0]  # a and b are ranks of one replica, c and d of the other
+    assert a[0] == b[0] != c[0] == d[0]  # a, b: ranks of one replica; c, d: ranks of the other
     assert a[2] == b[2]
     first_draws = [tuple(each[2]) for each in (a, c)] + [tuple(a[0]), tuple(c[0])]
     assert len(set(first_draws)) == 4
@@ -321,7 +321,7 @@ def test_checkpointing_replays_dropout_even_after_later_draws() -> None:
             return F.dropout(inputs, 0.5) * inputs
 
     first = mpu.checkpoint(block, x, rng=rng)
-    second = mpu.checkpoint(block, x, rng=rng)  # advances the stream before `first` is recomputed
+    second = mpu.checkpoint(block, x, rng=rng)  # advances the random stream before `first` is recomputed
     kept = first.detach() != 0
     assert not torch.equal(kept, second.detach() != 0)
     (grad,) = torch.autograd.grad(first.sum(), x)
@@ -389,7 +389,7 @@ def test_a_grid_that_does_not_fit_is_refused() -> None:
 def _two_meshes() -> None:
     """Check that one process can run a tensor-parallel model and a model without parallelism, each on its own mesh.
 
-    Both have the same losses, gradients and logits.
+    The two models must have the same losses, gradients and logits.
     """
     grids = {
         "split": (mpu.Mesh.build(mpu.Topology(model=2)), mpu.Options(sequence_parallel=True)),
@@ -400,7 +400,7 @@ def _two_meshes() -> None:
         with mpu.built_with(mesh, options, seed=3):
             assert mpu.get_mesh() is mesh and mpu.get_options() is options
             models[name] = GPT2Model(MODEL_OF_TWO).double()
-    mpu.initialize_model_parallel(1)  # changes the process's current mesh, which must not affect built models
+    mpu.initialize_model_parallel(1)  # sets another current mesh, which must not affect the models above
     split, single = models["split"], models["single"]
     assert split.steps[2][1].attention.heads * 2 == single.steps[2][1].attention.heads
     tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(4))

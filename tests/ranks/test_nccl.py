@@ -1,4 +1,4 @@
-"""Under NCCL's message order and asynchrony, emulated by nccl.py, pipelines do not hang and losses are right."""
+"""Pipelines do not hang and losses are right if nccl.py emulates NCCL's message order and asynchronous execution."""
 
 import dataclasses
 import threading
@@ -43,7 +43,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def _tasks(stages: int, rules: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Yield (case, pipeline settings): every schedule with plain layers, then each further case with one schedule."""
+    """Yield (case, pipeline settings): plain layers with every schedule, and every other case with one schedule."""
     plain = BY_NAME[NAMES[0]]
     for pipeline in SCHEDULES:
         # The interleaved schedule needs a multiple of `stages` micro-batches if kernels load lazily (docs/tds.md).
@@ -60,7 +60,7 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 
 @contextmanager
 def _told_of_one_queue(rules: str) -> Iterator[None]:
-    """Make the engine communicate as it would over NCCL, and with one hardware queue if `rules` emulate one."""
+    """Make the engine communicate as over NCCL; if `rules` are "one queue", the engine sees one hardware queue."""
     with pytest.MonkeyPatch.context() as patch:
         for home in (tds.neighbours, tds.queues):
             patch.setattr(home, "in_queues", lambda device: True)
@@ -99,15 +99,15 @@ def test_every_schedule_ends_with_the_numbers_of_one_process(where: tuple[str, i
 
 # ------------------------------------------------------- synchronisation with the device within a step
 
-Moment = tuple[int, int, int]  # a forward pass that waits for its device first: (step, stage, number in the step)
+Moment = tuple[int, int, int]  # a forward pass before which a stage synchronises: (step, stage, number in the step)
 WAITS: list[tuple[str, int, list[Moment]]] = [
     ("1f1b", 4, [(2, 1, 4)]),
     (
         "1f1b",
         3,
         [(1, 0, 1)],
-    ),  # would hang if even one receive were posted early: micro-batch 0's gradient arrives after forward pass 1
-    ("1f1b", 2, [(1, 0, 1), (1, 1, 0)]),  # both stages wait at the same time
+    ),  # would hang if stage 0 posted the receive of gradient 0 early, since gradient 0 is sent after pass 1
+    ("1f1b", 2, [(1, 0, 1), (1, 1, 0)]),  # both stages synchronise at the same time
     ("zb-h1", 3, [(1, 0, 1), (1, 1, 1)]),
     ("gpipe", 3, [(1, 0, 2), (1, 2, 0)]),
     ("interleaved", 2, [(1, 0, 5), (1, 1, 5)]),
@@ -115,7 +115,7 @@ WAITS: list[tuple[str, int, list[Moment]]] = [
 
 
 def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
-    """Return the losses of a pipeline whose stages synchronise with their device before the passes in `moments`."""
+    """Train a pipeline that synchronises with its device before the forward passes in `moments`; return the losses."""
     torch.manual_seed(0)
     with _told_of_one_queue("eager"), nccl("eager") as device:
         chunks = 2 if schedule == "interleaved" else 1
@@ -127,7 +127,7 @@ def _waits(schedule: str, stages: int, moments: list[Moment]) -> list[float]:
         }  # fmt: skip
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         engine = tds.initialize(model=net, optimizer=optimizer, config=config)[0]
-        forward, place = engine._forward, [0, 0]  # place: the step, and its forward passes so far
+        forward, place = engine._forward, [0, 0]  # place: the step, and the number of forward passes so far
 
         def waiting(instruction: Any) -> None:
             if (place[0], engine.stage_id, place[1]) in moments:
@@ -173,7 +173,10 @@ def test_a_wait_for_the_whole_device_ends(schedule: str, stages: int, moments: l
 
 
 def _receive_first(groups: int) -> bool:
-    """Post a receive before a send, on both ranks; return whether the send completes within 2 s."""
+    """Post a receive and then a send on each of two ranks; return whether the send completes within 2 s.
+
+    groups: 1 if sends and receives share one process group, 2 if each direction has its own group.
+    """
     made = [dist.new_group([0, 1]) for _ in range(groups)]
     me = dist.get_rank()
     with nccl("eager"):
@@ -189,9 +192,9 @@ def test_what_hangs_on_nccl_hangs_here(groups: int) -> None:
 
 
 def _too_early() -> tuple[bool, list[float]]:
-    """Send two buffers and overwrite one at once, the other after `wait`.
+    """Send two buffers; overwrite the first one at once, and the second one after `wait`.
 
-    Returns whether a message was complete too early, and, on the receiver, the sums of the received buffers.
+    Returns whether `is_completed` was true too early, and, on the receiver, the sums of the received buffers.
     """
     with nccl("eager") as device:
         device.lateness = 1.0
@@ -216,7 +219,7 @@ def test_a_message_reads_its_memory_late_and_waiting_blocks_only_what_is_compute
 
 
 def _meets_late() -> bool:
-    """Return whether rank 0's first message blocks until rank 1 posts its own first message."""
+    """Return whether the first message of rank 0 blocks until rank 1 posts its own first message."""
     group, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     with nccl("lazy"):
         if dist.get_rank() == 1:

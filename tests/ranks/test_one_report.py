@@ -1,4 +1,4 @@
-"""A failing run prints one report, or one line after Ctrl-C, and nothing else, neither from Python nor from C++."""
+"""A failing run prints only one report, or one line after Ctrl-C, without other output of Python or C++."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ for step in range(3 if kind == "end" else 10**6):
 
 
 def _start(folder: Path, *argv: str) -> list["subprocess.Popen[str]"]:
-    """Start the ranks of `SCRIPT` without a launcher, so that rank 0 hosts torch's store."""
+    """Start one process per rank with `SCRIPT`, without a launcher, so that rank 0 hosts torch's TCPStore."""
     (folder / "train.py").write_text(SCRIPT)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -93,9 +93,9 @@ def test_a_layer_that_raises_is_reported_once(tmp_path: Path, victim: int) -> No
     report, *others = [words for _, words in ends]
     assert others == [""] * (RANKS - 1)
     assert report.startswith(f"pipeline stopped: rank {victim} raised ArithmeticError: the layer broke\n--- rank 0")
-    assert report.count("ArithmeticError: the layer broke") == 2  # in the first line and at the end of the stack
+    assert report.count("ArithmeticError: the layer broke") == 2  # in the first line and below the stack
     assert report.count("--- rank") == RANKS
-    assert "Exception raised from" not in report  # C++ stacks are left out
+    assert "Exception raised from" not in report  # the report has no C++ stack
     assert "does not answer" not in report
     assert 'train.py", line' in report  # the stack includes the line of the user's script
 
@@ -142,5 +142,5 @@ def test_ctrl_c_is_one_line(tmp_path: Path, who: str) -> None:
 
 
 def test_a_script_that_simply_ends_ends_well(tmp_path: Path) -> None:
-    """A script that ends without cleaning up exits with code 0; if a thread died within C++, the code would be -6."""
+    """A script that ends without destroying process groups exits with code 0 and is not aborted by C++ (code -6)."""
     assert _ends(_start(tmp_path, "end", "0")) == [(0, "")] * RANKS

@@ -94,7 +94,7 @@ def _recomputed(ranks: int) -> None:
     layer = nn.Linear(4, 4)
 
     def block(x: Tensor) -> Tensor:
-        x = torch.nn.functional.dropout(x, 0.5)  # draws from torch's default generator
+        x = torch.nn.functional.dropout(x, 0.5)  # this mask comes from torch's default generator
         with mpu.get_cuda_rng_tracker().fork():
             return torch.nn.functional.dropout(layer(x), 0.5)
 

@@ -1,4 +1,4 @@
-"""`tds` saves and loads state outside of layers, e.g. a loss's weights and buffers; DeepSpeed would not save it."""
+"""`tds` saves and loads state that belongs to no layer, e.g. weights of a loss function; DeepSpeed does not."""
 
 import warnings
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_buffers_that_differ_between_replicas_are_named_once(pipeline: bool, tmp
 def _lacking(folder: str) -> list[str]:
     engine = _engine(1, False)
     engine.save_checkpoint(folder, "a")
-    for path in Path(folder, "a").glob("tds_state*"):  # DeepSpeed's own checkpoints lack these files
+    for path in Path(folder, "a").glob("tds_state*"):  # a checkpoint by DeepSpeed has no such files
         path.unlink()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Each rank reads only corpora and checkpoint elements that it needs, and does not initialise weights that it loads."""
+"""Each rank reads only the corpora and checkpoint elements that it needs; weights that it loads are not initialised."""
 
 import math
 import os
@@ -44,9 +44,9 @@ def _count(calls: Counter[str], owner: Any, name: str, key: Any) -> None:
 def _trains(
     model: str, layout: tuple[int, int], folder: str, data: str, vocab_file: str
 ) -> tuple[bool, Counter[str], bool]:
-    """Train; return (whether this rank reads data, its counted calls, whether its validation data is a placeholder).
+    """Train; return (whether this rank reads data, its calls, whether its validation data is a placeholder).
 
-    The calls are those that open a corpus ("opened") and check its index ("checked").
+    calls["opened"] counts how often the rank opens a corpus, calls["checked"] how often it checks a corpus's index.
     """
     calls: Counter[str] = Counter()
     _count(calls, IndexedDataset, "_open", lambda *_: "opened")
@@ -81,7 +81,7 @@ def test_only_ranks_that_read_open_the_corpus(
 def _of_all(folder: str, data: str, vocab_file: str) -> int:
     """Train a task with `reads_alone = False`; return how often this rank builds datasets.
 
-    Such a task builds them collectively, on all ranks, as Megatron-LM's dataset builders do.
+    Such a task builds datasets collectively on all ranks, as Megatron-LM's dataset builders do.
     """
     honest = GPT2.datasets
     opened = []
@@ -104,7 +104,7 @@ def test_a_task_of_ones_own_is_asked_on_all_ranks_at_once(tmp_path: Path, tiny_d
 
 
 class _Plan:
-    """The `plan` attribute of a user's dataset, which cannot be pickled."""
+    """A `plan` attribute of a user's dataset that cannot be pickled."""
 
     def __init__(self) -> None:
         self.encoder = lambda: 3
@@ -126,7 +126,10 @@ def test_what_one_process_has_checked_others_take_over(tiny_data: str) -> None:
 
 
 def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[int, int, int]:
-    """Train and resume; return elements read on resuming, and parameters initialised at the first and second start."""
+    """Train and resume; return three counts.
+
+    They are the elements read on resuming, and the parameters initialised at the first and at the second start.
+    """
     calls: Counter[str] = Counter()
     numbers = [0]
     honest = CheckpointReader._piece
@@ -158,7 +161,10 @@ def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
 
 
 def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
-    """Check that ranks on one machine each read all elements they need, with the same losses as on several machines."""
+    """Check that ranks on one machine have the losses of ranks on several machines.
+
+    On one machine, each rank reads all elements that it needs, so the ranks together read more.
+    """
     losses = losses_of(folder)
     shutil.rmtree(folder / "checkpoints")
     (folder / "metrics.jsonl").unlink()

@@ -58,7 +58,7 @@ def _body(bucket_bytes: int) -> tuple[int, list[int]]:
         before = len(sent)
         for micro, x in enumerate(inputs):
             if micro == 2:
-                assert len(sent) == before  # only the last micro-batch's backward pass sends gradients
+                assert len(sent) == before  # only the last micro-batch starts all-reduces
                 reducer.arm()
             model(x).backward()
         during.append(len(sent) - before)
@@ -79,11 +79,11 @@ def _late(bucket_bytes: int) -> tuple[int, list[int]]:
 
 def test_sums_that_complete_late() -> None:
     """Gradients are right even if all-reduces complete long after their call, as on an accelerator."""
-    assert on_ranks(2, _late, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4])]  # only rank 0 uses the weight `sometimes`
+    assert on_ranks(2, _late, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4])]  # rank 1 does not use the weight `sometimes`
 
 
 def test_sums_over_accumulated_gradients() -> None:
-    """From step 1 on, buckets of one weight each are sent during the backward pass; one big bucket is sent after it."""
+    """From step 1 on, small buckets are all-reduced during the backward pass, and one big bucket after it."""
     assert on_ranks(2, _body, 10**6) == [(1, [0, 0, 0])] * 2
     assert on_ranks(3, _body, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4]), (6, [0, 4, 4])]
 

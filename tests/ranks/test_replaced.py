@@ -1,4 +1,4 @@
-"""Weights or layers that users replace between steps train as in plain torch, or are refused in one sentence."""
+"""If a user replaces weights or layers between steps, training equals plain torch or is refused in one sentence."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def batches(step: int, dtype: torch.dtype, replica: int) -> Iterator[tuple[Tenso
 
 
 def half_of_each(model: nn.Module) -> None:
-    """Halve all weights by `p.data = new`, as EMA and SWA code does."""
+    """Halve all weights by assigning `p.data = new`, as code for EMA and SWA does."""
     for p in model.parameters():
         p.data = p.detach() * 0.5
 
@@ -70,7 +70,7 @@ def plain(change: Change, stage: slice, replicas: int) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         if step == 1:
-            for at in (0, 2):  # like two stages, each of which changes its own two layers
+            for at in (0, 2):  # as on two stages, where each changes its own two layers
                 change(nn.Sequential(*every[at : at + 2]))
         optimizer.zero_grad()
         for replica in range(replicas):
@@ -108,7 +108,7 @@ def _taken_in(dtype: torch.dtype) -> None:
             _step(engine, step, dtype)
             found = torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])
             assert torch.allclose(found, expected, rtol, atol), change.__name__
-            if step:  # the master weights, which a checkpoint would contain, match, too
+            if step:  # the master weights, which checkpoints contain, must match, too
                 exact = torch.cat([optimizer_state.get_weight(p).flatten() for p in engine.module.parameters()])
                 torch.testing.assert_close(exact.to(dtype).float(), found)
 
@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Change, bool, int]] = {  # name -> (change, whether to 
 
 def _refused(name: str) -> str:
     change, own, zero = REFUSED[name]
-    if zero == 2:  # pipelines do not support ZeRO 2
+    if zero == 2:  # without a pipeline, since pipelines do not support ZeRO 2
         model = nn.Sequential(*layers())
         config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
         config |= {"zero_allow_untested_optimizer": True}
@@ -223,7 +223,7 @@ def test_what_cannot_be_taken_in_is_named() -> None:
 
 
 def _layer_followed() -> None:
-    """Check that a pipeline trains a layer that replaced another one, also if the replaced layer was tied."""
+    """Check that a pipeline trains a layer with which the user replaced another layer, even a tied layer."""
     tied = tds.pipe.TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH)
     net = tds.PipelineModule([*layers()[:2], tied], num_stages=1, loss_fn=mse)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -253,7 +253,7 @@ def test_a_replaced_layer_runs_without_a_pipeline() -> None:
 
 
 def _added_later() -> float:
-    """Add a layer after the first step, without ZeRO; return how far the new weight differs between replicas."""
+    """Add a layer after the first step, without ZeRO; return the largest difference of its weight between replicas."""
     engine = _engine(1, torch.float32, own=False, zero=0)
     _step(engine, 0, torch.float32)
     new = nn.Linear(WIDTH, WIDTH)

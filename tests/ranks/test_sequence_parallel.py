@@ -1,4 +1,4 @@
-"""Sequence parallelism gives plain torch's numbers, and layers call no more collectives than necessary."""
+"""With sequence parallelism, outputs and gradients equal plain torch's, and layers call only necessary collectives."""
 
 from collections import Counter
 from typing import Any
@@ -142,7 +142,7 @@ class Talk:
 
 
 def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the numbers of collectives in one layer's forward and backward pass, by name."""
+    """Return collective -> number of calls in a layer's forward pass, and the same for its backward pass."""
     mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel))
     config = ModelConfig(
         hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0, checkpoint_attention=recompute
@@ -161,7 +161,7 @@ def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_makes_two_all_reduces_forward_and_two_backward(recompute: bool) -> None:
-    """A tensor-parallel layer calls two all-reduces forward and two backward, as in Shoeybi et al. 2019.
+    """A tensor-parallel layer needs two all-reduces forward and two backward, as in Shoeybi et al. 2019.
 
     Recomputing attention adds no all-reduce.
     """
@@ -171,7 +171,7 @@ def test_a_layer_makes_two_all_reduces_forward_and_two_backward(recompute: bool)
 
 
 def test_a_decoder_layer_adds_one_forward_and_two_backward() -> None:
-    """Cross-attention adds one all-reduce forward and two backward, one for the gradient of each input."""
+    """Cross-attention adds one all-reduce to the forward pass and two to the backward pass, one for each input."""
     for there, back in on_ranks(2, _count, False, True, False):
         assert there == {"all_reduce": 3}
         assert back == {"all_reduce": 4}
@@ -180,7 +180,7 @@ def test_a_decoder_layer_adds_one_forward_and_two_backward() -> None:
 def test_with_sequence_parallelism_pairs_stand_for_all_reduces() -> None:
     """Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter (all_to_all_single).
 
-    The backward pass gathers two inputs again and all-reduces the gradients of six replicated weights.
+    The backward pass also gathers two inputs again, and all-reduces the gradients of six replicated weights.
     """
     for there, back in on_ranks(2, _count, True, False, False):
         assert there == {"all_gather": 2, "all_to_all_single": 2}

@@ -37,7 +37,7 @@ def layers(tied: bool) -> list[Any]:
 
 
 def batches(step: int, replica: int, tied: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches with few, repeated tokens; only some tokens of replica 1 are tokens of replica 0, too."""
+    """Yield batches in which tokens repeat; replicas share some token ids, and others occur on one replica only."""
     generator = torch.Generator().manual_seed(10 * step + replica)
     for _ in range(MICROS):
         tokens = torch.randint(TOKENS // 2, (3,), generator=generator) + 2 * replica
@@ -181,7 +181,7 @@ def test_an_optimizer_that_takes_none_is_refused_at_the_start() -> None:
 
 
 def _functional() -> None:
-    """Check the all-reduce of a sparse gradient of a weight that does not belong to an nn.Embedding(sparse=True)."""
+    """Check the all-reduce of the sparse gradient that F.embedding(sparse=True) gives a weight without a module."""
     weight = nn.Parameter(torch.zeros(TOKENS, WIDTH))
     reducer = GradReducer(nn.ParameterList([weight]), dist.group.WORLD)
     reducer.arm()

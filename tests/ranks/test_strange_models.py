@@ -19,7 +19,7 @@ Layers = Callable[[], list[nn.Module]]
 
 
 class Conjugate(nn.Module):
-    """A layer on complex tensors whose input gradient is a lazy conjugate view of the output gradient."""
+    """A layer for complex tensors; its input gradient is a lazy conjugate view of its output gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.conj()
@@ -182,7 +182,7 @@ def test_it_learns_as_one_process_does(name: str) -> None:
 
 
 class Counted:
-    """A loss with `count_targets`, for which the last stage reads a step's labels in advance."""
+    """A loss with `count_targets`; to count targets, the last stage reads all labels of a step in advance."""
 
     def __call__(self, out: Tensor, labels: Tensor) -> Tensor:
         return (out - labels).square().sum()
@@ -315,9 +315,9 @@ def _without_gradient(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _tie_that_learns_at_the_end(bf16: bool) -> float:
-    """Return how far a step moves this stage's copy of a tied weight; only the last stage has a gradient for it.
+    """Train one step; return the norm of the change in this stage's copy of a tied weight.
 
-    The gradient norm is clipped to 0.01, and the learning rate is 1.
+    Only the last stage has a gradient for this weight. The gradient norm is clipped to 0.01; the learning rate is 1.
     """
     torch.manual_seed(0)
     layers = [
@@ -335,7 +335,7 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
         "zero_allow_untested_optimizer": True,
         "pipeline": {"timeout": 60},
     }
-    if bf16:  # DeepSpeed then uses its ZeRO-1 optimizer for bf16
+    if bf16:  # with these settings, DeepSpeed's ZeRO-1 optimizer trains in bf16
         config |= {
             "bf16": {"enabled": True},
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -353,4 +353,4 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
     first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
-    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # not < 0.01, since bf16 weights are rounded
+    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # 0.01 plus rounding of bf16

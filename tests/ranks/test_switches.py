@@ -72,7 +72,7 @@ OURS = {
     "rope": "_SplitBackward",
     "swiglu": "_GatedBackward",
 }
-IN_LLAMA = ("rope", "swiglu")  # optimisations that are tested with Llama; all others are tested with T5
+IN_LLAMA = ("rope", "swiglu")  # optimisations to test with Llama; the others are tested with T5
 
 
 LLAMA = (

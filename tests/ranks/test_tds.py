@@ -1,6 +1,6 @@
-"""tds works as DeepSpeed's users call it: the pipeline tutorial, training loops, checkpoints and error messages.
+"""tds accepts the calls of DeepSpeed's users: in the pipeline tutorial, in training loops and for checkpoints.
 
-tests/conformance compares losses with plain torch's in more depth.
+tests/conformance compares losses with plain torch in more depth.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ BF16 = {
 
 
 def _copies(config: dict[str, Any]) -> int:
-    """Return how often a step calls `engine.flatten`, with which DeepSpeed copies gradients for their all-reduce."""
+    """Return how often a step calls `engine.flatten`, which copies gradients into one buffer for their all-reduce."""
     engine, copies = build(1, **config), 0
     flatten = engine.flatten
 
@@ -94,11 +94,11 @@ def _copies(config: dict[str, Any]) -> int:
 def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
     assert on_ranks(1, _copies, config) == [0]
     after = config | {"pipeline": {"overlap_grad_reduce": False}}
-    assert min(on_ranks(2, _copies, after)) > 0  # shows that `_copies` counts the right function
+    assert min(on_ranks(2, _copies, after)) > 0  # with replicas, there are copies to count
 
 
 def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
-    """Make one step; return how many messages this stage copied before sending, and how many it sent."""
+    """Train one step; return how many messages this stage copied before it sent them, and how many it sent."""
     import tds
 
     copied = sent = 0
@@ -273,7 +273,7 @@ def _optimizer(name: str, params: dict[str, Any]) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         tds.initialize(model=model, model_parameters=model.parameters(), config=config)
-    assert not any(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/*"))  # DeepSpeed has compiled no kernel
+    assert not any(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/*"))  # DeepSpeed must not compile kernels
     return said.getvalue()
 
 
@@ -450,7 +450,7 @@ def _tutorial(folder: str, schedule: str, stages: int) -> tuple[list[float], lis
     [pytest.param("1f1b", 2, 2, marks=FULL), ("interleaved", 2, 1), pytest.param("zb-h1", 3, 1, marks=FULL)],
 )
 def test_the_pipeline_tutorial(tmp_path: Path, schedule: str, stages: int, ranks: int) -> None:
-    """DeepSpeed's pipeline tutorial works: it learns, steps its scheduler, and writes progress, times and a monitor."""
+    """The model of DeepSpeed's pipeline tutorial learns; the run prints progress and times and writes losses to CSV."""
     (found, lr, printed), *others = on_ranks(stages * ranks, _tutorial, str(tmp_path), schedule, stages)
     assert all(other[0] == found for other in others)
     assert found[-1] < 0.6 * found[0]
@@ -511,7 +511,7 @@ def test_a_hand_written_loop_with_client_state(tmp_path: Path) -> None:
 
 
 def _checkpoint(folder: str, chunks: int) -> tuple[list[float], list[float]]:
-    """Return the losses that follow save_checkpoint, and a new engine's losses after load_checkpoint.
+    """Return the losses of an engine after save_checkpoint, and those of a new engine after load_checkpoint.
 
     The checkpoint has DeepSpeed's pipeline format and a client state.
     """
@@ -547,7 +547,7 @@ def _evaluate() -> Any:
         engine.set_dataloader(loader * 2)
     first = engine.train_batch().item()
     loss, logits = engine.eval_batch(iter(loader), return_logits=True)
-    second = engine.train_batch().item()  # continues to read the training data loader, not the evaluation data
+    second = engine.train_batch().item()  # continues with training data, not with evaluation data
     left = len(engine._step.microbatches)
     return first, loss.item(), second, None if logits is None else tuple(logits.shape), left
 
@@ -555,15 +555,18 @@ def _evaluate() -> Any:
 def test_eval_batch_returns_loss_and_logits_and_keeps_nothing() -> None:
     (first, loss, second, none, left), (*same, logits, kept) = on_ranks(2, _evaluate)
     assert same == [first, loss, second]
-    assert loss == pytest.approx(second, rel=1e-6)  # evaluation and second step use the same weights and batches
+    assert loss == pytest.approx(second, rel=1e-6)  # evaluation and step 2 have the same weights and batches
     assert second < first
     assert none is None
-    assert logits == (4, WIDTH)  # the last micro-batch's logits only, as in DeepSpeed
+    assert logits == (4, WIDTH)  # only the logits of the last micro-batch, as in DeepSpeed
     assert left == kept == 0
 
 
 def _overridden() -> tuple[list[str], float]:
-    """Return (calls of a subclass's `_forward` and `_backward` in step 1, such as "F0", in order; loss of step 2)."""
+    """Train two steps with a subclass of the engine; return its calls in step 1, and the loss of step 2.
+
+    A call of `_forward` or `_backward` is returned as "F0" or "B0", where 0 is the number of the micro-batch.
+    """
     import tds
     from tds.schedule import Instruction
 
@@ -638,7 +641,7 @@ def test_balanced_cuts_go_by_measured_time() -> None:
 
 
 def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
-    """Return this rank's sends and receives of two steps, in order: (send or recv, group, peer, bytes)."""
+    """Train two steps; return this rank's messages in order, each as ("send" or "recv", group, peer, bytes)."""
     import tds
 
     with pytest.MonkeyPatch.context() as patch:  # create groups as on an accelerator
@@ -668,14 +671,14 @@ def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
 
 
 def _groups(engine: Any) -> Iterator[Any]:
-    """Yield the groups in the order in which all ranks created them."""
+    """Yield the process groups of the stage boundaries, in the same order on all ranks."""
     channels = [*engine._neighbours.senders.values(), *engine._neighbours.receivers.values()]
     ends = {channel.link.group.group_name: channel.link.group for channel in channels}
     yield from (ends[name] for name in sorted(ends, key=lambda name: (len(name), name)))
 
 
 def test_sends_and_receives_are_handed_over_in_the_same_order() -> None:
-    """Each process group has sends of one rank and receives of the other, in the same order, as NCCL requires."""
+    """In each process group, one rank sends and the other receives, in the same order, as NCCL requires."""
     zero, one = on_ranks(2, _order)
     groups = {each[1] for each in zero}
     assert len(groups) == 4  # two stage boundaries, within a chunk and between chunks, times two directions
@@ -694,7 +697,10 @@ def _bytes(micros: int) -> list[int]:
 
 @pytest.mark.parametrize(("micros", "words"), [(4, 0), (9, 2)])
 def test_bytes_on_the_wire_are_the_tensors_one_header_and_few_words(micros: int, words: int) -> None:
-    """Bytes sent are those of tensors, 4 x 6 floats a message, of one header and of `words` 8-byte continuations."""
+    """A stage sends one tensor of 4 x 6 floats per message, one header, and `words` continuations of 8 bytes.
+
+    A continuation announces how many more messages of the same layout follow.
+    """
     from tds.channel import CONTINUATION_SIZE, HEADER_SIZE
 
     message, more = 4 * WIDTH * 4, HEADER_SIZE + words * CONTINUATION_SIZE

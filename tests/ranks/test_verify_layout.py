@@ -20,11 +20,11 @@ from megatron_tools.verify.records import Records
 from tds.pipe import PipelineModule
 from tests.support import covering, on_ranks
 
-MICROS, STEPS, AT = 2, 2, 2  # AT: index of the faulty layer in the model's list of layers
+MICROS, STEPS, AT = 2, 2, 2  # AT: index of the faulty layer in the model
 
 
 class Faulty(nn.Module):
-    """Base of the faulty layers, which are right in one process only: [s, b, h] -> [s, b, h]."""
+    """Base class of faulty layers, [s, b, h] -> [s, b, h], that are right in one process only."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Faulty(nn.Module):
 
 
 class NoGather(Faulty):
-    """A layer that uses the mean over its own output shard instead of the mean over all shards."""
+    """A layer that averages only its own shard of an output instead of all shards."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -73,10 +73,7 @@ class OwnValues(Faulty):
 
 
 class NoGradientSum(Faulty):
-    """A layer with a replicated weight that is applied to this rank's shard only.
-
-    The weight's gradient is a partial sum, and the layer lacks its all-reduce.
-    """
+    """A layer that multiplies this rank's shard by a replicated weight, but lacks the all-reduce of its gradient."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -91,7 +88,7 @@ class NoGradientSum(Faulty):
 
 
 class OwnStatistics(Faulty):
-    """A layer whose running mean, which no output uses, is computed from one replica's data."""
+    """A layer with a running mean over the data of one replica instead of all replicas; no output uses this mean."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)

@@ -45,7 +45,7 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
 def _rows(
     kinds: tuple[type, ...], of: Sequence[Row] = (*MEGATRON, *foreign_core.ROWS), chinese: bool = False
 ) -> dict[str, list[str]]:
-    """Return effect of a flag (a table cell) -> the foreign flags with this effect, in the order of `of`."""
+    """Return table cell -> foreign flags in the order of `of`; the cell describes the effect of these flags."""
     found: dict[str, list[str]] = {}
     for row in of:
         if isinstance(row.outcome, kinds):

@@ -1,4 +1,4 @@
-"""Blends of corpora: the shares after any number of samples, and a hash that proves which samples were read."""
+"""Blends of corpora have the right shares after any number of samples; a hash identifies the samples read."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -73,14 +73,14 @@ def test_consumed_samples_are_those_that_were_located(weights: list[str], sample
     [((0.7, 0.3), 1), ((1, 2, 4), 1), ((1, 1e-6, 1e-5), 2), ((0.6, 0.4, 3e-6), 2), ((0.9999, 0.00004, 1e-7), 2)],
 )
 def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bound: int) -> None:
-    """Each corpus's share of the first n samples is met to within one sample, or two if a weight is tiny."""
+    """For every n, the first n samples have each corpus's share to within one sample, or two if a weight is tiny."""
     samples = 400_000
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     owners, _ = blend._locate_all(0, samples)
     prefix = np.arange(1, samples + 1)
     for i, weight in enumerate(weights):
         deviation = np.abs(np.cumsum(owners == i) - prefix * (weight / sum(weights)))
-        drift = prefix * (weight / sum(weights)) / 65536  # weights with many digits are rounded to 1/65536
+        drift = prefix * (weight / sum(weights)) / 65536  # rounding of weights with many digits
         assert (deviation < bound + drift * (bound > 1) + 1e-6).all()
 
 
@@ -97,7 +97,7 @@ def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bou
     ids=["mixed", "tiny", "short", "equal", "many", "many small"],
 )
 def test_any_weight_is_kept(weights: tuple[float, ...]) -> None:
-    """Weights have no lower limit: a corpus of weight 1e-6 gets its share up to sample 1e12, and no sample repeats."""
+    """A corpus of tiny weight, e.g. 1e-6, gets its share up to sample 1e12, and the order of its samples is right."""
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     total = sum(weights)
     for n in (0, 10**6, 10**9 + 7, 10**12 + 1):
@@ -146,7 +146,7 @@ def test_the_position_does_not_depend_on_batches(cuts: list[int], first: int) ->
 
 
 def test_the_position_equals_a_loop() -> None:
-    """The hash of the samples read equals a polynomial hash, computed by Horner's rule in a plain Python loop."""
+    """`extend` gives the polynomial hash of samples that Horner's rule gives in a plain Python loop."""
     from megatron.data.sample_hash import BASE, _mix
 
     state = 0

@@ -101,7 +101,7 @@ def test_what_is_kept(text: str) -> None:
 
 
 def test_misread_text_is_found_everywhere() -> None:
-    """Documents of the bundled corpus are dropped as mojibake if decoded with a wrong codec, and never if intact."""
+    """Intact documents of the bundled corpus are not mojibake; decoded with a wrong codec, they are dropped."""
     off_length = [name for name in DEFAULT_RULES if name != "length"]
     thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
     for text in texts([str(SAMPLE)]):
@@ -110,7 +110,7 @@ def test_misread_text_is_found_everywhere() -> None:
             continue
         for wrong in (text.encode().decode("gb18030", "replace"), text.encode("gb18030", "ignore").decode("latin-1")):
             assert clean(wrong, off_length).reason == "mojibake"
-        for kind in thrown_away:  # these codecs lose bytes, so only 60% must be detected
+        for kind in thrown_away:  # these codecs drop bytes, so only 60% must be detected
             wrong = text.encode("gb18030", "ignore").decode(kind, "ignore")
             thrown_away[kind].append(clean(wrong, off_length).reason == "mojibake")
     assert {kind: sum(found) / len(found) > 0.6 for kind, found in thrown_away.items()} == {"big5": True, "utf-8": True}

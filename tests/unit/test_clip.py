@@ -1,4 +1,4 @@
-"""The gradient norm of a weight, whole or in shards, equals the norm in fp64; clipping scales every dtype."""
+"""The gradient norm of a full or sharded weight equals the norm in fp64; clipping scales gradients of every dtype."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_a_value_that_is_not_finite_shows(bad: float, place: int) -> None:
 def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
     """Clipping multiplies gradients of all dtypes by the same factor.
 
-    The factor, 2e-13, would round to 0 in fp16, one of the dtypes of the first gradient.
+    The factor is 2e-13, which fp16 would round to 0. `first`, the dtype of one gradient, may be fp16.
     """
     gradients = [torch.ones(4, dtype=first), torch.full((4,), 1.5e10), torch.full((4,), 1.5e10, dtype=torch.float64)]
     parameters = []
@@ -58,5 +58,5 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
     factor = 1e-2 / norm.item()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         assert parameter.grad is not None
-        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # fp16 and bf16 results are rounded
+        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # rounding of fp16 and bf16
         torch.testing.assert_close(parameter.grad.double(), gradient.double() * factor, rtol=rel, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Code for CPM-Pretrain: its imports work or name a counterpart; its attention masks are accepted or refused."""
+"""Tests of code written for CPM-Pretrain: its imports work or name a counterpart; its attention masks are checked."""
 
 import importlib
 import importlib.util
@@ -118,7 +118,7 @@ EOD, PAD = 1, 0
 
 
 def by_loops(tokens: Tensor, eod: int) -> Tensor:
-    """Return the causal mask [b, 1, s, s] within documents (True: query attends to key), computed in plain loops."""
+    """Return the causal mask [b, 1, s, s] within documents (True: a query attends to a key), computed in loops."""
     b, s = tokens.shape
     allowed = torch.zeros(b, 1, s, s, dtype=torch.bool)
     for n in range(b):

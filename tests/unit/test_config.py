@@ -148,7 +148,7 @@ def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> No
 
 
 def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: Path) -> None:
-    """--rope-scaling X drops the RoPE settings of a --config file that X does not use, with a note for each."""
+    """--rope-scaling drops those RoPE settings of a --config file that the given scaling does not use, with notes."""
     llama3 = {
         "rope_scaling": "llama3",
         "rope_scaling_factor": 8.0,
@@ -263,7 +263,7 @@ def test_settings_of_decoders_before_they_had_objectives(tmp_path: Path) -> None
 
 
 def test_every_setting_is_read_by_something() -> None:
-    """The code reads every setting; a flag without a reader would be a bug."""
+    """The code reads every setting, so no flag is without effect."""
     root = Path(__file__).resolve().parents[2]
     source = (
         "".join(
@@ -294,7 +294,7 @@ def test_every_setting_is_read_by_something() -> None:
         ("--family gpt2 --model-parallel-size 4 --seq-length 64", False, False),
         ("--family gpt2 --model-parallel-size 4 --seq-length 66", True, False),
         ("--family gpt2 --seq-length 64", True, False),
-        ("--model-parallel-size 4 --seq-length 64", True, False),  # no --family: a custom model
+        ("--model-parallel-size 4 --seq-length 64", True, False),  # without --family, the model is a user's
         ("--model-parallel-size 4 --seq-length 66 --sequence-parallel", False, True),
         ("--family gpt2 --model-parallel-size 4 --seq-length 64 --no-sequence-parallel", True, False),
         ("--family t5 --model-parallel-size 4 --enc-seq-length 62 --seq-length 64", True, False),

@@ -73,8 +73,8 @@ def test_numbers_are_short() -> None:
 
 def test_time_left_counts_evaluations_but_not_the_start() -> None:
     left = TimeLeft()
-    assert left.after(10, 100, 2.0, now=1000.0) == 180  # 90 iterations of 2 s are left; no evaluation so far
-    assert left.after(20, 100, 2.0, now=1050.0) == 400  # 80 iterations are left; 10 and an evaluation took 50 s
+    assert left.after(10, 100, 2.0, now=1000.0) == 180  # the first estimate: 90 iterations of 2 s are left
+    assert left.after(20, 100, 2.0, now=1050.0) == 400  # 80 are left; the last 10 took 50 s
 
 
 def test_a_tool_writes_no_carriage_return_into_a_log(
@@ -95,7 +95,7 @@ def test_a_tool_writes_no_carriage_return_into_a_log(
 
 
 def test_no_tool_draws_a_bar_of_its_own() -> None:
-    """tqdm writes carriage returns into logs; only progress.py and the training loop, which prevent this, call it."""
+    """Only progress.py and the training loop call tqdm; both prevent its carriage returns in log files."""
     from tests.support import ROOT
 
     users = [

@@ -1,7 +1,7 @@
-"""The names listed in tds/_contract.py are those that tds uses of DeepSpeed, and the installed release has them all.
+"""tds/_contract.py lists exactly the names of DeepSpeed that tds uses, and the installed DeepSpeed has all of them.
 
-The test infers an object's class from the variable that holds it, such as `engine`, `optimizer` or `grid`, or `self`
-in tds's subclasses of DeepSpeed's classes.
+The test infers an object's class from its variable: `engine`, `optimizer`, `grid` and others, or `self` in a class of
+tds that is derived from a class of DeepSpeed.
 """
 
 import ast
@@ -23,7 +23,7 @@ from tds._contract import CONTRACT, Names
 from tests.support import ROOT
 
 MODULES = [p for p in sorted((ROOT / "tds").glob("*.py")) if p.name != "_contract.py"]
-# Class of tds -> the kind of DeepSpeed object that `self` is in its methods.
+# Class of tds -> kind of DeepSpeed object that `self` denotes in the methods of this class.
 SUBCLASSES = {
     "PipelineEngine": "engine",
     "Engine": "engine",
@@ -70,7 +70,7 @@ ATTRIBUTES = {
     ("accelerators", "get_accelerator"): "accelerator", ("deepspeed", "checkpointing"): "checkpointing",
     ("deepspeed", "comm"): "comm", ("deepspeed", "zero"): "zero",
 }  # fmt: skip
-PLACES = {  # kind of object -> the classes or modules under which CONTRACT lists its names
+PLACES = {  # kind of object -> classes or modules of DeepSpeed under which CONTRACT lists its attributes
     "engine": ("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed.runtime.pipe.engine:PipelineEngine"),
     "module": ("deepspeed.runtime.pipe.module:PipelineModule",),
     "grid": ("deepspeed.runtime.pipe.topology:PipelineParallelGrid",),
@@ -103,7 +103,7 @@ TORCH = {
     "parameter": torch.Tensor,
     "optimizer": torch.optim.SGD,
 }
-# Kind of object -> attributes that are not DeepSpeed's, but those of users' models, of torch or of tds.
+# Kind of object -> attributes that users' models, torch or tds define, not DeepSpeed.
 OTHERS = {
     "module": {"_megatron_batch_fn", "weight", "sparse", "__spec__", "training"},
     "optimizer": {"param_groups", "state", "found_inf", "clip", "norm", "gradient_share", "squared_norm"},
@@ -114,7 +114,10 @@ OTHERS = {
 
 
 def kind_of(value: ast.expr, inside: str | None) -> str | None:
-    """Return the kind of DeepSpeed object that an expression is, else None. inside: name of the enclosing class."""
+    """Return the kind of DeepSpeed object, such as "engine", that an expression denotes, or None for other objects.
+
+    inside: name of the enclosing class.
+    """
     text = ast.unparse(value)
     if text in ("self", "super()"):
         return SUBCLASSES.get(inside or "")
@@ -128,7 +131,7 @@ def kind_of(value: ast.expr, inside: str | None) -> str | None:
 
 
 def names_of(node: ast.AST, inside: str | None = None) -> Iterator[tuple[str, str, bool]]:
-    """Yield (kind of object, attribute, whether tds defines it) for the attributes of DeepSpeed objects in `node`."""
+    """Yield (kind of object, attribute, whether tds defines the attribute) for DeepSpeed's objects in `node`."""
     if isinstance(node, ast.ClassDef):
         inside = node.name
         for each in node.body if inside in SUBCLASSES else ():

@@ -1,4 +1,4 @@
-"""Randomly corrupted files are reported or read without harm, in thousands of trials."""
+"""In thousands of trials, randomly corrupted files are either reported or still readable with valid content."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def corrupt(content: bytes, rng: random.Random) -> bytes:
 
 
 def read_all(prefix: str) -> list[list[int]]:
-    """Return all sequences of a dataset, after checking that every training sample has valid token ids."""
+    """Check that every training sample of a dataset has valid token ids; return all sequences of the dataset."""
     indexed = IndexedDataset(prefix)
     found = [indexed[i].tolist() for i in range(len(indexed))]
     assert [len(each) for each in found] == indexed.sizes.tolist()
@@ -58,7 +58,7 @@ def read_all(prefix: str) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("ending", ["idx", "bin"])
 def test_damaged_pairs(tmp_path: Path, ending: str, dtype: type[np.integer]) -> None:
-    """A damaged .bin/.idx pair is refused, or readable with all ids inside the vocabulary (6,000 trials)."""
+    """A damaged .bin/.idx pair is either refused or readable with valid token ids, in 6,000 trials."""
     rng = np.random.default_rng(5)
     with IndexedDatasetBuilder(tmp_path / "x", dtype) as builder:
         for d in range(12):

@@ -49,10 +49,10 @@ def _times(factor: float) -> Callable[[Any], Any]:
 
 
 def _measured(zero: int, precision: str, fault: str) -> list[str]:
-    """Inject a fault into DeepSpeed; return whether gradients are "right" or "wrong", without and with a pipeline."""
+    """Inject a fault into DeepSpeed; return "right" or "wrong" for gradients without and with a pipeline."""
     patch = pytest.MonkeyPatch()
     measure._verified.clear()
-    if fault == "accumulation":  # DeepSpeed 0.17.0 to 0.18.2 really has this fault
+    if fault == "accumulation":  # a bug of DeepSpeed 0.17.0 to 0.18.2
         patch.setattr(DeepSpeedEngine, "backward", _times(2))
     elif fault == "replicas":
         patch.setattr(Zero12Optimizer, "gradient_average", property(lambda _: False, lambda *_: None), raising=False)
@@ -91,7 +91,7 @@ def test_a_wrong_factor_is_measured_and_a_right_one_passes() -> None:
         (3, "fp32", ""): ["right"],
         (0, "bf16", ""): ["right", "right"],
         (1, "fp16", ""): ["right", "right"],
-        (0, "fp32", "accumulation"): ["wrong", "right"],  # a pipeline never calls the faulty DeepSpeedEngine.backward
+        (0, "fp32", "accumulation"): ["wrong", "right"],  # a pipeline does not call DeepSpeedEngine.backward
         (2, "fp32", "accumulation"): ["wrong"],
         (1, "fp32", "replicas"): ["wrong", "wrong"],
         (1, "fp16", "loss scale"): ["wrong", "wrong"],
@@ -113,7 +113,7 @@ def _summed() -> str:
 
 
 def test_a_sum_over_replicas_that_the_user_asks_for_is_a_sum_under_a_pipeline() -> None:
-    """A pipeline obeys gradient_allreduce_op "sum": gradients of 1 on two replicas and lr 0.1 move the bias by 0.2."""
+    """With gradient_allreduce_op "sum", gradients of 1 on two replicas at lr 0.1 move a pipeline's bias by 0.2."""
     assert on_ranks(2, _summed) == ["0.2000", "0.2000"]
 
 

@@ -1,4 +1,4 @@
-"""Code paths for GPUs (bf16, attention kernels, TF32, timers), tested on a CPU with stand-ins."""
+"""Tests of code for GPUs (bf16, attention kernels, TF32, timers) on a CPU, with stand-ins for the GPU."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def test_tf32_is_spoken_of_where_it_could_be_on(monkeypatch: pytest.MonkeyPatch)
 
 
 class _Event:
-    """A stand-in for torch.Event on a device that completes each event one second after the previous one."""
+    """A stand-in for torch.Event; each event is reached one second after the event before."""
 
     reached = 0.0
 
@@ -80,7 +80,7 @@ def test_timers_take_what_the_device_noted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gate_and_value_may_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gated GELU of strided gate and value, as on a GPU, equals the plain formula and leaves its input unchanged."""
+    """If gate and value interleave in memory, as on a GPU, gated GELU equals its formula and keeps its input."""
     from megatron.model import mlp
 
     monkeypatch.setattr(mlp, "_apart", lambda x: x.view(*x.shape[:-1], -1, 2).unbind(-1))

@@ -1,4 +1,4 @@
-"""tools/doctor.py reports each planted fault in a line that says what to do."""
+"""tools/doctor.py finds each fault that a test creates, and reports it in one line that says what to do."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def only(found: Iterable[Finding], check: str) -> Finding:
 
 @pytest.fixture
 def examined(tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A function that examines a run with the given flags and returns check name -> finding."""
+    """A function that runs the checks of tools/doctor.py with the given flags and returns check name -> finding."""
     for name in ("WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
 
@@ -373,7 +373,7 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
     preprocess("e", "--no-append-eod")  # this corpus has no end tokens
     assert checked(usual, f"{tmp_path}/e_text_document") == "ok"
     about = json.loads((tmp_path / "c_text_document.json").read_text())
-    del about["eod"]  # corpora of older versions do not record the end token, so it cannot be checked
+    del about["eod"]  # like corpora of older versions, whose end token cannot be checked
     (tmp_path / "c_text_document.json").write_text(json.dumps(about))
     assert checked(other) == "ok"
 

@@ -1,4 +1,4 @@
-"""Attention computed document by document equals attention with a mask, computed by an explicit softmax."""
+"""Attention that is computed document by document equals attention with a mask and an explicit softmax."""
 
 import gc
 import weakref
@@ -52,7 +52,7 @@ def _written_down(
 
 
 def _drawn(documents: Documents, dtype: torch.dtype) -> list[Tensor]:
-    """Return random queries, keys, values and an output gradient: [b, n, s, d] each, stored in order [s, b, n, d]."""
+    """Return random queries, keys, values and an output gradient: views [b, n, s, d] of tensors [s, b, n, d]."""
     dice = torch.Generator().manual_seed(1)
     queries, keys, _ = documents
     shapes = [x.shape for x in (queries, *([queries if keys is None else keys] * 2), queries)]
@@ -162,7 +162,7 @@ FAMILIES = {
 
 
 def _learns(flags: str) -> list[Tensor]:
-    """Return a model's fp64 losses per token, [2, b, s] for two micro-batches, and the gradients of their sum."""
+    """Return a model's losses [2, b, s] per token of two micro-batches in fp64, and the gradients of their sum."""
     config = parse(flags.split())
     torch.manual_seed(1)
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config).double()
@@ -194,7 +194,7 @@ def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> 
 @pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 7)])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_ids_of_other_tokens_are_refused(family: str, shape: tuple[int, int]) -> None:
-    """Document ids not shaped like the tokens are refused: outputs of tokens without an id would be uninitialised."""
+    """Document ids of another shape than the tokens are refused, since attention would not compute some outputs."""
     config = parse(
         f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 "
         "--vocab-size 32".split()

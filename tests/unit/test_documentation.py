@@ -1,4 +1,4 @@
-"""The pages: links are valid, languages agree, terms are consistent, and generated parts match the code."""
+"""Tests of the pages: links are valid, both languages agree, terms are consistent, generated parts match the code."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from docs.site import pages, reference, results
 from tests.support import ROOT
 
 ENGLISH = sorted(ROOT / f"{page}.md" for all_pages in pages.chapters().values() for page in all_pages)
-ALONE = {"CHANGELOG.md", "SECURITY.md", "corpus/README.md"}  # pages without a Chinese version
+ALONE = {"CHANGELOG.md", "SECURITY.md", "corpus/README.md"}  # these pages have no Chinese version
 PAIRS = [path for path in ENGLISH if str(path.relative_to(ROOT)) not in ALONE]
 EVERY = [*ENGLISH, *(path.with_name(f"{path.stem}_zh.md") for path in PAIRS)]
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -66,7 +66,7 @@ def test_both_languages_have_the_same_commands_and_headings(path: Path) -> None:
     levels = [[line.split()[0] for line in headings(p)] for p in (path, other)]
     assert levels[0] == levels[1]
     rows = [len(re.findall(r"^ *\|", text(p), flags=re.MULTILINE)) for p in (path, other)]
-    if path.parent != reference.FOLDER and path.stem != "migration":  # these Chinese pages have fewer rows
+    if path.parent != reference.FOLDER and path.stem != "migration":  # the Chinese pages excluded here have fewer rows
         assert rows[0] == rows[1], "tables of another number of rows"
 
 
@@ -92,7 +92,7 @@ def drifting(content: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in EVERY if p.stem.endswith("_zh")], ids=name)
 def test_words_do_not_drift(path: Path) -> None:
-    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # both list rejected terms
+    if path.stem != "glossary_zh" and path.parent != reference.FOLDER:  # these two kinds of pages list rejected terms
         assert drifting(text(path)) == []
 
 
@@ -118,7 +118,7 @@ def test_tables_of_measurements_are_those_of_the_data_file() -> None:
 
 @cache
 def sentences() -> list[str]:
-    """Return string constants of the code and the scripts that could be parts of an error message, longest first."""
+    """Return all strings in the code and the scripts that may be parts of error messages, longest first."""
     found = set()
     for package in ("megatron", "megatron_tools", "tds", "data_utils"):
         for path in (ROOT / package).rglob("*.py"):
@@ -137,7 +137,8 @@ def test_errors_of_the_faq_are_those_of_the_code() -> None:
         rest = error.strip().partition(": ")[2]
         for sentence in sentences():
             rest = rest.replace(sentence, "")
-        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))  # three words that the code lacks
+        # Find three words in a row that no string of the code contains.
+        words = re.search(r"(?:[a-z']{2,} ){2}[a-z']{2,}", re.sub(r" +", " ", rest))
         assert not words, f"nothing in the code says this any more: {rest}"
 
 
@@ -172,7 +173,7 @@ def test_console_commands_have_flags_that_there_are() -> None:
 
 
 def test_both_trees_of_the_site_are_whole(tmp_path: Path) -> None:
-    """Both languages of the site have the same pages, and their links lead to files of the site."""
+    """The site has the same pages in both languages, and all links of its pages lead to existing files."""
     pages.main(tmp_path / "staged", tmp_path / "site")
     trees = [
         {p.relative_to(tmp_path / "staged" / lang) for p in (tmp_path / "staged" / lang).rglob("*.md")}

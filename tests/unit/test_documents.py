@@ -1,4 +1,4 @@
-"""Input files are split into documents: none is lost or read twice, and unreadable input is reported."""
+"""Input files are split into documents. No document is lost or read twice, and unreadable input is reported."""
 
 import bz2
 import csv
@@ -29,7 +29,7 @@ LARGEST = 4000
 
 
 def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "utf-8") -> tuple[list[str], list[str]]:
-    """Return the texts of a file, and the messages about its bad documents without the path."""
+    """Return the texts of a file, and the messages about its bad documents; the path is cut from the messages."""
     found = [
         d for c in chunks(Source(str(path), encoding=encoding), size, largest) for d in documents(c, largest=largest)
     ]
@@ -40,7 +40,7 @@ def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "u
 @pytest.mark.parametrize("blank", ["", " ", "\t", "\u3000", "\u00a0 ", " \u3000\n\n "])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_a_blank_line_is_a_blank_line(tmp_path: Path, end: str, blank: str) -> None:
-    """Blank lines, also of U+3000 (full-width spaces), separate a text file's documents; U+3000 indentation is kept."""
+    """In a text file, blank lines separate documents, even lines of full-width spaces; indentation is kept."""
     expected = [f"\u3000\u3000第{i}篇，\n" + "  第二行\n" * (i % 5) + "完" for i in range(848)]
     content = (f"\n{blank}\n".join([blank, *expected, blank])).replace("\n", end).encode()
     for name, raw in (("x.txt", content), ("x.txt.gz", gzip.compress(content))):
@@ -140,7 +140,7 @@ def test_a_bad_row_is_one_bad_document(tmp_path: Path) -> None:
 
 
 def test_lines_are_counted_once(tmp_path: Path) -> None:
-    """Bad lines are reported with their line numbers, and in linear time, even if every second line is bad."""
+    """Bad lines are reported with their line numbers. Reading takes linear time even if every second line is bad."""
     path = tmp_path / "x.jsonl"
     path.write_text(('{"text": "good"}\n' + "x" * 40 + "\n") * 30_000)
     begin = time.process_time()
@@ -150,7 +150,7 @@ def test_lines_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    """Text files of a folder are read in sorted order, files of other kinds reported, and hidden files skipped."""
+    """Text files of a folder are read in sorted order, hidden files are skipped, and other files are reported."""
     line = b'{"text": "%s"}\n'
     for name, content in {
         "a.ndjson": line % b"a",
@@ -178,7 +178,7 @@ def test_folders(tmp_path: Path) -> None:
 def test_the_recipe_of_a_job_for_each_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of separately cleaned shards can be cleaned again as one corpus.
 
-    The reports of the first cleaning, which are in the same folder, are not read as text.
+    That folder also contains the reports of the first cleaning, which are not read as text.
     """
 
     def clean(source: Path, output: Path, *more: str) -> None:
@@ -300,7 +300,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
     path.write_bytes("\n\n".join("plain words"[:i] for i in range(1, 12)).encode("utf-16-le"))
     assert "looks like utf-16" in read(path)[1][0]
     dice = random.Random(1)
-    for _ in range(200):  # the message about damaged UTF-8 must not suggest another encoding
+    for _ in range(200):  # for damaged UTF-8, the message must not suggest another encoding
         raw = bytearray("\n\n".join(CHINESE[:3]).encode())
         raw[dice.randrange(len(raw))] ^= 0x80
         path.write_bytes(raw)
@@ -315,7 +315,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
 
 
 def test_ascii_is_ascii(tmp_path: Path) -> None:
-    """An error in ASCII text suggests no other encoding; an --encoding that is impossible for ASCII text is refused."""
+    """For bad ASCII text, the error suggests no --encoding; an --encoding that contradicts ASCII text is refused."""
     path = tmp_path / "x.txt"
     path.write_text("It is a truth universally acknowledged, that a single man. " * 200)
     _, bad = read(path)
@@ -357,7 +357,7 @@ def test_an_array_is_read_about_as_fast_as_lines(tmp_path: Path) -> None:
 def test_what_follows_a_stream_is_read_or_is_damage(
     tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
 ) -> None:
-    """Files of several concatenated compressed streams, as parallel compressors write, are read; damage is reported."""
+    """A file of several compressed streams, as parallel compressors write, is read; damaged streams are reported."""
     streams = [compress(b"".join(b'{"text": "%d"}\n' % i for i in range(k, k + 100))) for k in (0, 100, 200)]
     path = tmp_path / f"x.jsonl{ending}"
     padding = b"\0" * 4 if ending == ".xz" else b""

@@ -1,4 +1,4 @@
-"""A file with a weight below 1 gives a random subset; draws are independent across seeds, files and documents."""
+"""A weight below 1 selects a random subset of a file; selections are independent across seeds, files and documents."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 
 LINES = 4096
 SEEDS = (1234, 1235, 1236, 1237, 1238, 1250, 2234, 0, 1)
-SAMPLING_ERROR = 5 / LINES**0.5  # five standard deviations of the correlation of independent draws
+SAMPLING_ERROR = 5 / LINES**0.5  # five standard deviations: independent selections correlate less
 
 
 def taken(path: Path, seed: int, number: int = 0, weight: float = 0.5) -> NDArray[np.float64]:
@@ -82,7 +82,7 @@ def test_a_journal_of_an_earlier_version_continues_with_its_draws(
             tool.main(tool.build_parser().parse_args(argv))
     journal = tmp_path / "b.part.json"
     content = json.loads(journal.read_text())
-    del content["state"]["draw"]  # earlier versions did not record the hash function used for draws
+    del content["state"]["draw"]  # like a journal of an earlier version, which lacks the hash function's name
     journal.write_text(json.dumps(content))
     tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
     offsets = np.cumsum([0, *(len(line.encode()) for line in [*records[:150], "not JSON\n", *records[150:]])])

@@ -69,7 +69,7 @@ def test_a_compiled_graph_draws_the_same_and_takes_any_stream() -> None:
 
 
 def test_several_draws_in_one_graph_are_several() -> None:
-    """In a compiled graph, `turn` distinguishes two draws from one stream: torch.compile merges equal operations."""
+    """Two draws from one stream with different `turn` stay different, though torch.compile merges equal operations."""
     rng, x = _rng(), torch.ones(64, requires_grad=True)
     stream = mpu.Stream(rng, "a")
 

@@ -38,9 +38,9 @@ def test_a_contradiction_prints_the_formula(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stages", ["0", "1"])
 def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: str) -> None:
-    """Below two stages, flags override ds_config's batch sizes and steps_per_print, with a note for each such key.
+    """With fewer than two stages, flags override ds_config's batch sizes and steps_per_print, with notes.
 
-    CPM-Pretrain, too, ignores ds_config's batch sizes in runs without a pipeline.
+    CPM-Pretrain also ignores the batch sizes of ds_config in runs without a pipeline.
     """
     given = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10}
     argv = ["--batch-size", "2", "--gas", "3", "--log-interval", "1", "--pipe-parallel-size", stages]
@@ -129,7 +129,7 @@ def test_the_file_in_the_repository_is_accepted() -> None:
 
 
 def test_the_file_of_the_original_is_accepted(tmp_path: Path) -> None:
-    """The ds_config in CPM-Pretrain's README is accepted with flags that give its batch sizes."""
+    """The ds_config in CPM-Pretrain's README is accepted together with flags that give the same batch sizes."""
     content = {
         "train_batch_size": 128,
         "train_micro_batch_size_per_gpu": 4,

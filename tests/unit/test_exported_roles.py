@@ -1,4 +1,4 @@
-"""Export keeps the imported folder's bos, eos, pad and unk tokens; a pad token that it adds is never an end token."""
+"""Export keeps the bos, eos, pad and unk tokens of an imported folder; a pad token added by export ends no text."""
 
 import json
 import shutil
@@ -100,7 +100,7 @@ def test_every_role_that_came_in_goes_out(name: str, tmp_path: Path) -> None:
     main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
     same_roles(folder, tmp_path / "out")
-    keep_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer, as a run does into its directory
+    keep_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer into c, as a run does
     shutil.rmtree(folder / "config.json", ignore_errors=True)
     kept = str(tmp_path / "c" / FOLDER)
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "again"), "--vocab-file", kept]))
@@ -187,7 +187,7 @@ def test_the_words_of_qwen2_are_those_of_the_class() -> None:
 
 
 def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
-    """Export keeps the ids of a tokenizer that names the class Qwen2Tokenizer but splits words differently from it."""
+    """Export keeps token ids, even if a tokenizer names Qwen2Tokenizer but does not split words as this class does."""
     folder = folder_of(tmp_path / "in", "qwen3", {**QWEN, "tokenizer_class": "Qwen2Tokenizer"}, {})
     ours, output = load_tokenizer(str(folder)), tmp_path / "out"
     output.mkdir()

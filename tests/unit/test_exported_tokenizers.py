@@ -180,12 +180,12 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
     exported(output, ours, path, model_type)
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(output)
-    except Exception as error:  # transformers raises no more specific class
+    except Exception as error:  # transformers raises a bare Exception
         assert path.name in str(error) and kind not in ("hf", "gpt2-bpe", "llama"), (kind, error)
         assert load_tokenizer(str(output)).fingerprint == ours.fingerprint
         return
     given = ours.encode
-    if kind == "t5":  # Unigram segmentations may tie, so compare with transformers' conversion of the source
+    if kind == "t5":  # compare with transformers, as Unigram may break ties differently
         (source / "config.json").write_text('{"model_type": "t5"}')
         before = transformers.AutoTokenizer.from_pretrained(source)
         given = lambda text: before(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -195,7 +195,7 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
 def test_a_first_piece_of_punctuation_is_a_piece(given: str, tmp_path: Path) -> None:
-    """The first BPE merge is exported as a merge, although its score, 0, is also that of user-defined symbols."""
+    """The first BPE merge is exported as a merge, although it has the same score, 0, as user-defined symbols."""
     path = tmp_path / "zh.model"
     train_sentencepiece([given], str(path), 268)
     ours, output = load_tokenizer(str(path)), tmp_path / "out"

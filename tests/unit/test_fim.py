@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: the order of rearranged documents, their rate, and reproducibility from the seed."""
+"""Fill-in-the-middle rearranges documents in the right order, at the right rate, and reproducibly from the seed."""
 
 import json
 from pathlib import Path
@@ -31,9 +31,9 @@ HALF = gaps(0.5)
 
 
 def pieces(ids: list[int]) -> tuple[list[int], list[int], list[int], bool]:
-    """Return (prefix, middle, suffix, whether the suffix comes first) of a rearranged document.
+    """Split a rearranged document; return (prefix, middle, suffix, whether the suffix comes first).
 
-    In suffix-first (SPM) order, the returned prefix is empty, and the returned middle begins with the prefix.
+    In suffix-first (SPM) order, `prefix` is empty, and `middle` consists of the document's prefix and middle.
     """
     assert ids[0] == PREFIX and [ids.count(mark) for mark in (PREFIX, MIDDLE, SUFFIX)] == [1, 1, 1]
     suffix, middle = ids.index(SUFFIX), ids.index(MIDDLE)
@@ -52,13 +52,13 @@ def test_the_pieces_are_the_text(length: int, closed: bool, spm: bool, first: fl
         return
     assert found[len(found) - closed :] == end
     prefix, middle, suffix, suffix_first = pieces(found[: len(found) - closed])
-    # In suffix-first order, `middle` begins with the prefix of the text.
+    # In suffix-first order, `middle` also contains the prefix of the text.
     assert (middle + suffix if suffix_first and spm else prefix + middle + suffix) == text[: length - 3]
     assert gaps().document(ids, False, spm, (first, second)).tolist() == ids.tolist()
 
 
 def test_rates_and_cuts() -> None:
-    """Documents are rearranged at the given rates, and cuts fall uniformly between tokens.
+    """Documents are rearranged at the given rates, and the cut positions are uniform.
 
     The three special tokens displace 3 of a document's 12 tokens, so a cut has 10 possible positions, 0 to 9.
     """
@@ -67,11 +67,12 @@ def test_rates_and_cuts() -> None:
     rearranged = found[found[:, 0] == PREFIX]
     assert (found[found[:, 0] != PREFIX] == [*range(1, 13), EOD]).all()
     assert abs(len(rearranged) / 4000 - 0.6) < 4 * (0.6 * 0.4 / 4000) ** 0.5
-    # `first`: documents in prefix-first (PSM) order, chance 0.7, with both cuts after position 0, chance 0.9 each.
+    # `first` has the documents in prefix-first (PSM) order whose two cuts are not at position 0. A document is in this
+    # order with probability 0.7; each cut is at another position than 0 with probability 0.9.
     first = rearranged[rearranged[:, 1] == 1]
     chance = 0.7 * 0.9**2
     assert abs(len(first) / len(rearranged) - chance) < 4 * (chance * (1 - chance) / len(rearranged)) ** 0.5
-    # The earlier of two cuts is at position k with probability (19 - 2 k) / 100.
+    # The earlier of two uniform cuts is at position k with probability (19 - 2 k) / 100.
     shares = np.bincount([row.index(SUFFIX) - 1 for row in first.tolist()], minlength=10)[1:] / len(first)
     wanted = np.array([19 - 2 * k for k in range(1, 10)]) / 81
     assert np.abs(shares - wanted).max() < 4 * (0.21 * 0.79 / len(first)) ** 0.5

@@ -1,4 +1,4 @@
-"""Initial weights: right defaults, the same on any number of ranks; users' own parameters keep their values."""
+"""Initial weights have the right defaults and are equal on any number of ranks; users' parameters stay unchanged."""
 
 import math
 from typing import Any
@@ -63,7 +63,7 @@ def test_a_parameter_knows_its_part() -> None:
 
 
 def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMAL) -> tuple[Tensor, int]:
-    """Return a rank's shard, along `dim`, of a [200, 100] weight, and how many random numbers the rank drew for it."""
+    """Initialise a rank's shard of a [200, 100] weight along `dim`; return the shard and the count of random draws."""
     shape = [200, 100]
     full = shape[dim]
     shape[dim] = -(-full // ranks)
@@ -85,7 +85,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMA
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("at_once", [50, 1000, 1700, 10**6])
 def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Initial weights are the same on any number of ranks; a rank draws at most its shard and a block at each end."""
+    """Initial weights are equal for any number of ranks; a rank draws at most its shard and one block at each end."""
     monkeypatch.setattr(parameters, "AT_ONCE", at_once)
     whole, drawn = _filled(0, 1, dim)
     assert drawn == whole.numel()
@@ -176,7 +176,7 @@ def test_a_list_in_one_process_computes_ties_and_names_as_a_pipeline_does() -> N
 
 
 def test_what_a_user_draws_after_ours_is_the_same_where_no_weight_is_drawn() -> None:
-    """Random numbers drawn after building a tensor-parallel layer are the same with and without `mpu.skip_init`."""
+    """`mpu.skip_init` does not affect random numbers that are drawn after a tensor-parallel layer is built."""
 
     def buffer() -> Tensor:
         torch.manual_seed(3)

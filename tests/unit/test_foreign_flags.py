@@ -1,4 +1,4 @@
-"""Command lines of CPM-Pretrain and Megatron-LM: flags are translated, and refusals are reported all at once."""
+"""Flags of CPM-Pretrain and Megatron-LM are translated; one message lists all flags that are refused."""
 
 import json
 import re
@@ -298,7 +298,7 @@ def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"iterations_to_skip": [10, 11]}))
     skips = Skips(parse_ranges(taken(f"--config {path}")[0].train.skip_iterations))
-    # Megatron-LM counts iterations from 0: at 4 samples each, its iterations 10 and 11 begin with samples 40 and 44.
+    # Megatron-LM counts iterations from 0. With 4 samples each, its iterations 10 and 11 begin at samples 40 and 44.
     assert [n for n in range(0, 80, 4) if skips.hold(n // 4 + 1, n, 4)] == [10 * 4, 11 * 4]
     with pytest.raises(ConfigError, match="--skip-iterations"):
         taken("--iterations-to-skip soon")
@@ -401,7 +401,7 @@ def test_the_documents_show_the_tables(page: str, tables: str) -> None:
 
 
 def test_defaults_in_the_documents_are_ours() -> None:
-    """docs/migration.md states this project's defaults as they are in the code."""
+    """The defaults in the tables of docs/migration.md and migration_zh.md are those of the code."""
     for page in ("migration.md", "migration_zh.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         rows = re.findall(r"^\| `--([a-z-]+)` \| [^|]+ \| `([^`|]+)`", text, flags=re.MULTILINE)

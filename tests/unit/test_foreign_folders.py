@@ -100,7 +100,7 @@ def test_values_of_another_type(family: str, settings: dict[str, Any], sentence:
 def test_null_is_no_for_the_scale_of_logits() -> None:
     """A null `scale_decoder_outputs` in a T5's config.json is read as False.
 
-    Without the key, tied embeddings decide whether logits are scaled, as in transformers.
+    Without the key, logits are scaled exactly if the embeddings are tied, as in transformers.
     """
     said = {"model_type": "t5", **T5}
     assert "scale_decoder_outputs" not in said
@@ -166,7 +166,7 @@ def test_tokens_added_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
-    """Whether texts get a leading space depends on tokenizer_config.json; vocab.json and merges.txt do not say."""
+    """For vocab.json and merges.txt, tokenizer_config.json decides whether texts get a leading space."""
     transformers = pytest.importorskip("transformers")
     library = tokenizers.Tokenizer.from_file(str(Path(bpe(tmp_path / "json")) / "tokenizer.json"))
     fingerprints = set()
@@ -212,7 +212,7 @@ def test_texts_with_sentinels_get_the_ids_of_transformers(scheme: str, special: 
 
 
 def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path: Path) -> None:
-    """A special token's name in a text is encoded as text; HTML's `</s>` must not end a document."""
+    """The name of a special token in a text is encoded as plain text: the HTML tag `</s>` must not end a document."""
     tokenizer = load_tokenizer(unigram(tmp_path, "always"))
     for text in ("a</s>t", "</s>", "a <pad> t</s>", "</s></s>"):
         ids = tokenizer.encode(text)
@@ -371,9 +371,9 @@ def test_megatrons_files_contradict_the_command_or_each_other(tmp_path: Path) ->
 
 
 def test_a_file_a_layer_tells_how_many_there_should_be(tmp_path: Path) -> None:
-    """A checkpoint with one file per layer needs --num-layers if CPM-Pretrain would number the files differently.
+    """A checkpoint with one file per layer needs --num-layers if its file numbers are not those of CPM-Pretrain.
 
-    With --num-layers, the missing file of a layer is reported.
+    With --num-layers, an error names the missing file of a layer.
     """
     body = weights()
     items: dict[int, dict[str, Tensor]] = {
@@ -420,7 +420,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
 
 
 def test_sentinels_that_a_folder_says_it_has(tmp_path: Path) -> None:
-    """`extra_ids` in tokenizer_config.json, by default 100, is the number of sentinels; other spare ids are unused."""
+    """tokenizer_config.json's `extra_ids`, by default 100, is the number of sentinels, even if more ids are spare."""
     model = tmp_path / "spiece.model"
     assert (_extra_ids(model, 180), _extra_ids(model, 100), _extra_ids(model, 20)) == (100, 100, 20)
     for said, count in (("20", 20), ("200", 200), ("null", 100)):

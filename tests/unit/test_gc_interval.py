@@ -17,7 +17,7 @@ class _Ring:
 def test_at_the_interval_and_not_before() -> None:
     with Garbage(3) as garbage:
         gone = weakref.ref(_Ring())
-        for _ in range(2000):  # enough to trigger Python's automatic collection, if it were on
+        for _ in range(2000):  # would trigger automatic collection if it were on
             _Ring()
         for iteration, there in ((1, True), (2, True), (3, False)):
             garbage.after_step(None, SampleRange(iteration, 0, 1))

@@ -72,7 +72,7 @@ def test_a_decoder_goes_on_behind_its_last_position(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral", "cpm", "t5"])
 def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> None:
-    """Prompts processed together are continued as if each were alone, by greedy decoding, sampling and beam search."""
+    """In a batch, each prompt gets the continuation that it gets alone: greedy, by sampling and by beam search."""
     dice = torch.Generator().manual_seed(5)
     prompts = torch.randint(48, (4, 7), generator=dice).tolist()
     single = build(kind, True)
@@ -82,7 +82,7 @@ def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> 
         return GPT2Stepper(model, given, 24) if kind in DECODERS else T5Stepper(model, given, 1)
 
     lengths = set()
-    # Choose an end token that occurs in the middle of the second prompt's continuation.
+    # The end token occurs in the middle of the second prompt's continuation, so this prompt ends early.
     end = sample(reads(prompts[1:2]), 1, 12, -1, Sampling(temperature=0), 0)[0][3]
     for sampling in (Sampling(temperature=0), Sampling(0.8, 20, 0.9)):
         alone = [row for prompt in prompts for row in sample(reads([prompt]), 2, 14, end, sampling, seed=7)]
@@ -104,9 +104,9 @@ def test_prompts_of_different_lengths_are_not_read_together() -> None:
 
 
 class Elsewhere:
-    """A stepper whose model seems to be on a GPU: torch's meta device, with logits that only `cpu` can read.
+    """A stepper whose model seems to be on a GPU: its logits are on the meta device and are readable only by `cpu()`.
 
-    At step s, token r + s has the largest logit in row r. Passing in a tensor on the CPU fails an assertion.
+    At step s, token r + s has the largest logit in row r. `next` fails if its tokens are on the CPU.
     """
 
     def __init__(self, rows: int) -> None:
@@ -143,7 +143,7 @@ def test_what_goes_to_the_model_goes_to_its_device() -> None:
 
 @pytest.mark.parametrize("kind", [*DECODERS, "cpm", "t5"])
 def test_a_model_on_another_device_meets_no_tensor_of_the_cpu(kind: str) -> None:
-    """Decoding uses tensors on the model's device only; torch's fake tensors refuse mixed devices as a GPU would."""
+    """Decoding uses only tensors on the model's device: fake tensors of torch refuse mixed devices, as a GPU does."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     stepper: Any = build(kind, True)

@@ -1,4 +1,4 @@
-"""A run survives a metrics line that cannot be written, a failed save, and a failed deletion of a checkpoint."""
+"""A run continues if it cannot write a line of metrics, save a checkpoint or delete a checkpoint."""
 
 import errno
 import json
@@ -48,7 +48,7 @@ def test_metrics_wait_for_a_disk_with_space(
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     metrics.append_whole(tmp_path / "file", "one\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # 6 bytes: only half of the second line fits
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # only half of the second line fits in 6 bytes
     try:
         with pytest.raises(OSError, match=SENTENCES["no_space_left"]):
             metrics.append_whole(tmp_path / "file", "two\n")
@@ -85,9 +85,9 @@ def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> Non
         "note: could not save there/iter_1: No space left on device; training continues, and the next save tries "
         "again (1 of 2)"
     )
-    with pytest.raises(SaveError, match="iter_6"):  # the third failure in a row; two are allowed
+    with pytest.raises(SaveError, match="iter_6"):  # the third failure in a row, but only two are allowed
         saver.save(TrainState(6))
-    with pytest.raises(SaveError, match="iter_7"):  # must=True: no later save could succeed, so fail at once
+    with pytest.raises(SaveError, match="iter_7"):  # must=True raises at once, as no later save follows
         RetryingSaver(inner, 2).save(TrainState(7), must=True)
 
 

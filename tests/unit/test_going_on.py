@@ -21,7 +21,7 @@ BAD = 300
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of tools/preprocess_data.py, with chunks of 2,000 bytes and a journal entry after each."""
+    """The module of tools/preprocess_data.py, patched to read chunks of 2,000 bytes and to write a journal often."""
     module = importlib.import_module("data_utils.preprocess_data")
     monkeypatch.setattr(module, "JOURNAL_SECONDS", 0)
     honest = module.chunks
@@ -54,7 +54,7 @@ def kept(folder: Path) -> None:
 
 
 class Disk:
-    """A file whose disk is full after `writes` writes."""
+    """A file on a simulated disk that is full after `writes` calls of `write`."""
 
     def __init__(self, file: Any, writes: int) -> None:
         self._file, self._left = file, writes

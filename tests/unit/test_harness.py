@@ -1,4 +1,4 @@
-"""With a bigram model, the lm-eval adapter returns sums of the model's log probabilities and runs a custom task."""
+"""The adapter for lm-eval returns sums of log probabilities and runs a custom task, tested with a bigram model."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def ask(*args: Any) -> Any:
 
 
 def log_probability(text: str, first: int = 1) -> float:
-    """Return the bigram model's log probability of all characters of `"$" + text` from index `first` on."""
+    """Return the bigram model's log probability of the characters of `"$" + text` from index `first` to the end."""
     ids = Letters.encode("$" + text)
     logs = TABLE.log_softmax(-1)
     return sum(float(logs[a, b]) for a, b in list(zip(ids, ids[1:], strict=False))[first - 1 :])
@@ -100,7 +100,7 @@ def test_a_task_of_our_own(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     rows = [{"q": q, "a": [a, b], "label": int(log_probability(q + b) > log_probability(q + a))} for q, a, b in
             (("ab", "c", "d"), ("fg", "h", "i"), ("e", "a", "b"), ("hi", "d", "e"))]  # fmt: skip
-    rows[3]["label"] = 1 - int(rows[3]["label"])  # swap the label, so that the model's answer is wrong
+    rows[3]["label"] = 1 - int(rows[3]["label"])  # a wrong label, so that the model's answer counts as wrong
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "letters.yaml").write_text(
         "task: letters\ndataset_path: json\noutput_type: multiple_choice\ntest_split: train\n"

@@ -1,4 +1,4 @@
-"""Splitting a fused QKV projection: its gradient equals autograd's, and each element is written only once."""
+"""Splitting a fused QKV projection has autograd's gradient, and the backward pass writes each element only once."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ S, B, N, D = 7, 2, 3, 4
 
 
 class Copied(TorchDispatchMode):
-    """A dispatch mode that counts the elements which copy_, clone, stack and cat write."""
+    """A dispatch mode that counts the elements written by copy_, clone, stack and cat."""
 
     numbers = 0
 

@@ -53,7 +53,7 @@ def new_head(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def tied_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Store the embedding under all of its names, as transformers 4 saved T5."""
+    """Store a T5's embedding also under the names of its tied weights, as transformers 4 did."""
     for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors["shared.weight"].clone()
 
@@ -147,7 +147,7 @@ def right() -> Iterator[Case]:
             yield "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": tied}, edit, "float32"
     for scaled, edit in itertools.product((True, False), (nothing, new_head)):
         yield "t5", {"scale_decoder_outputs": scaled}, edit, "float32"
-    # transformers 4 saved T5 v1.1 with tie_word_embeddings false and a head of its own, without scale_decoder_outputs.
+    # transformers 4 saved T5 v1.1 with tie_word_embeddings false and an untied head, without scale_decoder_outputs.
     four = old(
         tie_word_embeddings=False, scale_decoder_outputs=..., dense_act_fn=..., is_gated_act=..., n_positions=512
     )
@@ -187,7 +187,7 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
     make_config, make_model, small = KINDS[family]
     torch.manual_seed(1)
     model = make_model(make_config(**{**small, **settings}))
-    # The default values (biases of 0, norm weights of 1, small logits) would hide mistakes.
+    # With default initialisation (biases of 0, norm weights of 1, small logits), mistakes would not show.
     for parameter in model.parameters():
         parameter.data.normal_(0.0 if parameter.dim() > 1 else 0.5, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

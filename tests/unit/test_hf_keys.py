@@ -20,7 +20,7 @@ from tests.unit.test_hf_configs import KINDS, difference, old, write
 
 transformers = pytest.importorskip("transformers")
 WHERE = Path("config.json")
-# Keys of other model families, found harmless by review: text lengths, images, sound, extra losses, initialisation.
+# Keys of other model families that a review found harmless: they set text lengths, images, sound, losses or init.
 REVIEWED = {
     "z_loss_coefficient",
     "init_std",
@@ -191,7 +191,7 @@ ALIVE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", covering(list(range(100)), lambda seed: seed < 8))
 def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
-    """Random combinations of keys in DEAD change no logit; a key in ALIVE, which would change logits, is refused."""
+    """Random combinations of keys in DEAD change no logit. A key in ALIVE would change logits, so it is refused."""
     dice = random.Random(seed)
     family = dice.choice(list(KINDS))
     known = {*FAMILIES[family].defaults, *FAMILIES[family].aliases, *MUST}
@@ -219,7 +219,7 @@ def test_tensors_to_ignore_are_those_of_the_class(family: str) -> None:
 
 
 def test_keys_by_which_other_families_compute_are_refused() -> None:
-    """Every configuration key of transformers' text models is supported, listed as harmless, or refused."""
+    """Every configuration key of transformers' text models is either supported, listed as harmless, or refused."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -66,7 +66,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def as_before(key: str) -> Edit:
-    """Return an edit that writes RoPE settings as transformers 4 did, with the scaling type under `key`."""
+    """Return an edit that writes RoPE settings as transformers 4 did; the key `key` has the type of the scaling."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         content = config.pop("rope_parameters")
@@ -79,7 +79,7 @@ def as_before(key: str) -> Edit:
 
 
 def said_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write RoPE settings as transformers 5 and 4 do; transformers then reads only the latter, `rope_scaling`."""
+    """Write RoPE settings twice: under transformers 5's key and under 4's, `rope_scaling`, which has priority."""
     theta = config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["rope_scaling"] = {"type": "linear", "factor": 3.0} | ({} if theta == 10000.0 else {"rope_theta": theta})
 
@@ -407,15 +407,15 @@ def test_what_none_of_theirs_is(flags: str, message: str) -> None:
 
 
 def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() -> None:
-    """A null `max_window_layers` of a Qwen2, valid in transformers 4 but not 5, is read as no sliding window."""
+    """In a Qwen2's config.json of transformers 4, `max_window_layers: null` means no sliding window."""
     read = read_config({"model_type": "qwen2", "max_window_layers": None}, Path("config.json"))
     assert settings_of(read, False, Path("config.json"))[0]["sliding_window"] is None
 
 
 def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
-    """`rope_parameters` beside `rope_scaling` are refused if their theta differs from `rope_theta` of config.json.
+    """A config.json with `rope_parameters` and `rope_scaling` is refused if `rope_parameters` has another theta.
 
-    transformers ignores such `rope_parameters`.
+    transformers ignores `rope_parameters` beside `rope_scaling` and reads theta from the key `rope_theta`.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""Damaged or malicious files and environment variables give an error of one sentence with the cause; nothing hangs."""
+"""For damaged or malicious files and environment variables, one sentence names the cause; no program hangs."""
 
 import json
 import os

@@ -27,7 +27,7 @@ def build(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint1
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
-    """The .bin and .idx of a document of two sequences and one of a single sequence are in Megatron-LM's format."""
+    """.bin and .idx files have the bytes of Megatron-LM's format, here for documents of one and two sequences."""
     build(tmp_path / "x", [[[1, 2, 3], [4]], [[5, 65535]]])
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 65535)
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
@@ -78,7 +78,7 @@ def test_any_documents_come_back(drawn: tuple[type, list[list[list[int]]]]) -> N
 
 
 def test_a_writer_goes_on_where_another_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that resumes another's file at any document gives the bytes and checksums of a single writer."""
+    """If a second writer resumes the files of another at any document, bytes and checksums equal a single writer's."""
     monkeypatch.setattr("data_utils.indexed_writer.BLOCK", 64)
     documents = [np.arange(n * 3 % 17) for n in range(60)]
     with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as whole:
@@ -89,7 +89,7 @@ def test_a_writer_goes_on_where_another_was(tmp_path: Path, monkeypatch: pytest.
         for document in documents[:cut]:
             first.add_document(document)
         state = first.state()
-        first.add_document([9] * 40)  # data after the saved state is dropped
+        first.add_document([9] * 40)  # a resume drops data after the saved state
         first.close()
         second = IndexedDatasetBuilder(tmp_path / "cut", np.uint16, "part", state)
         for document in documents[cut:]:

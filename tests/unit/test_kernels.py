@@ -1,4 +1,4 @@
-"""The choice between apex's and torch's kernels; a stand-in for apex has the same names and optimizer state."""
+"""Tests of the choice between kernels of apex and torch, with a stand-in for apex."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -164,9 +164,9 @@ def test_without_apex_or_gpu_torchs_are_taken_and_apex_is_refused(
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_counts_of_steps_are_made_where_torch_would_have_them(fused: bool) -> None:
-    """`make_moments` creates AdamW's step counts on the weights' device if AdamW is fused, else on the CPU.
+    """`make_moments` creates step counts on the device that torch's `load_state_dict` uses.
 
-    torch's `load_state_dict` uses these devices, too.
+    This is the weights' device if AdamW is fused, else the CPU.
     """
     weights = [nn.Parameter(torch.ones(4, device="meta")) for _ in range(2)]
     ours, theirs = (torch.optim.AdamW([weight], fused=fused) for weight in weights)

@@ -81,7 +81,7 @@ MAY_IMPORT = {
         "megatron.training",
         "megatron.utils",
     },
-    # Only CPM-Pretrain's entry scripts import megatron.compat, which re-exports names of the packages below.
+    # megatron.compat re-exports names of the packages below. Only CPM-Pretrain's entry scripts import it.
     "megatron.compat": {
         "megatron.config",
         "megatron.mpu",
@@ -102,8 +102,8 @@ MAY_IMPORT = {
         "megatron.mpu",
         "megatron.ranks",
         "megatron.training",
-    },  # `megatron` re-exports names of these packages for CPM-Pretrain's scripts
-    # The two tool packages: they may import the whole core, which never imports them.
+    },  # `megatron` re-exports their names for CPM-Pretrain's scripts
+    # The two packages of tools may import the whole core; the core never imports these packages.
     "data_utils": {"tds", "megatron", *CORE},
     "megatron_tools": {"tds", "data_utils", "megatron", *CORE},
 }
@@ -124,7 +124,7 @@ OUTSIDE = {
         "matplotlib",
         "pyarrow",
         "ray",
-    },  # optional packages are imported inside functions
+    },  # the optional ones are imported inside functions
     "megatron.config": set(),
     "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},
@@ -267,8 +267,8 @@ PRIVATE = {
         "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
         "_get_backend", "_get_default_store", "_storage_Use_Count",
     },
-    "tds/diagnose.py": {"_current_frames"},  # sys._current_frames is the only way to another thread's stack
-    # DeepSpeed's attribute of partitioned parameters. mpu may not import tds, so it reads the attribute itself.
+    "tds/diagnose.py": {"_current_frames"},  # sys._current_frames: the only way to see another thread's stack
+    # DeepSpeed sets ds_shape on partitioned parameters. mpu may not import tds, so mpu itself reads ds_shape.
         "megatron/mpu/parameters.py": {"ds_shape"},
 }  # fmt: skip
 OF_TORCH = {name for file, names in PRIVATE.items() for name in names if not file.startswith("megatron/mpu/")}
@@ -294,7 +294,7 @@ OF_DEEPSPEED = {
     "StockPipelineEngine",
     "StockPipelineModule",
 }
-# Names that are public in spite of the underscore: Python's own, and an attribute that users set on their models.
+# Public names with an underscore: some of Python's, and an attribute that users set on their models.
 PROMISED = {"_asdict", "_replace", "_exit", "_fields", "_megatron_batch_fn"}
 
 
@@ -380,7 +380,7 @@ def test_every_file_says_what_it_holds() -> None:
 
 
 def test_settings_are_passed_not_looked_up() -> None:
-    """Library code neither calls get_args() nor uses `global`; only megatron/ranks/device.py names `cuda`."""
+    """Library code does not call get_args(), and no code uses `global`; only megatron/ranks/device.py uses `.cuda`."""
     for path, module, tree in sources():
         for node in ast.walk(tree):
             if (

@@ -100,7 +100,7 @@ def test_rotary_positions_of_every_kind(name: str) -> None:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_a_part_of_each_head_is_rotated(share: float) -> None:
-    """--rotary-percent rotates the same part of each head as in Hugging Face's StableLM."""
+    """--rotary-percent rotates the same part of each attention head as StableLM in Hugging Face."""
     import transformers
 
     config = transformers.StableLmConfig(
@@ -156,7 +156,7 @@ def documents(length: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("restart", [False, True])
 def test_documents(restart: bool, apart: bool, window: int | None) -> None:
-    """Logits equal Hugging Face's if positions restart in each document, if attention stays within it, or both."""
+    """Logits equal Hugging Face's if documents restart positions, limit attention to themselves, or do both."""
     flags = ("--reset-position-ids " if restart else "") + ("--reset-attention-mask" if apart else "")
     other, ours = pair("Mistral", flags, window=window)
     ids, positions = documents(21)

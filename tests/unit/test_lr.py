@@ -74,7 +74,7 @@ def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
     )
     assert config.train.train_iters == 200
     assert [lr_at(n, config) for n in range(100)] == [lr_at(n, saved) for n in range(100)]
-    assert settled(config, saved) == (config, None)  # resuming with the returned settings changes nothing
+    assert settled(config, saved) == (config, None)  # a second resume with these settings changes nothing
     config, note = settled(parse([*longer, "--override-lr-schedule"]), saved)
     assert note == f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
     assert lr_at(150, config) == lr_at(150, parse(longer))
@@ -90,7 +90,7 @@ def test_a_fall_that_does_not_fit_is_refused() -> None:
 def test_an_end_above_the_peak_is_refused() -> None:
     with pytest.raises(ConfigError, match="--min-lr.*--lr"):
         parse(["--lr", "5e-6", "--min-lr", "1e-5"])
-    parse(["--lr", "5e-6", "--min-lr", "1e-5", "--lr-decay-style", "constant"])  # no error: --min-lr has no effect
+    parse(["--lr", "5e-6", "--min-lr", "1e-5", "--lr-decay-style", "constant"])  # a constant rate ignores --min-lr
 
 
 @pytest.mark.parametrize(

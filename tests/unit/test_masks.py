@@ -43,7 +43,7 @@ def test_windows_of_the_same_ids_are_as_wide_and_as_causal_as_is_asked() -> None
         found = window_mask(ids, 6, 0, window, Documents(ids, causal=causal))
         assert isinstance(found, Tensor)
         assert torch.equal(found[:, 0], same & (distance >= 0) & (distance < window))
-    # With causal=True, the id -1 means the bidirectional prefix of document 1; else -1 and 1 are two documents.
+    # With causal=True, the id -1 means the bidirectional prefix of document 1. Otherwise, -1 and 1 are two documents.
     begun = torch.tensor([[-1, -1, 1, 1, 2, 2]])
     for causal, documents in ((True, begun.abs()), (False, begun)):
         found = window_mask(begun, 6, 0, 2, Documents(begun, causal=causal))

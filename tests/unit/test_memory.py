@@ -1,4 +1,4 @@
-"""The pool reuses a buffer only if no view of it is left."""
+"""The memory pool reuses a buffer only after all views of the buffer are freed."""
 
 import torch
 
@@ -11,7 +11,7 @@ def test_a_buffer_comes_back_when_its_last_view_is_gone() -> None:
     where = first.data_ptr()
     view = first[8:16].view(torch.float64)
     del first
-    assert pool.take(64).data_ptr() != where  # `view` still needs the first buffer
+    assert pool.take(64).data_ptr() != where  # the first buffer is in use, since `view` exists
     del view
     assert pool.take(64).data_ptr() == where
     assert pool.take(128).data_ptr() != where

@@ -1,4 +1,4 @@
-"""Layers get process groups, options and random streams when they are built; passes look up no global state."""
+"""Layers get process groups, options and random streams when they are built, so forward passes use no global state."""
 
 from typing import Any
 

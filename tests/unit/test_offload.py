@@ -1,4 +1,4 @@
-"""Offloading of activations, tested on a CPU: a stand-in delays the copies like asynchronous copies of a GPU."""
+"""Tests of activation offloading on a CPU; a stand-in delays copies, like the asynchronous copies of a GPU."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,7 +19,7 @@ MODELS = {
 
 
 class LateStream:
-    """A stand-in for a copy stream of a device: it performs a copy only when the copy is waited for."""
+    """A stand-in for a device's copy stream, which performs a copy only when some code waits for this copy."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
@@ -46,7 +46,7 @@ class LateStream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A log of transfers: "down 96" (96 bytes to the CPU) or "up 96" (back). Tests may append entries of their own."""
+    """A log of transfers: "down 96" means 96 bytes to the CPU, "up 96" back. Tests may append other entries."""
     told: list[str] = []
     late = CopyStreams.__new__(CopyStreams)
     late.down, late.up, late.last = LateStream("down", told), LateStream("up", told), None  # type: ignore[assignment]
@@ -62,7 +62,7 @@ def test_activations_come_back_as_they_were(model: str, log: list[str]) -> None:
     for more in ("", "--offload-activations"):
         settings = parse(f"{MODELS[model]} {more}".split())
         net = (T5Model if settings.is_t5 else GPT2Model)(settings).train()
-        tokens = torch.arange(40).view(5, 8)  # 5 x 8: no activation has the size of a weight
+        tokens = torch.arange(40).view(5, 8)  # with 5 x 8 tokens, no activation is as large as a weight
         loss = net(*([tokens, tokens] if settings.is_t5 else [tokens]), labels=tokens.flip(1)).sum()
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in net.parameters())])

@@ -1,4 +1,4 @@
-"""Behaviour on accelerators, tested with stand-ins: training does not synchronise with the device needlessly."""
+"""On accelerators, training does not synchronise with the device needlessly; tested with stand-ins for a device."""
 
 import importlib
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.sentences import SENTENCES
 
 
 class Event:
-    """A stand-in for torch.Event: it records the seconds in `now`, and is complete if `done` is set."""
+    """A stand-in for torch.Event: `record` stores the time `now`, and all events are complete if `done` is True."""
 
     now, done, waited = 0.0, False, 0
 
@@ -36,7 +36,7 @@ class Event:
 
 
 def test_a_breakdown_waits_for_the_device_only_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time breakdown never waits for the device within a step: other ranks may need this rank's next message."""
+    """The time breakdown does not wait for the device within a step, when other ranks may need this rank's message."""
     monkeypatch.setattr(progress.torch, "Event", Event)
     found = progress.Progress(torch.device("meta"), None, breakdown=True)
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_each_rank_may_be_shown_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
 def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:
     """A gradient norm on the CPU, as with an offloaded ZeRO-3 optimizer, moves to the loss's device.
 
-    A single copy to the CPU can then fetch both norm and loss.
+    A single copy to the CPU can then fetch norm and loss together.
     """
     engine = SimpleNamespace(optimizer=SimpleNamespace(), fp16_enabled=lambda: False)
     step = _result(engine, torch.zeros((), device="meta"), torch.ones(()), {})
@@ -91,7 +91,7 @@ def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatc
     import torch.distributed as dist
 
     given: dict[str, Any] = {}
-    module = importlib.import_module("torch.distributed.rendezvous")  # attribute access gives a function of this name
+    module = importlib.import_module("torch.distributed.rendezvous")  # as an attribute, `rendezvous` is a function
     monkeypatch.setattr(module, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -1,4 +1,4 @@
-"""Outputs of failing tools: previous files stay, a full disk is reported with the file, links are not followed."""
+"""If a tool fails, previous outputs stay; the error about a full disk names the file; tools do not follow links."""
 
 import bz2
 import gzip
@@ -64,7 +64,7 @@ def test_a_cleaning_run_that_fails_leaves_the_files_of_the_run_before(tmp_path: 
 
 
 def _on_a_small_disk() -> None:
-    """Limit this process's files to 16 kB, to simulate a full disk."""
+    """Limit the size of files that this process writes to 16 kB, to simulate a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
@@ -247,14 +247,14 @@ def test_an_xz_that_asks_for_a_dictionary_of_gigabytes_is_refused(tmp_path: Path
 
 
 def _huge_dictionary() -> bytes:
-    """Return an .xz file whose block header claims a dictionary of 4 GiB, with a valid checksum."""
+    """Return an .xz file whose block header claims a dictionary of 4 GiB and has a valid checksum."""
     import zlib
 
     whole = bytearray(lzma.compress(b"small"))
-    at = 12  # the block header starts here: size, flags, filter id, size of properties, dictionary size
+    at = 12  # start of the block header: its size, flags, filter id, size of properties, dictionary size
     size = (whole[at] + 1) * 4
     assert whole[at + 2 : at + 4] == b"\x21\x01"
-    whole[at + 4] = 40  # code for a dictionary of 4 GiB - 1
+    whole[at + 4] = 40  # 40 encodes a dictionary of 4 GiB - 1
     whole[at + size - 4 : at + size] = zlib.crc32(bytes(whole[at : at + size - 4])).to_bytes(4, "little")
     return bytes(whole)
 

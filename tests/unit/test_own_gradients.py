@@ -1,4 +1,4 @@
-"""Custom backward passes give autograd's gradients of the plain formula."""
+"""Custom backward passes give the gradients that autograd computes from the plain formulas."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def _attention_inputs(dtype: torch.dtype) -> Inputs:
 
 
 def _mask(samples: int) -> Tensor | None:
-    """Return a random mask [samples, 1, 5, 7] that leaves every query at least one key, or None for 0 samples."""
+    """Return a random mask [samples, 1, 5, 7] with at least one key for every query, or None for 0 samples."""
     if not samples:
         return None
     seen = torch.rand(samples, 1, 5, 7, generator=torch.Generator().manual_seed(2)) > 0.4
@@ -62,7 +62,7 @@ def test_biased_attention_in_bf16_is_as_near_as_rounding_lets_it_be() -> None:
     theirs = torch.autograd.grad(_plain(*wide, None).sum(), wide)
     for mine, exact in zip(ours, theirs, strict=True):
         assert mine.dtype == torch.bfloat16
-        torch.testing.assert_close(mine.double(), exact, atol=2e-2, rtol=2e-2)  # bf16 has 8 significant bits
+        torch.testing.assert_close(mine.double(), exact, atol=2e-2, rtol=2e-2)  # bf16 rounds to 8 significant bits
 
 
 class _Attends(nn.Module):
@@ -92,7 +92,7 @@ needs_onednn = pytest.mark.skipif(not mpu.onednn_is_there(), reason="this build 
     ids=["biased attention", "rms norm", "linear by oneDNN"],
 )
 def test_the_backward_pass_may_be_cut_in_two(make: Callable[[], Any]) -> None:
-    """A backward pass split as in zb-h1, first for inputs, later for weights, gives the gradients of an unsplit one."""
+    """A backward pass that is split as in zb-h1, first inputs, later weights, gives the gradients of a full one."""
     torch.manual_seed(4)
     layer, x = make(), torch.randn(3, 2, 5, 4)
     (weight,) = layer.parameters()
@@ -140,7 +140,7 @@ def test_gated_gelu() -> None:
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("out", [9, 40])
 def test_linear_by_onednn_is_fp32_to_its_last_bits(out: int, with_bias: bool) -> None:
-    """oneDNN's linear differs from fp64 by a few fp32 roundings, also for non-contiguous inputs and gradients."""
+    """oneDNN's linear layer is right up to a few fp32 roundings, also for non-contiguous inputs and gradients."""
     torch.manual_seed(7)
     x = torch.randn(10, 65, 7).transpose(0, 2).requires_grad_()  # [7, 65, 10], not contiguous
     inputs = [
@@ -158,7 +158,7 @@ def test_linear_by_onednn_is_fp32_to_its_last_bits(out: int, with_bias: bool) ->
     found = [ours, *torch.autograd.grad(ours, inputs, grad)]
     for mine, true in zip(found, [exact, *torch.autograd.grad(exact, wide, grad.double())], strict=True):
         assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=1e-5)  # fp32 sums of up to 7 x 65 terms
+        torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=1e-5)  # rounding of sums of up to 7 x 65 terms
 
 
 def test_what_onednn_does_not_do_is_torchs() -> None:
@@ -210,7 +210,7 @@ def test_who_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_measurement_takes_no_time() -> None:
-    """Timing oneDNN's matmul against torch's, 15 rounds of 0.1 GFLOP each, gives a speedup between 0.05 and 20."""
+    """Measuring the speedup of oneDNN's matmul over torch's, in 15 rounds of 0.1 GFLOP, gives a plausible number."""
     if not mpu.onednn_is_there():
         pytest.skip("this build of torch has no oneDNN")
     assert 0.05 < cpu_matmul.speedup() < 20

@@ -1,4 +1,4 @@
-"""The planner's parameters, memory and speed agree with built models and published runs, and its layouts are legal."""
+"""The planner's parameter counts, memory and speed agree with built models and published runs; layouts are legal."""
 
 import json
 import math
@@ -61,8 +61,8 @@ def test_model_parallel_ranks_hold_their_share() -> None:
     one = parse(TINY.split())
     four = parse([*TINY.split(), "--model-parallel-size", "4"])
     h, layers = 64, 4
-    # Parameters of which every rank holds a copy:
-    copies = layers * (2 * 2 * h + 2 * h) + 2 * h + 32 * h  # norms, row-parallel biases, final norm, positions
+    # Every rank holds a copy of these parameters: norms, row-parallel biases, final norm, position embeddings.
+    copies = layers * (2 * 2 * h + 2 * h) + 2 * h + 32 * h
     split = sum(p for p in (count_layers(layers_of(one), one).held - 512 * h - copies,))
     assert count_layers(layers_of(four), four).held == split // 4 + copies + 512 * h // 4
 
@@ -125,7 +125,7 @@ def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int)
     ],
 )
 def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
-    """The predicted bytes of activations equal, within 3%, the storages that autograd saves, weights excluded."""
+    """The predicted bytes of activations are within 3% of what autograd saves; weights do not count."""
     config = parse([*TINY.split(), "--batch-size", "2", "--cpu-matmul", "torch", *flags.split()])
     model = GPT2Model(config).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -141,7 +141,7 @@ def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
     kept = sum(x.untyped_storage().nbytes() for x in seen.values())
     expected = kept_by(Shapes(config, "fp32", False), layers_of(config))
     assert logits.requires_grad
-    assert kept == pytest.approx(expected, rel=0.03)  # the prediction ignores position ids and other small tensors
+    assert kept == pytest.approx(expected, rel=0.03)  # the prediction ignores small tensors, e.g. position ids
 
 
 def test_layouts_are_legal() -> None:
@@ -153,7 +153,7 @@ def test_layouts_are_legal() -> None:
         p = each.parallel
         assert p.data_parallel_size(16) * p.stages * p.model_parallel_size == 16
         assert each.train_batch_size(16) == 64
-        assert p.model_parallel_size <= 4  # the model has 4 attention heads
+        assert p.model_parallel_size <= 4  # ranks split the model's 4 attention heads
         assert p.zero_stage and (p.zero_stage == 1 or not p.pipe_parallel_size)
         resolve(each, 16, True)
 
@@ -164,7 +164,7 @@ def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
     best = search(Wanted(config, cluster, 8, 64))[0]
     assert best.cost is not None and 0 < best.cost.mfu < 1
     speeds = [each.cost.tokens_per_second for each in search(Wanted(config, cluster, 8, 64)) if each.cost is not None]
-    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # sorted by speed, rounded to 3 digits
+    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # layouts are sorted by rounded speed
     with pytest.raises(ValueError, match=SENTENCES["do_not_fit_on_8_devices"]):
         search(Wanted(config, replace(cluster, memory=1e-6), 8, 64))
     with pytest.raises(ValueError, match="is not --micro-batch-size 3"):
@@ -194,7 +194,7 @@ def test_published_runs_are_predicted() -> None:
 
 
 def test_written_settings_are_those_that_were_planned() -> None:
-    """The planner's settings file states tied embeddings, since pretrain_llama.py does not tie them by default."""
+    """The planner's settings file contains tie_embeddings, since pretrain_llama.py does not tie them by default."""
     import json
 
     from megatron.config.command_line import parse
@@ -246,7 +246,7 @@ def test_virtual_stages_that_are_given_bring_their_schedule(capsys: pytest.Captu
         )
     )
     printed = capsys.readouterr().out
-    # With h = 64: 4 layers of 12 h^2 + 13 h parameters, token and position embeddings, and the final norm.
+    # With h = 64, there are 4 layers of 12 h^2 + 13 h parameters, token and position embeddings, and the final norm.
     assert printed.startswith(f"{4 * (12 * 64**2 + 13 * 64) + 4000 * 64 + 64 * 64 + 2 * 64:,} parameters")
     assert {tuple(row.split("|")[4:6]) for row in printed.splitlines()[3:]} == {(" 2  ", " 2  ")}
 

@@ -1,4 +1,4 @@
-"""Prefix LM: attention masks, targets, prefix lengths, and bidirectional attention within a prompt."""
+"""A prefix LM has the right attention masks, targets and prefix lengths, and attends in both directions in prompts."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,10 @@ FLAGS = (
 
 
 def _seen(documents: list[int], inside: list[int]) -> list[list[bool]]:
-    """Return mask[query][key]: a token attends to its document up to itself; `inside` tokens also to each other."""
+    """Return mask[query][key]: a token attends to earlier tokens of its document, a prefix also in both directions.
+
+    inside: 1 for tokens of a prefix.
+    """
     places = range(len(documents))
     return [
         [documents[q] == documents[k] and (k <= q or bool(inside[q] and inside[k])) for k in places] for q in places
@@ -44,7 +47,7 @@ def test_who_sees_whom_and_what_counts() -> None:
     assert mask is not None and mask[0, 0].tolist() == _seen([0] * 9, inside)
     plain = document_mask(torch.tensor([documents]) + 1, causal=True)
     assert plain is not None and plain[0, 0].tolist() == _seen(documents, [0] * 9)
-    for shortcut in (pieces_of, borders):  # these need purely causal attention
+    for shortcut in (pieces_of, borders):  # both shortcuts need purely causal attention
         assert shortcut(Documents(ids, None, True)) is None
 
 

@@ -40,7 +40,7 @@ def test_a_file_of_ones_own_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_where_pip_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Presets are found at the paths in pip's record, even outside site-packages, as after pip install --target."""
+    """Presets are found at the paths that pip has recorded, even outside of site-packages, e.g. with pip --target."""
     there = tmp_path / "share/megatron-tds/configs/clusters"
     there.mkdir(parents=True)
     (there / "mine.json").write_text((ROOT / "configs/clusters/a100.json").read_text())
@@ -71,7 +71,7 @@ def test_models_read_as_far_as_published_at_no_cost(name: str) -> None:
 def test_an_export_of_a_preset_says_how_far_it_reads(name: str) -> None:
     """The exported config.json of a preset states the published maximum length.
 
-    With llama3 RoPE scaling, this is the length after scaling.
+    For presets with llama3 RoPE scaling, this is the maximum length after scaling.
     """
     transformers = pytest.importorskip("transformers")
     config = parse(["--config", name, "--vocab-size", "32000"])

@@ -1,4 +1,4 @@
-"""Public names: adding or removing one is a decision that is recorded in public_names.txt."""
+"""public_names.txt lists all public names, so that adding or removing a name is a deliberate decision."""
 
 import sys
 from importlib import import_module
@@ -30,7 +30,7 @@ def names() -> list[str]:
 
 
 def test_public_names_are_those_of_the_list() -> None:
-    """The public names are those in public_names.txt. CONTRIBUTING.md describes how to remove one."""
+    """The code has exactly the public names in public_names.txt. CONTRIBUTING.md describes how to remove a name."""
     assert names() == LIST.read_text(encoding="utf-8").split()
 
 

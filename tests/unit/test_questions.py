@@ -1,4 +1,4 @@
-"""Prompts and conversations get transformers' ids; fill-in-the-middle prompts get the ids of training data."""
+"""Prompts and conversations have the ids of transformers; fill-in-the-middle prompts have the ids of training data."""
 
 import json
 from argparse import Namespace
@@ -79,7 +79,7 @@ ADDED = ["<think>", "<tool_call>", "<|system|>", "<|user|>", "<|assistant|>", BE
 
 
 def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
-    """Added tokens are encoded as in transformers; a message may contain them, except the template's turn tokens."""
+    """Added tokens are encoded as in transformers, also in chat messages, except for the template's turn tokens."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     train_byte_bpe(["What is the capital of France? 春天 covid"] * 9, str(tmp_path / "tokenizer.json"), 290, "hf")
@@ -105,7 +105,7 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["llama2", "llama3", "qwen"])
 def test_names_in_tokenizers_of_their_models(style: str, tmp_path: Path) -> None:
-    """A prompt that contains names of special tokens gets transformers' ids, including the start token and spaces."""
+    """A prompt with names of special tokens has the ids of transformers, including the start token and spaces."""
     transformers = pytest.importorskip("transformers")
     made, named = tokenizer_of(style)
     made.save(str(tmp_path / "tokenizer.json"))
@@ -168,7 +168,7 @@ def test_the_template_of_the_training_comes_first(
 def test_a_corpus_from_before_there_were_dates(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model is prompted with its training corpus's chat date, if it has one; merging and export print a note."""
+    """Prompts use the chat date of the model's training corpus, if recorded; merging and export print a note."""
     pytest.importorskip("jinja2")
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}" + CHATML
     old = tmp_path / "old_sft"
@@ -185,7 +185,7 @@ def test_a_corpus_from_before_there_were_dates(
         assert chat.end == tokenizer.marks[END]
         (note,) = chat.notes
         assert ("trained without one" if date is None else "trained with 2024-07-26") in note
-    assert template_from(source, tokenizer, str(folder)).date is not None  # the default date is now
+    assert template_from(source, tokenizer, str(folder)).date is not None  # today, as no date is given
     for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
         corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, **more}))
@@ -196,7 +196,7 @@ def test_a_corpus_from_before_there_were_dates(
 
 @pytest.mark.parametrize("spm", [False, True])
 def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, spm: bool) -> None:
-    """A fill-in-the-middle prompt followed by the middle and the end token has the ids of a training document."""
+    """A fill-in-the-middle prompt plus the middle plus the end token equals a training document."""
     prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
     text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
     gaps = FillInTheMiddle(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)

@@ -49,7 +49,7 @@ def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str
 
 @pytest.mark.parametrize("name", ["1f1b", "1f1b, extra_warmup 1", "gpipe", "zb-h1", "evaluation"])
 def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_device(name: str) -> None:
-    """No schedule deadlocks if receives are posted only when needed, even if stages synchronise with their device."""
+    """If stages post receives only when needed, no schedule deadlocks, even if stages wait for their device."""
     for stages in (2, 3, 4, 8):
         for micros in (1, stages + 1, 4 * stages):
             finish(plan_of(name, stages, micros), Rules(ahead=0, device_waits=True))
@@ -66,7 +66,7 @@ def test_the_two_boundaries_of_a_stage_have_different_parities(stages: int) -> N
 
 
 def one_group(border: int, stages: int, right: bool) -> Hashable:
-    """Return the key of a message's queue: all boundaries share one queue, or process group, per direction."""
+    """Return the queue of a message, as a key: here, all stage boundaries share one queue per direction."""
     return right
 
 
@@ -103,7 +103,7 @@ def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "evaluation" not in name])
 def test_groups_by_boundary_parity_cost_no_time(name: str) -> None:
-    """Two process groups per direction, for even and odd stage boundaries, are as fast as one queue per boundary."""
+    """Two process groups per direction, one for even and one for odd boundaries, are as fast as one per boundary."""
     for stages, micros in ((2, 8), (3, 8), (4, 12), (8, 32)):
         plan = plan_of(name, stages, micros)
         apart = finish(plan, Rules(queue=lambda border, stages, right: (border, right)))

@@ -1,4 +1,4 @@
-"""A report of a hang lists, besides the ranks' stacks, the device's progress and unfinished collectives."""
+"""The report of a hang lists the ranks' stacks, the progress of the device and unfinished collectives."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def test_what_a_rank_adds_stands_below_it() -> None:
 
 
 class _Event:
-    """A stand-in for torch.Event: of the recorded events, the first `done` are complete."""
+    """A stand-in for torch.Event; the first `done` events that were recorded are complete."""
 
     done = 0
 
@@ -90,7 +90,7 @@ def test_one_that_is_marked_as_ended_a_moment_later_has_ended(monkeypatch: pytes
 
 
 def test_each_recorder_of_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of torch's flight recorders, NCCL's and the general one, are read, even if one of them fails."""
+    """Both flight recorders of torch, the general one and NCCL's, are read, even if one of them raises an error."""
 
     def dump(number: int) -> Any:
         return lambda includeCollectives: json.dumps({"entries": [{"collective_seq_id": number}]})  # noqa: N803

@@ -28,7 +28,7 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "model.safetensors"):
         (source / name).write_text("{}" if name == "tokenizer_config.json" else name)
     assert kept_tokenizer(home, "anything") is None
-    keep_tokenizer(str(source), home)  # copies the tokenizer files of a Hugging Face folder, but no weights
+    keep_tokenizer(str(source), home)  # copies tokenizer files, but no weights
     assert sorted(p.name for p in (home / "tokenizer").iterdir()) == [
         "merges.txt",
         "tokenizer_config.json",
@@ -36,8 +36,8 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     ]
     assert kept_tokenizer(home, str(source)) == str(home / "tokenizer")
     assert kept_tokenizer(home, str(source / "vocab.json")) == str(home / "tokenizer" / "vocab.json")
-    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # copying a file onto itself works
-    for name in ("own.model", "other.model"):  # each single file replaces the previous tokenizer
+    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # the file is its own copy
+    for name in ("own.model", "other.model"):  # each of these files replaces the previous tokenizer
         (source / name).write_text(name)
         keep_tokenizer(str(source / name), home)
     assert kept_tokenizer(home, "/was/there/other.model") == str(home / "tokenizer" / "other.model")

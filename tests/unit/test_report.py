@@ -24,7 +24,10 @@ FLAGS = (
 
 
 def made(folder: Path, flags: str = "", **more: Any) -> Path:
-    """Write and return the run directory of two replicas after 20 iterations; its metrics end in an incomplete line."""
+    """Write a run directory of two replicas and 20 iterations; return its path.
+
+    Its metrics.jsonl ends in an incomplete line.
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(
         json.dumps(parse([*FLAGS.split(), *flags.split()], {"family": "gpt2"}, 4).to_dict())
@@ -63,7 +66,7 @@ def page_of(folders: list[Path], *flags: str) -> str:
 def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     run = read_run(made(tmp_path / "a"))
     assert run.part("train")[-1]["iteration"] == 20, "a line that is still being written is left out"
-    assert layout(run) == "no pipeline x data 2 x model 1"  # 2 replicas = 8 samples / (--batch-size 2 x --gas 2)
+    assert layout(run) == "no pipeline x data 2 x model 1"  # 8 samples a step / (--batch-size 2 x --gas 2) = 2
     assert progress(run, run.written + 10) == ("running · iteration 20 of 40", 0.5)
     assert progress(run, run.written + 10_000)[0].startswith("stopped")
     assert ("training loss, first and last line", "7.000, 6.000 nats/token") in results(run)

@@ -1,4 +1,4 @@
-"""pyproject.toml, requirements.txt and scripts/setup.sh agree on versions, and setup.sh chooses the right torch."""
+"""pyproject.toml, requirements.txt and scripts/setup.sh agree on versions; setup.sh selects the right torch build."""
 
 import os
 import re
@@ -73,9 +73,9 @@ esac
 
 
 def set_up(folder: Path, torch: str = "", served: str = "torch==2.13.0", **env: str) -> tuple[int, str, str]:
-    """Run setup.sh with this version of torch installed in .venv; return the exit code, the output and pip's arguments.
+    """Run setup.sh; return the exit code, the output and the arguments of pip.
 
-    served: the version of torch that the stand-in for pip can install.
+    torch: version of torch that .venv already has, or "". served: version of torch that the stand-in for pip installs.
     """
     for name in ("scripts/setup.sh", "scripts/_torch.sh", "requirements.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ time.sleep(60 if "stay" in sys.argv else 0)
 
 @pytest.fixture
 def container() -> "Iterator[Callable[..., subprocess.Popen[str]]]":
-    """A function that runs the script `HOLD` in a new PID namespace, like a container with the machine's hostname."""
+    """A function that runs the script `HOLD` in a new PID namespace, as in a container with the host's name."""
     if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespaces here")
     begun: list[subprocess.Popen[str]] = []
@@ -158,9 +158,9 @@ def test_a_run_in_a_container_keeps_its_directory(
 def test_a_lock_from_before_a_restart_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool, has_lock: bool
 ) -> None:
-    """A lock file from before a reboot is taken over only if its run held an advisory lock on a local file system.
+    """A lock file from before a reboot is taken over only if its run used an advisory lock on a local file system.
 
-    A free advisory lock proves that the run has ended, but only on a local file system, where all processes see it.
+    If this advisory lock is free now, the run has ended. On other file systems, some processes may not see the lock.
     """
     monkeypatch.setattr(run_lock.advisory, "is_local", lambda path: local)
     held_by(tmp_path, table="another-boot pid:[4026531836]", pid=os.getpid(), advisory=has_lock)
@@ -178,7 +178,7 @@ def _start_at_once(folder: str, barrier: Any) -> None:
         lock = RunLock(Path(folder))
     except RunLockedError:
         return
-    time.sleep(60)  # holds the lock until the test kills this process
+    time.sleep(60)  # hold the lock until the test kills this process
     lock.release()
 
 
@@ -220,7 +220,7 @@ def test_a_forked_worker_does_not_keep_the_advisory_lock(tmp_path: Path) -> None
     assert lock._handle is not None
     run_lock.advisory.drop(lock._handle)
     lock._handle = None
-    deadline = time.monotonic() + 10  # the worker closes its copy of the lock file when it first runs
+    deadline = time.monotonic() + 10  # the forked worker soon closes its copy of the lock file
     while run_lock.advisory.is_held(lock.path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert run_lock.advisory.is_held(lock.path) is False
@@ -240,7 +240,7 @@ def test_temporary_names_differ_between_processes_of_one_number(tmp_path: Path) 
 
 
 def test_an_earlier_start_of_this_slurm_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock of an earlier start of the same SLURM job is taken over on any node; other locks are respected."""
+    """A run takes over the lock of an earlier start of its own SLURM job, on any node, and respects other locks."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for job in ("", "7 start 0", "771 start 0", "77 start 1"):
@@ -268,7 +268,7 @@ def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that finds a stale lock is refused if another run takes the lock over before the first run removes it."""
+    """If two runs find a stale lock, the first to replace it gets the run directory, and the other is refused."""
     held_by(tmp_path, pid=2**22 - 1, started="1")
     honest = RunLock._remove
 
@@ -341,7 +341,7 @@ def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
     (there / "latest").write_text("iter_0000004\n")
     (run / "metrics.jsonl").write_text('{"iteration": 4}\n')
     first = parse(["--save", str(there)])
-    refuse_other_checkpoints(first, run, 0)  # a run directory without config.json is new
+    refuse_other_checkpoints(first, run, 0)  # without config.json, the run directory counts as new
     (run / "config.json").write_text(json.dumps(first.to_dict()))
     refuse_other_checkpoints(first, run, 0)
     # A new --save is accepted if --load names the run's old checkpoint folder, since the run then resumes from it.

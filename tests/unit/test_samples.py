@@ -26,7 +26,7 @@ from tests.support import command
 
 @pytest.fixture
 def indexed(tmp_path: Path) -> IndexedDataset:
-    """100 documents in which token k of document d has the unique value 100 d + k."""
+    """A dataset of 100 documents; token k of document d has the unique value 100 d + k."""
     rng = np.random.default_rng(3)
     with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
         for d in range(100):
@@ -35,7 +35,7 @@ def indexed(tmp_path: Path) -> IndexedDataset:
 
 
 def test_an_epoch_is_the_documents_once(indexed: IndexedDataset) -> None:
-    """An epoch's samples are windows of one sequence, in which each document appears once, in shuffled order."""
+    """An epoch concatenates all documents in shuffled order, each once, and cuts them into samples."""
     dataset = GPT2Dataset(indexed, range(10, 90), seq_length=16, seed=1, part="train")
     for number in (0, 1, 5):
         epoch = dataset.order.epoch(number)
@@ -147,8 +147,8 @@ def test_a_large_epoch_is_a_file_that_all_map(
 ) -> None:
     """The sample order of a large epoch is stored beside the data, in a file that all processes map.
 
-    If the data folder is read-only, the file is in the temporary folder; if that is unusable, too, each process keeps
-    the order in memory.
+    If the data folder is read-only, the file is in the temporary folder. If that folder is unusable, too, each process
+    keeps the order in memory.
     """
 
     def dataset() -> GPT2Dataset:
@@ -166,7 +166,7 @@ def test_a_large_epoch_is_a_file_that_all_map(
     assert len(first) == 1
     large = dataset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleOrder, "_fill", None)  # the file exists, so the order is not computed again
+        patch.setattr(SampleOrder, "_fill", None)  # fails if the order is computed again
         assert [pickle.loads(pickle.dumps(large))[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert [large[n]["text"].tolist() for n in numbers] == expected
     assert len(orders_of(indexed.prefix)) == 2, "the epoch before the last is not needed"
@@ -181,13 +181,13 @@ def test_a_large_epoch_is_a_file_that_all_map(
     for path in Path(f"{indexed.prefix}.orders").glob("*"):
         path.unlink()
     Path(f"{indexed.prefix}.orders").rmdir()
-    Path(f"{indexed.prefix}.orders").write_text("")  # a file where the folder should be simulates a read-only disk
+    Path(f"{indexed.prefix}.orders").write_text("")  # a file in place of the folder simulates a read-only disk
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert "it is kept in" in capsys.readouterr().err
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert capsys.readouterr().err == "", "said once"
 
-    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # the temporary folder is unusable, too
+    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # a file, so it is unusable as a folder
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert "every process keeps it in memory" in capsys.readouterr().err
 
@@ -231,7 +231,7 @@ def test_one_process_makes_the_file(indexed: IndexedDataset, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mapped order of 3 million documents takes below 20 MB of a process's memory; the dataset pickles to 5 kB."""
+    """A mapped order of 3 million documents takes less than 20 MB of memory; the dataset pickles to 5 kB at most."""
     documents = 3_000_000
     sizes = np.full(documents, 3, np.int32)
     with IndexedDatasetBuilder(tmp_path / "x", np.uint8) as builder:
@@ -273,7 +273,7 @@ def test_the_number_of_workers_changes_nothing(indexed: IndexedDataset) -> None:
 )
 @settings(max_examples=300, deadline=None)
 def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, overlap: int, n: int) -> None:
-    """The sample order equals a plain implementation: concatenate shuffled documents and cut them into windows."""
+    """The sample order equals a simple implementation, which concatenates shuffled documents and cuts windows."""
     if sum(sizes) < length + overlap:
         return
     order = SampleOrder(np.array(sizes, np.int32), length, seed=3, stream="train", overlap=overlap)
@@ -307,7 +307,7 @@ def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tupl
 
 
 def test_no_signal_reaches_the_processes_that_read() -> None:
-    """Signals stay blocked while data-loader workers start, although Python's resource tracker unblocks signals."""
+    """Signals stay blocked while data-loader workers start, although Python's resource tracker unblocks them."""
     code = (
         "import multiprocessing, signal\n"
         "from megatron.data.workers import block_signals\n"

@@ -43,10 +43,10 @@ def plan_of(settings: dict[str, object], stages: int, micros: int, chunks: int =
 def run_like_nccl(plan: list[list[Instruction]]) -> None:
     """Run all stages with the message order of gloo and NCCL; fail on a deadlock or a wrong message.
 
-    Messages over a stage boundary have no tags: a receive takes the oldest message, which must be the expected one.
+    Messages over a stage boundary have no tags. A receive takes the oldest message, so the expected one must be oldest.
     """
     stages, todo = len(plan), [list(stage) for stage in plan]
-    wires: dict[tuple[str, int], list[int]] = {}  # (direction, virtual stage before the boundary) -> micro-batches sent
+    wires: dict[tuple[str, int], list[int]] = {}  # (direction, virtual stage before the boundary) -> sent messages
     while any(todo):
         moved = False
         for stage, rest in enumerate(todo):

@@ -17,7 +17,7 @@ def test_every_token_is_a_target_once(length: int, longest: int, stride: int) ->
         assert 0 < window.end - window.start <= longest
         assert window.start < window.first
         targets += range(window.first, window.end)
-        if window.first > 1:  # a window has as many context tokens as fit
+        if window.first > 1:  # the window must use all context that fits
             assert window.start == max(window.end - longest, 0)
     assert targets == list(range(1, length))
 
@@ -35,7 +35,7 @@ def table(tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stride", [1, 3, 6])
 def test_nats_against_a_bigram_table(stride: int) -> None:
-    """For any stride of the windows, a token's score under a bigram model is the log probability in its table."""
+    """With a bigram model, the score of a token is the log probability in the model's table, for any window stride."""
     ids = torch.randint(11, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     probabilities = table(torch.arange(11)).softmax(-1)
     expected = [-math.log(probabilities[a, b]) for a, b in zip(ids, ids[1:], strict=False)]

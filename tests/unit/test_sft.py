@@ -62,7 +62,7 @@ def hf_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
-    """Ids and loss mask equal those of apply_chat_template, also for a template without `generation` tags."""
+    """Ids and loss masks equal those of apply_chat_template, even for a template without `generation` tags."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     theirs = transformers.AutoTokenizer.from_pretrained(hf_tokenizer)
@@ -77,11 +77,11 @@ def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
         ids, counts = encoder.encode(template.pieces(messages_of({"messages": CHAT})))
         assert (ids, counts) == (expected["input_ids"], expected["assistant_masks"]), name
     ended, counts = ChatEncoder(tokenizer, append_eod=True).encode(ChatML().pieces(messages_of({"messages": CHAT})))
-    # The end-of-document token replaces the line break after the last turn.
+    # With append_eod, the end-of-document token replaces the line break after the last turn.
     assert ended == [*expected["input_ids"][:-1], tokenizer.eod]
     assert counts == [*expected["assistant_masks"][:-1], 1]
     asked, counts = ChatEncoder(tokenizer, True).encode(ChatML().pieces(messages_of({"messages": CHAT[:4]})))
-    assert asked[-1] != tokenizer.eod and not counts[-1]  # the last question is unanswered
+    assert asked[-1] != tokenizer.eod and not counts[-1]  # no EOD, since the last turn is a question
 
 
 def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
@@ -117,7 +117,7 @@ FORGED = [
 def test_added_tokens_that_are_not_special_are_marks_and_no_content_forges_them(plain_marks: Path) -> None:
     """Chat tokens need not be marked special, and message contents cannot produce them.
 
-    The reference is transformers with sanitize_control_tokens. An assistant's <think> stays a token.
+    The test compares ids with transformers' sanitize_control_tokens. An assistant's <think> remains a token.
     """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
@@ -264,7 +264,7 @@ def test_windows_hold_records_whole_and_learn_what_counts(tmp_path: Path) -> Non
     for d in range(50):
         size = int(dice.integers(1, 20))
         records.append((list(range(20 * d, 20 * d + size)), dice.integers(0, 2, size).tolist()))
-    records[7] = (list(range(140, 160)), [0] * 16 + [1] * 4)  # no target is left once the record is cut to 13 tokens
+    records[7] = (list(range(140, 160)), [0] * 16 + [1] * 4)  # no target among the 13 tokens that fit a sample
     records[8] = (list(range(160, 180)), [0] * 5 + [1] * 15)
     dataset = SftDataset(Records(_corpus(tmp_path / "a", records), 1000), range(50), 12, 999, seed=3, part="train")
     kept = {d for d, (_, flags) in enumerate(records) if sum(flags[1:13])}
@@ -342,9 +342,9 @@ DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}<|i
 def test_a_corpus_has_one_date(
     tmp_path: Path, hf_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Templates render one date in a whole corpus: --chat-date or the day when preprocessing began.
+    """In one corpus, chat templates always render the same date: --chat-date or the day when preprocessing began.
 
-    Resuming on another day keeps the date.
+    Preprocessing that resumes on another day keeps the date.
     """
     pytest.importorskip("jinja2")
     lines = [json.dumps({"instruction": f"question {i}", "output": "answer"}) + "\n" for i in range(200)]
@@ -398,7 +398,7 @@ def test_an_objective_of_another_family_is_refused(flags: str, message: str) -> 
 
 
 def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets_it(hf_tokenizer: Path) -> None:
-    """A conversation's ids begin with the ids that generation reads as the prompt, whatever the answer begins with."""
+    """The ids of a conversation begin with the ids of its prompt, even if the answer begins with white space."""
     tokenizer = load_tokenizer(str(hf_tokenizer))
     encoder, template = ChatEncoder(tokenizer, append_eod=False), ChatML()
     question = Message("user", "\n What?")
@@ -416,7 +416,7 @@ def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets
 def test_a_template_that_ignores_add_generation_prompt_is_noted(
     hf_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], asks: str, noted: bool
 ) -> None:
-    """A note names a template that ignores add_generation_prompt: training on it also teaches the assistant header."""
+    """A note names a template that ignores add_generation_prompt; training then also targets the assistant header."""
     pytest.importorskip("jinja2")
     source = CHATML[: CHATML.index("{% if add_generation_prompt %}")] + asks
     (tmp_path / "t.jinja").write_text(source)

@@ -1,4 +1,4 @@
-"""Docstrings: public functions on tensors give shapes, and every public name has a docstring."""
+"""Every public name has a docstring, and docstrings of public functions with tensors give shapes."""
 
 import ast
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def _public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
 
 
 def without_shapes(text: str) -> list[str]:
-    """Return the public functions with Tensor arguments or results whose docstrings have neither "[" nor "scalar"."""
+    """Return public functions that take or return a Tensor and whose docstrings contain neither "[" nor "scalar"."""
     found = []
     for node in _public(ast.parse(text).body):
         every = [*(a.annotation for a in (*node.args.args, *node.args.kwonlyargs)), node.returns]

@@ -1,4 +1,4 @@
-"""A backward pass split into input and weight gradients equals the whole, and neither half repeats the other."""
+"""A backward pass split into input and weight gradients equals an unsplit one, and computes no gradient twice."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from tds.split_backward import backward_input
 
 
 class Odd(nn.Module):
-    """A module with hard cases for a split backward pass.
+    """A module with difficult cases for a split backward pass.
 
     Some weights are used twice, squared, or not at all; one output does not depend on the input.
     """
@@ -64,7 +64,7 @@ def test_two_halves_make_a_whole(make: Callable[[], nn.Module], shape: tuple[int
 
 
 def test_the_second_half_does_not_compute_the_first_again() -> None:
-    """The second half, for weight gradients, does not compute the gradients of hidden states again."""
+    """The second half of a backward pass, for weights, does not compute gradients of hidden states again."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4, requires_grad=True)
     seen: list[str] = []
     hidden = model[1](model[0](x))

@@ -1,4 +1,4 @@
-"""Runs continue if stdout or stderr cannot be written, and report the broken stream on the other one."""
+"""If a run cannot write to stdout or stderr, it continues and reports the broken stream on the other stream."""
 
 import errno
 import io
@@ -77,7 +77,7 @@ def test_the_result_of_a_tool_names_the_stream_that_it_cannot_go_to() -> None:
 
 
 def test_closed_streams_are_not_taken_by_files(tmp_path: Path) -> None:
-    """No file gets the descriptor of a closed stdout or stderr, since C++ code would write messages into that file."""
+    """A new file does not get the descriptor of a closed stdout or stderr, or C++ code would print into this file."""
     code = (
         "from megatron.streams import guarded\nwith guarded('', 'stdout', 'stderr'): open('file', 'w').close(); "
         "print(open('file').fileno())"

@@ -1,4 +1,4 @@
-"""T5 reads prompts as in training: the encoder's tokens, the end of a document, and the generated text."""
+"""T5 reads prompts and ends documents as in training: the encoder's tokens, the loss, and the generated text agree."""
 
 import argparse
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 
 
 def test_what_follows_an_end_of_document_does_not_count() -> None:
-    """T5's loss with --eod-mask-loss counts an end-of-document token, but not the token after it."""
+    """With --eod-mask-loss, T5's loss counts an end-of-document token, but not the token after this token."""
     eod, pad, first, second = 3, 48, 47, 46
     config = parse(f"{SMALL} --vocab-size 50 --enc-seq-length 8 --seq-length 8 --eod-mask-loss".split())
     labels = torch.tensor([[first, 10, 11, eod, 12, second, eod]])
@@ -56,7 +56,7 @@ class _Letters(Tokenizer):
 
 
 class _Writes:
-    """A stand-in for a generating model: its largest logit is that of each of `ids` in turn, then always of `z`."""
+    """A stand-in for a model that generates the tokens `ids` one after another, and then only the token `z`."""
 
     def __init__(self, ids: list[int], vocab: int) -> None:
         self.ids, self.vocab, self.at = ids, vocab, 0
@@ -76,7 +76,7 @@ class _Writes:
 
 @pytest.mark.parametrize("convention", ["t5", "cpm"])
 def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
-    """A prefix-LM T5 is prompted as in training: "ab" becomes the encoder input, and the labels decode to "abcd"."""
+    """The prompt "ab" of a prefix-LM T5 is the encoder input of a training sample; its labels decode to "abcd"."""
     tokenizer = SentinelTokenizer(_Letters(), 10, convention)
     data = T5Dataset.__new__(T5Dataset)
     data.objective = Objective("prefix-lm", convention)

@@ -1,4 +1,4 @@
-"""T5's masked spans: no text is lost, lengths fit, and the formats of T5 and CPM are followed."""
+"""T5's masked spans lose no text, fit into encoder and decoder, and have the formats of T5 and CPM."""
 
 import time
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_prefix_lm_goes_on_where_the_encoder_stops(prefix: str, convention: str)
 
 
 def test_lengths_are_those_of_t5() -> None:
-    """568 tokens make 512 for the encoder and 114 for the decoder, as published for T5 (15% masked, spans of 3)."""
+    """With 15% masked and spans of 3, as published for T5, 568 tokens give 512 encoder and 114 decoder tokens."""
     assert plan_spans(512, None, 0.15, 3.0, 100, True) == SpanPlan(568, 85, 28, 512, 114)
 
 
@@ -128,7 +128,7 @@ def test_lengths_fit(encoder: int, decoder: int | None, ends: bool) -> None:
     assert decoder is None or plan.decoder <= decoder
     assert plan.tokens - plan.noise + plan.spans + ends == plan.encoder
     if decoder is None:
-        assert plan.encoder >= encoder - 1  # at most one encoder position is unused
+        assert plan.encoder >= encoder - 1  # at most one position of the encoder is unused
 
 
 def test_too_few_sentinels_are_refused_with_the_knobs() -> None:
@@ -144,7 +144,7 @@ def test_spans_are_as_long_as_asked_and_anywhere(prefix: str) -> None:
         kept = np.array(numbers(sample, "encoder")[:-1])
         assert np.isin(kept, T5.sentinels).sum() == 28
         at = 0
-        for token in kept:  # count how often each position is masked
+        for token in kept:  # count in `hidden` how often each position is masked
             if token in T5.sentinels:
                 span = numbers(sample, "labels")
                 begin = span.index(int(token)) + 1
@@ -175,7 +175,7 @@ def test_compositions_are_even() -> None:
 @pytest.mark.parametrize("length", [128, 24])
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 17, 200])
 def test_borders_of_any_density_fit(every: int, length: int, density: float) -> None:
-    """Spans drawn for CPM fit encoder and decoder and mask every document's end, even in one-token documents."""
+    """CPM's random spans fit into encoder and decoder and mask the end of every document, even of one token."""
     plan = plan_spans(length, None, density, 3.0, 100, False)
     ends = np.zeros(plan.tokens, dtype=bool)
     ends[min(every, 3) - 1 :: every] = True
@@ -186,7 +186,7 @@ def test_borders_of_any_density_fit(every: int, length: int, density: float) -> 
         assert noise + spans <= plan.decoder
         assert masked[:used][ends[:used]].all()
         assert (masked | ~first).all()
-        after = np.flatnonzero(ends[: used - 1]) + 1  # first tokens of documents: no span may cross into one
+        after = np.flatnonzero(ends[: used - 1]) + 1  # first tokens of documents; spans end before these
         assert (~masked[after] | first[after]).all()
 
 
@@ -203,9 +203,9 @@ def lines(folder: Path, mean: int) -> str:
 @pytest.mark.parametrize("decoder", [None, 60])
 @pytest.mark.parametrize("mean", [3, 8, 14, 40])
 def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decoder: int | None) -> None:
-    """An epoch of short documents has 99.8% of the corpus's tokens.
+    """An epoch of short documents contains 99.8% of the corpus's tokens.
 
-    15% of them are masked, or all document ends if these are more than 15%.
+    15% of the tokens are masked. If more than 15% of the tokens are document ends, all document ends are masked.
     """
     path = lines(tmp_path, mean)
     (data, _, _), notes = build_train_valid_test_datasets(
@@ -234,7 +234,7 @@ def test_nothing_of_short_documents_is_left_out(tmp_path: Path, mean: int, decod
 
 
 def test_ordinary_documents_have_the_plan_of_t5(prefix: str) -> None:
-    """Documents of ordinary length get T5's numbers of tokens and spans, so older runs resume with the same samples."""
+    """Documents of ordinary length have T5's counts of tokens and spans, so older runs resume with equal samples."""
     assert dataset(prefix, "cpm", encoder=512).plan == plan_spans(512, None, 0.15, 3.0, COUNT, False)
 
 
@@ -247,7 +247,7 @@ def test_a_sample_is_a_pure_function_of_its_number_and_epochs_differ(prefix: str
 
 
 def test_reading_is_not_the_bottleneck(prefix: str) -> None:
-    """T5Dataset makes over 1,000 samples of 512 tokens a second of CPU time; the bound is loose for slow machines."""
+    """T5Dataset makes more than 1,000 samples of 512 tokens per second of CPU time, a loose bound for slow machines."""
     data = dataset(prefix, "t5", encoder=512)
     data[0]
     begin = time.process_time()
@@ -277,9 +277,9 @@ def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
 
 
 def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path) -> None:
-    """CPM's triple of files (context, target, target_offset) reproduces each document, and its end is masked.
+    """CPM's three files context, target and target_offset contain each document, with a masked document end.
 
-    Sentinel j has id vocabulary size + j; target_offset has each span's offset in target and its length.
+    The id of sentinel j is vocabulary size + j. For each span, target_offset has the offset in target and the length.
     """
     path, source = write_triple(prefix, tmp_path), IndexedDataset(prefix)
     parts = [IndexedDataset(f"{path}_{name}") for name in ("context", "target", "target_offset")]
@@ -300,7 +300,10 @@ def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path
 
 @pytest.mark.parametrize("decoder", [20, 60])
 def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int) -> None:
-    """Samples of CPM's triples have renumbered sentinels, a closing sentinel, and padding where a span does not fit."""
+    """Samples of CPM's pre-masked files are read as in CPM.
+
+    Their sentinels are renumbered, a closing sentinel is added, and padding stands where a span does not fit.
+    """
     path = write_triple(prefix, tmp_path)
     (data, _, _), notes = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)
     assert data is not None

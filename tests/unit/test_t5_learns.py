@@ -1,4 +1,4 @@
-"""T5 learns to fill masked spans that their surroundings determine, in the formats of T5 and of CPM."""
+"""T5 learns to fill masked spans that the surrounding text determines, in the formats of T5 and of CPM."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ STEPS, BATCH, LR = 600, 16, 3e-3
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", covering(list(VARIANTS), [].__contains__))
 def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
-    """A T5 trained on documents that count from 1 to 12 again and again fills masked spans correctly."""
+    """A T5 that was trained on documents of repeated numbers 1 to 12, in order, fills masked spans correctly."""
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "count", np.uint16) as builder:
         for _ in range(16):
@@ -47,7 +47,7 @@ def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     for step in range(STEPS):
         batch = default_collate([data[n] for n in range(step * BATCH, step * BATCH + BATCH)])
-        mask = batch["loss_mask"] * (batch["labels"] != EOD)  # the text does not determine a document's end
+        mask = batch["loss_mask"] * (batch["labels"] != EOD)  # document ends cannot be predicted from the text
         loss = (model(batch["encoder"], batch["decoder"], labels=batch["labels"]) * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -55,7 +55,7 @@ def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
         optimizer.step()
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / 40, (STEPS - step) / 200)
-    # Judge only masked text, since sentinels and EOD are easy. A unigram model would have a loss of log 12 nats.
+    # Measure the loss of masked text only: sentinels and EOD are easy. A unigram model would have a loss of log 12.
     batch = default_collate([valid[n] for n in range(100)])
     with torch.no_grad():
         model.eval()(batch["encoder"], batch["decoder"], labels=batch["labels"])

@@ -1,4 +1,4 @@
-"""T5 with random weights and padding equals Hugging Face's: logits, losses and gradients."""
+"""With random weights and padding, T5 has Hugging Face's logits, losses and gradients."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def hugging_face(activation: str, tied: bool, scaled: bool) -> Any:
 
 
 def copy_weights(theirs: Any, ours: T5Model, gated: bool) -> None:
-    """Copy Hugging Face's weights into `ours`, where q, k, v alternate per head, and gate and value per feature."""
+    """Copy Hugging Face's weights into `ours`, which fuses q, k, v (interleaved per head) and gate, value (per row)."""
     w: dict[str, Tensor] = theirs.state_dict()
     heads, width = 4, 6
 
@@ -109,12 +109,12 @@ def test_padding_changes_nothing_and_makes_no_nan() -> None:
     found = model(source, target, *documents)
     torch.testing.assert_close(found[:, :4], alone)
     assert torch.isfinite(found).all()
-    only = model(source, target, torch.ones(1, 12).short(), documents[1])  # padding in the decoder only
+    only = model(source, target, torch.ones(1, 12).short(), documents[1])  # only the decoder has padding
     assert torch.isfinite(only).all()
 
 
 def test_documents_do_not_see_each_other() -> None:
-    """Two documents in one sample have the same logits as each alone, with positions that restart."""
+    """With positions that restart, two documents in one sample have the logits that each of them has alone."""
     flags = (
         "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 16 "
         "--reset-position-ids --reset-attention-mask"
@@ -139,7 +139,7 @@ def test_unscaled_attention_starts_with_smaller_queries() -> None:
 
 
 def test_integers_that_cross_a_border_take_less_than_20_kilobytes() -> None:
-    """Integers sent over a stage boundary take below 20 kB at CPM-2's sizes; CPM-Pretrain's masks take 12.1 MB."""
+    """At CPM-2's sizes, stages exchange less than 20 kB of integers, instead of the 12.1 MB of CPM-Pretrain's masks."""
     flags = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 1024"
     model = T5Model(parse(flags.split()))
     documents = torch.ones(4, 1024).short(), torch.ones(4, 384).short()

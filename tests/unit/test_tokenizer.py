@@ -106,7 +106,7 @@ def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> Non
 
 
 def test_ids_do_not_depend_on_what_is_installed(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """jieba segments words even if rjieba is installed; "+rjieba" selects rjieba and changes name and fingerprint."""
+    """jieba segments words even if rjieba is installed; "+rjieba" selects rjieba, with another name and fingerprint."""
     path = tmp_path / "vocab.txt"
     path.write_text("<unk>\n<eod>\n你\n", encoding="utf-8")
     plain, fast = load_tokenizer(str(path)), load_tokenizer(str(path), "cpm-vocab+rjieba")
@@ -126,7 +126,7 @@ def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tm
 
 
 def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """Megatron-LM's gpt2-vocab.json loads with gpt2-merges.txt or merges.txt, given the folder or the file."""
+    """Given the file or its folder, Megatron-LM's gpt2-vocab.json is loaded with gpt2-merges.txt or merges.txt."""
     train_byte_bpe(list(texts([str(SAMPLE)]))[:150], str(tmp_path), 2000, "gpt2-bpe")
     (tmp_path / "vocab.json").rename(tmp_path / "gpt2-vocab.json")
     for name in ("merges.txt", "gpt2-merges.txt"):
@@ -136,7 +136,7 @@ def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, To
 
 
 def test_cpm_is_jieba_joined_by_spaces(tokenizers: dict[str, Tokenizer], sample_corpus: Path) -> None:
-    """The cpm tokenizer encodes as CPM-1 does: jieba words, translated and joined by spaces, then sentencepiece."""
+    """Like CPM-1, the cpm tokenizer splits words with jieba, joins them by spaces, and encodes with sentencepiece."""
     import jieba
 
     cpm = tokenizers["cpm"]
@@ -231,7 +231,7 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("train", [train_sentencepiece, train_cpm])
 @pytest.mark.parametrize(
     ("size", "direction", "model_type"),
-    # There is no "lower" case for unigram: its largest size depends on --vocab-size itself.
+    # unigram has no "lower" case, since the largest size that works depends on --vocab-size itself.
     [(600, "raise", "bpe"), (600, "raise", "unigram"), (90_000, "lower", "bpe")],
 )
 def test_the_size_that_an_error_names_can_be_trained(
@@ -299,9 +299,9 @@ def test_a_llama_without_a_tokenizer_json_has_the_ids_of_transformers(
     "options", [{}, {"add_dummy_prefix": False}, {"byte_fallback": False, "vocab_size": 50}], ids=str
 )
 def test_fingerprints_of_one_model_are_the_same_where_its_ids_are(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Settings in tokenizer_config.json change a tokenizer's fingerprint exactly if they change its ids.
+    """Settings in tokenizer_config.json change the fingerprint of a tokenizer exactly if they change token ids.
 
-    Without tokenizer_config.json the fingerprint is the SHA-256 of tokenizer.model.
+    Without tokenizer_config.json, the fingerprint is the SHA-256 of tokenizer.model.
     """
     switches = [
         dict(zip(("add_bos_token", "add_prefix_space", "legacy"), said, strict=True))
@@ -400,7 +400,7 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
         assert ours.encode(text) == ours.encode_batch([text])[0].tolist() == theirs(text)["input_ids"]
         said = ours.encode_content(text)
         assert ours.decode(said) == text and not set(ours.marks.values()) & set(said)
-    for text in ("river   runs", "春天 of covid"):  # added words do not look like control tokens, so they stay tokens
+    for text in ("river   runs", "春天 of covid"):  # added plain words stay tokens in content
         assert ours.encode_content(text) == ours.encode(text) == theirs(text)["input_ids"]
 
 
@@ -414,7 +414,7 @@ def test_a_model_without_a_space_in_front_says_so(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_json_that_adds_both_ends_begins_documents(tmp_path: Path) -> None:
-    """`start` has the ids that transformers puts before a text, whether or not tokenizer.json also appends an end."""
+    """`start` has the ids that transformers puts before a text, even if tokenizer.json also appends an end token."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     train_byte_bpe(["春天来了 spring"] * 20, str(tmp_path / "tokenizer.json"), 270, "hf", ["<s>", "</s>"])

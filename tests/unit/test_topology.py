@@ -8,7 +8,7 @@ from tests.sentences import SENTENCES
 
 @pytest.mark.parametrize("shape", list(product([1, 2, 3], repeat=3)), ids=str)
 def test_same_answers_as_deepspeeds_own_topology(shape: tuple[int, int, int]) -> None:
-    """`Topology` has the methods and results of DeepSpeed's PipeModelDataParallelTopology, which it replaces."""
+    """`Topology` replaces DeepSpeed's PipeModelDataParallelTopology: its methods return the same results."""
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     pipe, data, model = shape

@@ -1,4 +1,4 @@
-"""Timelines of steps: recording, clock offsets between ranks, and merging the ranks' files."""
+"""Timelines of steps are recorded, corrected for clock offsets between ranks, and merged from the ranks' files."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def about(stage: int, stages: int = 2, micros: int = 4) -> dict[str, object]:
 
 
 def test_the_distance_of_two_clocks_lies_within_its_bound() -> None:
-    """The clock offset that `narrow` estimates from the times of collectives lies within its error bound."""
+    """The error of the clock offset that `narrow` estimates from collectives is within the bound that it returns."""
     dice = random.Random(1)
     for apart in (0, 5_000, -3_000_000, 10**12):
         zeros, mine = [], []
@@ -55,7 +55,7 @@ def test_the_newest_iterations_or_those_asked_for_are_kept(tmp_path: Path) -> No
     assert [n for n, _ in newest.pieces()] == list(range(trace.LAST + 11, 2 * trace.LAST + 11))
     assert [n for n, _ in asked.pieces()] == [3, 4, 5]
     assert all(len(pieces) == 2 and pieces[0].size == 7 for _, pieces in asked.pieces())
-    assert newest.path.exists() and not list(tmp_path.glob("*.tmp"))  # the file was written during the iterations
+    assert newest.path.exists() and not list(tmp_path.glob("*.tmp"))  # the file was written while iterations ran
     asked.write()
     events = json.loads(asked.path.read_text())["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"} and all(
@@ -73,7 +73,10 @@ def test_collectives_are_noted_only_while_somebody_records(tmp_path: Path) -> No
 
 
 def _written(folder: Path, shift_ms: float) -> float:
-    """Write the timelines of a simulated step of two stages, stage 1's clock `shift_ms` ahead; return the bubble."""
+    """Write timelines of a simulated step of two stages; return the bubble.
+
+    shift_ms: milliseconds by which the clock of stage 1 is ahead.
+    """
     plan = [list(schedule_of({})(stage, 2, 4)) for stage in range(2)]
     spans = times(plan)
     seconds = max(span.end for span in spans)
@@ -110,7 +113,7 @@ def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFix
         build_parser().parse_args(["--run", str(tmp_path), "--svg", str(picture), "--png", str(tmp_path / "x.png")])
     )
     assert "ideal 1f1b of the same passes: 15.0 ms, bubble 20.0%" in capsys.readouterr().out
-    assert picture.read_text().count("<rect") == 1 + 2 * 16 + 2  # background, passes in two diagrams, legend
+    assert picture.read_text().count("<rect") == 1 + 2 * 16 + 2  # background, 16 passes in 2 diagrams, legend
     assert "time, ms" in picture.read_text() and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     (folder / timeline.name_of(0)).unlink()
     with pytest.raises(ValueError, match=SENTENCES["the_timeline_of_stage_0_is"]):

@@ -1,4 +1,4 @@
-"""The FLOPs counted for the layers equal torch's count, and layers are partitioned into stages by them."""
+"""The FLOPs that are counted for layers equal torch's count, and determine how stages divide the layers."""
 
 from itertools import pairwise
 from typing import Any
@@ -58,7 +58,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> t
     ],
 )
 def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers' work, in multiply-adds, is half of the FLOPs that torch's FlopCounterMode counts.
+    """The work of the layers in multiply-adds is half of the FLOPs that torch's FlopCounterMode counts.
 
     Attention is replaced by matmuls, since torch does not count its fused CPU kernel.
     """
@@ -80,7 +80,7 @@ def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.Mo
     ],
 )
 def test_operations_of_a_step(flags: str) -> None:
-    """For a training step, `flops_per_token` counts 6 FLOPs for each multiply-add of the forward pass."""
+    """`flops_per_token` counts 6 FLOPs of a training step for each multiply-add of the forward pass."""
     config = parse(flags.split())
     model, _, layers = _model(flags)
     few = sum(p.numel() for p in model.parameters() if p.dim() == 1)
@@ -97,9 +97,9 @@ LARGE = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-lengt
 
 
 def test_logits_count() -> None:
-    """Partitioning into stages counts the matmul of the logits, which costs as much as two layers of this 1.3B model.
+    """The partition into stages includes the matmul of the logits, so the last stage has fewer layers.
 
-    The last stage therefore has fewer layers.
+    In this 1.3B model, the matmul of the logits costs as much as two layers.
     """
     layers = gpt2_layers(parse(LARGE.split()), 50257)
     by_blocks = [0, 5, 8, 11, 14, 17, 20, 23, 28]
@@ -112,9 +112,9 @@ def test_logits_count() -> None:
 @pytest.mark.parametrize("stages", range(1, 12))
 @pytest.mark.parametrize("flags", [GPT2, f"{T5} --position-embedding relative"])
 def test_every_number_of_stages(flags: str, stages: int) -> None:
-    """Partitioning into any number of stages gives each stage a layer.
+    """For any number of stages, each stage has at least one layer.
 
-    No stage ends with a layer without matmuls, such as a position table, if enough layers have matmuls.
+    If enough layers have matmuls, each stage ends with one of them, not with a position table, for example.
     """
     layers = _model(flags)[2]
     if stages > len(layers):

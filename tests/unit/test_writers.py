@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, MLflow and CSV get every metrics line; a resumed run continues its records."""
+"""TensorBoard, Weights & Biases, MLflow and CSV get every line of metrics; a resumed run continues its records."""
 
 import csv
 import importlib.util
@@ -90,7 +90,7 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     assert (
         str(error.value) == f"--{name} needs the package {name}: pip install {name}; --no-{name} continues without it"
     )
-    writers.check(parse([]).log)  # the default needs no package: TensorBoard is used only if installed
+    writers.check(parse([]).log)  # no package is needed: TensorBoard is optional by default
 
 
 def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
