@@ -7,7 +7,7 @@ from megatron.config import Config
 
 from .finding import Finding, failed, ok, warning
 
-LOOKED_AT = 1 << 24  # tokens of a corpus whose ids are compared with the vocabulary
+LOOKED_AT = 1 << 24  # most tokens of a corpus that are compared with the vocabulary size
 SLICES = 64
 
 
@@ -48,7 +48,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
     if tokenizer is not None and about is not None:
         theirs, remedy = (
             about.get("fingerprint"),
-            "give the corpus's tokenizer as --vocab-file, or preprocess again",
+            "give the tokenizer of the corpus, or preprocess again",
         )
         if theirs != tokenizer.fingerprint:
             yield failed(
@@ -71,7 +71,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
             "give the tokenizer with which the corpus was made as --vocab-file",
         )
     elif size is not None:
-        yield ok("ids", f"at most {largest}, vocabulary size {size}")
+        yield ok("ids", f"the largest id is {largest}, the vocabulary has {size} ids")
 
 
 def largest_id(dataset: Any) -> int:
@@ -103,11 +103,11 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding
     sizes = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
     remedy = f"use more text, a smaller --seq-length, or another --split than {config.data.split}"
     if counts.get("train", 0) < needed:
-        yield failed("tokens", f"{prefix} has tokens for {sizes}, but a sample needs {needed}", remedy)
+        yield failed("tokens", f"{prefix} has too few tokens ({sizes}); a sample needs {needed}", remedy)
     elif any(tokens < needed for tokens in counts.values()):
         yield warning(
             "tokens",
-            f"{prefix} has tokens for {sizes}, but a sample needs {needed}: the smaller splits have no samples",
+            f"{prefix} has too few tokens in some splits ({sizes}); a sample needs {needed}",
             remedy,
         )
     else:
