@@ -25,7 +25,7 @@ class Chart(NamedTuple):
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> list[tuple[float, float | None]]:
-    """Thin to about `most` points, in order: the first, last, smallest and largest of each range."""
+    """Reduce a line to about `most` points: the first, last, smallest and largest point of each range."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(4 * len(points) / most)
@@ -43,8 +43,8 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
 def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
     """Return a line of a chart. NaN and infinite values become None, which interrupts the line.
 
-    kind: the style. raw: thin, for many points. dots: with markers, for few points. parts: one colour per label, not
-    per run. dashed, plain: as named.
+    kind: style of the line. `raw` is thin, for many points. `dots` has markers, for few points. `parts` has one colour
+    for each label instead of each run. `dashed` is dashed. `plain` is a normal line.
     """
     finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
     kept = thinned(finite)
