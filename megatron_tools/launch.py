@@ -172,7 +172,8 @@ def describe_rendezvous_error(error: Exception, args: Any) -> str:
         )
     return (
         f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at "
-        f"{args.master_addr}:{args.master_port} ({text[:150]}); start the missing nodes with the same --master-addr and --master-port"
+        f"{args.master_addr}:{args.master_port} ({text[:150]}); start the missing nodes with the same --master-addr "
+        "and --master-port"
     )
 
 

@@ -103,7 +103,7 @@ def _keys(found: Any, kind: type, what: str) -> None:
         raise ValueError(f"{what} is not a JSON object")
     names = {f.name for f in fields(kind)}
     if missing := sorted(names - set(found)):
-        raise ValueError(f"{what} lacks the keys {', '.join(missing)}")
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
     if strange := sorted(set(found) - names):
         raise ValueError(f"{what} has unknown keys: {', '.join(strange)}")
 

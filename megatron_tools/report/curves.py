@@ -97,7 +97,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """Return the levels. A level that all runs share appears once and belongs to no run."""
+    """Return the horizontal lines `levels`; a line that all runs share appears only once and belongs to no run."""
     alike: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for level in levels:
         alike.setdefault((level["label"], level["y"]), []).append(level)
@@ -135,7 +135,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _timers(runs: Sequence[RunRead]) -> list[Chart]:
-    """Return a chart of the parts of an iteration for each run that measured them."""
+    """Return a chart for each run that measured the parts of its iterations."""
     found = []
     for i, run in enumerate(runs):
         rows = [row for row in run.part("train") if "timers_ms" in row]

@@ -214,7 +214,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("peak_tflops", {"bf61": 1}, "peak_tflops is {'bf61': 1}; it must have a number for at least one of fp64, fp32"),
     ("peak_tflops", {}, "it must have a number"),
     ("between", {"gigabytes_per_second": -1, "latency_seconds": 1e-5}, "between.gigabytes_per_second is -1"),
-    ("inside", {"gigabytes_per_second": 1, "latency": 1e-5}, "inside lacks the keys latency_seconds"),
+    ("inside", {"gigabytes_per_second": 1, "latency": 1e-5}, "inside lacks latency_seconds"),
     ("inside", 3, "inside is not a JSON object"),
     ("devices_per_node", 2.5, "devices_per_node is 2.5, not a whole number"),
     ("memory", True, "memory is True, not a positive number"),
