@@ -202,9 +202,9 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _several(args):
-        # Without this variable, restarted ranks would rendezvous over torch's TCP store, which still lists the ranks of
-        # the previous attempt. A run on one node does not need the variable, because tds separates the attempts there.
-        # There, the variable would even be a risk: ranks would open a new port, which another process might take first.
+        # Without this variable, restarted ranks would rendezvous over the launcher's TCP store, which still lists the
+        # ranks of the previous attempt. With the variable, each attempt opens a store on a new port. On one node, tds
+        # separates the attempts itself. A new port is avoided there, because another process might take it first.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = install_signals(args)
     # Ranks that exit with code 2 have rejected their arguments. They would reject them again after a restart.

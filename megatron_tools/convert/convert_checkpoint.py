@@ -283,7 +283,7 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
 def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
     """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
 
-    weight: function that returns our weight for its global name. Prints the largest difference of the logits. Raises
+    weight: function that returns our weight of a given global name. Prints the largest difference of the logits. Raises
     ValueError if this difference exceeds 1e-5 of the logits' range.
     """
     try:

@@ -215,7 +215,7 @@ class Folder:
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # it would require text lengths that the number of ranks divides
+            "sequence_parallel": False,  # sequence parallelism allows only some text lengths
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})

@@ -1,8 +1,8 @@
 """Mapping between our tensors and Hugging Face's tensors, for import and export.
 
-Our fused tensors interleave query, key and value by head (or group of heads), and gate and value by feature.
-Hugging Face stores query, key and value stacked or separately, and gate and value separately. Its GPT-2 stores
-matrices transposed.
+Our fused tensors interleave query, key and value by head (or group of heads), and the gate and up projections by
+feature. Hugging Face stores query, key and value stacked or separately, and the gate and up projections separately. Its
+GPT-2 stores matrices transposed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
 def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
     """Match separate Hugging Face tensors with our tensor, which interleaves their rows group by group.
 
-    groups: number of groups. A group is a head (for query, key and value) or a feature (for gate and value).
+    groups: number of groups. A group is a head (for query, key and value) or a feature (for gate and up projection).
     """
 
     def split(t: Tensor) -> list[Tensor]:

@@ -76,14 +76,14 @@ def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
         and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
-        # If the source folder names T5Tokenizer, transformers tokenizes with the exported folder as with the
-        # source folder.
+        # The two libraries may segment runs of one character differently (see `_runs`). This is accepted if the source
+        # folder names T5Tokenizer, because transformers then tokenizes alike with the source and the exported folder.
         and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
     )
 
 
 def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
-    """Return the characters that some piece only repeats (`===`), with the length of the longest such piece."""
+    """Return {character: length of the longest piece that consists only of this character, such as `===`}."""
     pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
     runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
     return {run[0]: len(run) for run in sorted(runs, key=len)}

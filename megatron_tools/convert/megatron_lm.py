@@ -104,7 +104,7 @@ class RankFiles:
         return found
 
     def _version_of(self, headers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
-        """Return the checkpoint version and its source: the files, --checkpoint-version, or telling tensor names."""
+        """Return the checkpoint version and its source: the files, the flag, or tensor names of only this version."""
         versions = [version for each in headers if (version := each.get("checkpoint_version")) is not None]
         if versions:
             found = versions[0]
@@ -112,7 +112,7 @@ class RankFiles:
                 raise ValueError(f"{self.folder}: checkpoint version {found} is unknown or differs between files")
             if given is not None and given != found:
                 raise ValueError(f"{self.folder} has checkpoint version {found:g}, but --checkpoint-version is {given}")
-            return float(found), "from its files"
+            return float(found), "recorded in the files"
         if given is not None:
             return float(given), "from --checkpoint-version"
         if "position_embedding.weight" in self._theirs:
@@ -124,7 +124,7 @@ class RankFiles:
             return 0.0, "from CPM-1's tensor names"
         own = bool(headers) and "model" in headers[0]  # Megatron-LM writes this key, DeepSpeed "module"
         if own and any(name.startswith("language_model.transformer.") for name in self._theirs):
-            return 0.0, "Megatron-LM's default for files that do not record it"
+            return 0.0, "Megatron-LM's default for files that record no version"
         raise ValueError(
             f"{self.folder} does not record the order of query, key and value; give --checkpoint-version {ORDERS}"
         )

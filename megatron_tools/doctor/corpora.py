@@ -46,10 +46,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
         yield failed("data", str(error), "copy this file again, or preprocess the text again")
         return
     if tokenizer is not None and about is not None:
-        theirs, remedy = (
-            about.get("fingerprint"),
-            "give the tokenizer of the corpus, or preprocess again",
-        )
+        theirs, remedy = about.get("fingerprint"), "give the tokenizer of the corpus, or preprocess again"
         if theirs != tokenizer.fingerprint:
             yield failed(
                 "tokenizer of the data",
@@ -103,11 +100,11 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding
     sizes = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
     remedy = f"use more text, a smaller --seq-length, or another --split than {config.data.split}"
     if counts.get("train", 0) < needed:
-        yield failed("tokens", f"{prefix} has too few tokens ({sizes}); a sample needs {needed}", remedy)
+        yield failed("tokens", f"{prefix} has too few tokens for training ({sizes}); a sample needs {needed}", remedy)
     elif any(tokens < needed for tokens in counts.values()):
         yield warning(
             "tokens",
-            f"{prefix} has too few tokens in some splits ({sizes}); a sample needs {needed}",
+            f"{prefix} has too few tokens in some splits ({sizes}): a sample needs {needed}, so these splits are empty",
             remedy,
         )
     else:

@@ -118,7 +118,7 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
 
 
 def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
-    """Check that seed, split and corpora match the checkpoint, so that the samples keep their order.
+    """Check that seed, split and corpora match the checkpoint, so that the resumed run sees the same samples.
 
     The finding may also name the learning-rate schedule that the run continues.
     """

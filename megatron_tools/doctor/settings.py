@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Settled(NamedTuple):
-    """A run's settings, and the settings resolved with its ds_config. Settings that are invalid are None."""
+    """A run's settings.
+
+    resolved: the settings combined with the ds_config, or None if combining them failed.
+    """
 
     config: Config | None
     resolved: "Resolved | None" = None

@@ -78,7 +78,7 @@ def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
         values["vocab_size"] = VOCABULARIES.get(config.model.family or "gpt2", 50257)
-        print(f"note: assuming a vocabulary of {values['vocab_size']:,} tokens; set --vocab-size for another one")
+        print(f"note: assuming a vocabulary of {values['vocab_size']:,} tokens; set --vocab-size for another size")
     if config.train.precision == "auto":
         values["precision"] = (
             "fp32" if not cluster.accelerated else next(k for k in ("bf16", "fp16", "fp32") if k in cluster.peak_tflops)

@@ -339,7 +339,7 @@ class _Beam:
 
     def __init__(self, beams: int, max_new_tokens: int, end: int, length_penalty: float) -> None:
         self.beams, self.longest, self.end, self.length_penalty = beams, max_new_tokens, end, length_penalty
-        # All beams start with the same text. Only the first one may be extended, or all beams would stay equal.
+        # All beams start with the same text. The first step extends only one of them, or all beams would stay equal.
         self.total = torch.tensor([0.0] + [-torch.inf] * (beams - 1))
         self.rows: list[list[int]] = [[] for _ in range(beams)]
         self.done: list[Found] = []
