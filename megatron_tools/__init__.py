@@ -1,1 +1,1 @@
-"""Tools around the core: launch, plan, doctor, verify, report, convert and write."""
+"""Command-line tools: launch and plan runs, check and verify them, report, convert checkpoints, generate text."""

@@ -1,7 +1,7 @@
 """Start the ranks of a run on this machine (or on this node of several) like torchrun, with short error messages.
 
 Takes torchrun's arguments, then the script and its arguments. The ranks report errors themselves; the exit code
-is that of the first rank that failed.
+is the code of the first rank that failed.
 
 SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (default: the variable
                   TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 600); a second signal kills them at once;
@@ -48,7 +48,7 @@ class Signals:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.asked, self._since = seconds, 0, 0.0
-        self._groups: list[Any] = []  # torch's process groups, one for each attempt
+        self._groups: list[Any] = []  # torch's groups of rank processes, one group for each (re)start
 
     def listen(self, group: Any) -> None:
         """Prepare for the start of `group`'s processes, to which `handle` will forward signals.
@@ -66,7 +66,8 @@ class Signals:
         """Install the signal handlers, after the processes have started."""
         signal.signal(signal.SIGUSR1, lambda *_: self._forward(signal.SIGUSR1))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for example, ignores SIGHUP
+            # Keep ignoring a signal that was ignored before the launch, such as SIGHUP under nohup.
+            if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._stop)
 
     def _pids(self) -> list[int]:
@@ -80,7 +81,8 @@ class Signals:
     def _stop(self, number: int, _: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.asked:
-            if time.monotonic() - self._since < 0.5:  # one request that arrived twice
+            # A signal that follows this soon is the same request, delivered twice.
+            if time.monotonic() - self._since < 0.5:
                 return
             say(f"{name} again: killing the ranks")
             self._end(128 + number)
@@ -109,7 +111,7 @@ def install_signals(args: Any) -> Signals:
     """Replace torch's signal handling with ours."""
     from megatron import _torch
 
-    given = getattr(args, "shutdown_timeout", None)  # torch 2.11 only has the environment variable
+    given = getattr(args, "shutdown_timeout", None)  # torch 2.11 has no flag --shutdown-timeout
     signals = Signals(
         float(given if given is not None else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS))
     )
@@ -139,7 +141,7 @@ def _several(args: Any) -> bool:
 
 
 def wait_for_others(args: Any) -> None:
-    """Report that this node waits for the other nodes, and limit the wait to --startup-timeout-minutes.
+    """Report that this node waits for the other nodes, for at most --startup-timeout-minutes.
 
     Ctrl-C ends this wait at once.
     """
@@ -151,16 +153,17 @@ def wait_for_others(args: Any) -> None:
             with contextlib.suppress(ValueError):
                 args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"timeout={max(int(float(value) * 60), 1)}"]))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would only run once torch's socket times out
-    say(f"node {args.node_rank} of {args.nnodes} waits for the others at {args.master_addr}:{args.master_port}")
+        # Python's own handler of Ctrl-C would only run after torch's socket has timed out.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    say(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {args.master_addr}:{args.master_port}")
     try:
         socket.getaddrinfo(args.master_addr, None)
-    except OSError:  # not fatal: host names of containers may only resolve later
+    except OSError:  # this is not fatal, because the host name of a container may only resolve later
         say(f"the host {args.master_addr} does not resolve on this machine yet; check --master-addr (MASTER_ADDR=)")
 
 
 def describe_rendezvous_error(error: Exception, args: Any) -> str:
-    """Return why the rendezvous failed, in a sentence."""
+    """Return one sentence that explains why the rendezvous failed."""
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:
         return (
@@ -168,8 +171,9 @@ def describe_rendezvous_error(error: Exception, args: Any) -> str:
             f"(MASTER_PORT=){', or check that no other node has --node-rank 0 (NODE_RANK=)' if _several(args) else ''}"
         )
     return (
-        f"node {args.node_rank} of {args.nnodes} did not reach the others at {args.master_addr}:{args.master_port} "
-        f"({text[:150]}); start the missing ones with the same --master-addr and --master-port"
+        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at "
+        f"{args.master_addr}:{args.master_port} ({text[:150]}); start the missing nodes with the same --master-addr "
+        "and --master-port"
     )
 
 
@@ -180,9 +184,10 @@ def main(argv: list[str]) -> int:
     fill_closed()
     # Ranks share this machine's cores, so each gets one thread unless the user sets another number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # without it C++ stack traces clutter the ranks' messages
-    os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()  # ranks exit when this process does
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save yet
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide C++ stack traces, which clutter the ranks' messages
+    # With this variable, the ranks notice when the launcher has ended, and exit, too.
+    os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the ranks start, there is nothing to save
     warnings.simplefilter("ignore")
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -197,12 +202,12 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _several(args):
-        # Ranks of several nodes that restart would otherwise rendezvous over a store that still lists the ranks of
-        # the previous attempt. On one node tds separates the attempts itself, and a new port is avoided because
-        # another process might take it.
+        # Without this variable, restarted ranks would rendezvous over the launcher's TCP store, which still lists the
+        # ranks of the previous attempt. With the variable, each attempt opens a store on a new port. On one node, tds
+        # separates the attempts itself. A new port is avoided there, because another process might take it first.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = install_signals(args)
-    # Ranks that exit with code 2 have rejected their arguments and would do so again.
+    # Ranks that exit with code 2 have rejected their arguments. They would reject them again after a restart.
     _torch.never_restart_after(REFUSED)
     wait_for_others(args)
     try:

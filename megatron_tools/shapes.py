@@ -1,4 +1,4 @@
-"""Weight shapes that a model's settings imply, compared with a checkpoint before the model is built."""
+"""Weight shapes that a model's settings imply, and their comparison with the weights in a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
 def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the full shape of every parameter of one of our models by global name, without allocating weights."""
+    """Return the full shape of every model parameter, by global name. No weights are allocated."""
     with torch.device("meta"), mpu.defer_init():
         model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
     return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
@@ -49,11 +49,13 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
             )
         if found[name] != shape:
             raise CheckpointError(
-                f"{where}: the weight {name} has shape {list(found[name])}, but its settings imply {list(shape)}"
+                f"{where}: the weight {name} has shape {list(found[name])}, but the saved settings imply {list(shape)}"
             )
     if extra := sorted(found.keys() - shapes.keys()):
         raise CheckpointError(
-            f"{where} lists weights that the model described by its settings does not have: {first_of(extra, 3)}"
+            f"{where} lists weights that do not belong to the model in the saved settings: {first_of(extra, 3)}"
         )
     if m.position_embedding == "learned" and config.positions != reader.positions:
-        raise CheckpointError(f"{where}: positions is {reader.positions}, but its settings imply {config.positions}")
+        raise CheckpointError(
+            f"{where}: positions is {reader.positions}, but the saved settings imply {config.positions}"
+        )

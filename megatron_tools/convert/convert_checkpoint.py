@@ -85,7 +85,8 @@ def export(args: argparse.Namespace) -> None:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
         for note in notes:
             print(f"note: {note}")
-        if args.verify:  # before the folder gets its final name, so a failed check leaves no export behind
+        # This check runs before the folder gets its final name. If the check fails, no exported folder remains.
+        if args.verify:
             if tokenizer:
                 compare_ids(tokenizer, folder)
             compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
@@ -95,7 +96,10 @@ def export(args: argparse.Namespace) -> None:
 def _described(
     reader: CheckpointReader, config: Config, tokenizer: Tokenizer | None, vocab_file: str, chat: Chat, dtype: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json of a model. Raises ConfigError if no class of transformers fits."""
+    """Return the contents of config.json and generation_config.json for the model of a checkpoint.
+
+    Raises ConfigError if no model class of transformers supports the settings.
+    """
     start, end = (tokenizer.before[0], tokenizer.eod) if tokenizer else (0, 1)
     if config.is_t5:
         pad = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
@@ -113,7 +117,7 @@ def _described(
 
 
 def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `value`, one of our weights, with the rounding that an export in `dtype` causes."""
+    """Return `value`, one of our weights, rounded as an export in `dtype` rounds it."""
     return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
@@ -161,7 +165,10 @@ def import_checkpoint(args: argparse.Namespace) -> None:
 
 
 def _write_settings(path: Path, config: Config) -> None:
-    """Write the settings for --config when training continues: the model's, its tokenizer and sequence lengths."""
+    """Write the model's settings, tokenizer and sequence lengths to `path`.
+
+    Training continues from the imported checkpoint with `--config path`.
+    """
     data = config.to_dict()["data"]
     kept = ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels")
     content = {"model": config.to_dict()["model"], "data": {key: data[key] for key in kept if data[key] is not None}}
@@ -190,7 +197,8 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
         usual = theirs.values["pad_token_id"] in (0, None) and theirs.values["eos_token_id"] in (1, [1], None)
         if theirs.config.is_t5 and not (usual and theirs.values["decoder_start_token_id"] in (0, None)):
             raise ValueError(
-                f"{theirs.path} has unusual ids for padding, start or end, but contains no tokenizer; give --vocab-file"
+                f"{theirs.path}: config.json has unusual ids for the padding, start or end token, but the folder "
+                "contains no tokenizer; give --vocab-file"
             )
         print(f"note: there is no tokenizer in {theirs.path}; training and generation need --vocab-file")
         return {}, ""
@@ -209,11 +217,11 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
 
 
 def _extra_ids(vocab_file: Path, free: int) -> int:
-    """Return how many sentinels T5Tokenizer adds to a vocabulary without any.
+    """Return how many sentinels T5Tokenizer adds to a vocabulary that contains no sentinels.
 
-    The number is `extra_ids` in the tokenizer_config.json beside `vocab_file`. If this is missing, it is 100, or `free`
-    if that is smaller.
-    free: number of the model's embedding rows without a token.
+    The key `extra_ids` in the tokenizer_config.json beside `vocab_file` gives this number. Without the key, the
+    default is 100, but at most `free` and at least 1.
+    free: number of rows of the model's embedding that belong to no token of the vocabulary.
     """
     nearby = vocab_file.with_name("tokenizer_config.json")
     given = read_object(nearby).get("extra_ids") if nearby.is_file() else None
@@ -235,7 +243,10 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     settings = settings_of(theirs, args.num_attention_heads)
     refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
     rows, fingerprint = settings["vocab_size"], ""
-    print(f"query, key and value are in the order of checkpoint version {theirs.version:g} ({theirs.version_source})")
+    print(
+        f"the rows of query, key and value are read in the order of checkpoint version {theirs.version:g} "
+        f"({theirs.version_source})"
+    )
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file)
         if tokenizer.vocab_size > rows:
@@ -272,8 +283,8 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
 def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
     """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
 
-    weight: returns our weight by global name. Prints the largest difference of the logits. Raises ValueError if this
-    difference exceeds 1e-5 of the logits' range.
+    weight: function that returns our weight of a given global name. Prints the largest difference of the logits. Raises
+    ValueError if this difference exceeds 1e-5 of the logits' range.
     """
     try:
         import transformers
@@ -295,7 +306,8 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
     print(f"largest logit difference: {worst:.1e} (range of the logits: {spread:.1e})")
     if not worst <= 1e-5 * spread:
         raise ValueError(
-            f"{folder} is not the same model: its logits differ by {worst:.1e} (their range is {spread:.1e})"
+            f"{folder} is not the same model: its logits differ by {worst:.1e} "
+            f"(the range of the logits is {spread:.1e})"
         )
 
 
@@ -303,7 +315,8 @@ def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
     """Raise ValueError if AutoTokenizer, reading `folder`, encodes any test text differently than `tokenizer`."""
     from transformers import AutoTokenizer
 
-    if not (folder / SETTINGS).is_file():  # then the folder has a placeholder, which AutoTokenizer rejects
+    # A folder without tokenizer_config.json has only a placeholder, which AutoTokenizer rejects.
+    if not (folder / SETTINGS).is_file():
         return
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     for text in texts_of(tokenizer):
@@ -319,7 +332,9 @@ def main(args: argparse.Namespace) -> None:
         if getattr(args, flag) is not None and not args.from_megatron:
             raise ValueError(f"--{flag.replace('_', '-')} needs --from-megatron")
     if args.verify and args.from_megatron:
-        raise ValueError("--verify compares with transformers, which cannot read --from-megatron; omit --verify")
+        raise ValueError(
+            "--verify compares with transformers, which cannot read the --from-megatron folder; omit --verify"
+        )
     if not 0 < args.max_shard_size < math.inf:
         raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a positive number of GB")
     if args.load:
@@ -355,11 +370,13 @@ def build_parser() -> Parser:
         f"{ORDERS}; for CPM-Pretrain, 2 if the run was never resumed, else 0",
     )
     add("--output", required=True, help="new folder, for the exported model (--load) or the imported checkpoint")
-    add("--vocab-file", help="tokenizer (default: that of the run or the imported folder)")
+    add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of the run or of the imported folder)")
     add("--dtype", choices=DTYPES, default="fp32", help="dtype of the exported weights (default: fp32)")
     add("--max-shard-size", type=float, default=5.0, help="largest exported file in GB (default: 5)")
     add(
-        "--verify", action="store_true", help="run the same tokens through both models and compare (needs transformers)"
+        "--verify",
+        action="store_true",
+        help="compare the logits of this project's model and of the Hugging Face model (needs transformers)",
     )
     return parser
 

@@ -13,14 +13,14 @@ NO_TEXT = "\U0010fffd"  # a private-use character that no vocabulary contains
 # Keys of tokenizer_config.json that are not exported: code and templates are separate files, and the export sets its
 # own tokenizer class.
 REPLACED = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
-# Roles that transformers' classes assign to tokens which tokenizer_config.json does not mention.
+# Default special tokens of transformers' tokenizer classes, used where tokenizer_config.json does not set a role.
 CLASS_ROLES: dict[str, dict[str, str]] = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>"),
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
-# Pattern by which Qwen2Tokenizer splits text.
+# Regular expression with which Qwen2Tokenizer splits text before BPE.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -51,7 +51,8 @@ def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
     given = _name_of(named_roles(tokenizer, source).get("pad_token"))
     if given in tokenizer.marks:
         return given
-    if settings_beside(source):  # the source folder names no padding token, so the export names none
+    # If tokenizer_config.json of the source folder names no padding token, the export does not name one either.
+    if settings_beside(source):
         return None
     spare = [name for name in PADS if name in tokenizer.specials and tokenizer.specials[name] != tokenizer.eod]
     return next((name for name in spare if tokenizer.specials[name] not in tokenizer.encode(NO_TEXT)), None)
@@ -81,9 +82,9 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
 
 
 def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
-    """Return the settings that keep AutoTokenizer from replacing the tokenizer class.
+    """Return the entries of tokenizer_config.json that determine which tokenizer class AutoTokenizer loads.
 
-    is_json: the exported folder has a tokenizer.json.
+    is_json: whether the exported folder has a tokenizer.json.
     """
     if model_type == "qwen2" and class_beside(source) == "Qwen2Tokenizer" and is_json and _cuts_as_qwen2(source):
         return {"tokenizer_class": "Qwen2Tokenizer"}
@@ -92,7 +93,7 @@ def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
 
 
 def _cuts_as_qwen2(source: Path) -> bool:
-    """Return whether a tokenizer.json normalises and splits text like Qwen2Tokenizer.
+    """Return whether the tokenizer.json `source` normalises and splits text like Qwen2Tokenizer.
 
     Qwen2Tokenizer always uses its own normaliser and splitting, whatever the file contains.
     """
@@ -103,7 +104,10 @@ def _cuts_as_qwen2(source: Path) -> bool:
 
 
 def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
-    """Return the special-token ids (the keys ROLES) for config.json. trained: role -> id used in training."""
+    """Return the special-token ids for config.json, by their keys (see ROLES).
+
+    trained: ids used in training, by the same keys.
+    """
     given = ids_beside(source)
     ids = {key: trained[key] for key in ROLES if key in trained}
     ends = given.get("eos_token_id")
@@ -114,7 +118,8 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
         ids["bos_token_id"] = given["bos_token_id"]
     elif start is not None and not is_t5:
         ids["bos_token_id"] = start
-    if is_t5:  # keep the padding id, also the decoder's first id, as trained
+    # A T5 keeps the padding id of its training, because the decoder starts with this id.
+    if is_t5:
         return ids
     pad = pad_of(tokenizer, source)
     if given:
@@ -125,9 +130,10 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
 
 
 def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dicts for a model that came without a tokenizer: token ids (eos_token_id, ...), generation settings.
+    """Return (special-token ids, generation settings) of a model that came without a tokenizer.
 
-    The ids are for config.json, the settings are the content of generation_config.json.
+    The ids (eos_token_id, ...) belong in config.json. The generation settings are the content of
+    generation_config.json.
     """
     ids = {key: trained[key] for key in ROLES if key in trained} | ids_beside(source)
     return ids, {**ids, **generation_beside(source)}
@@ -136,7 +142,11 @@ def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any]
 def generation_settings(
     ids: Mapping[str, Any], tokenizer: Tokenizer, source: Path, turn_end: int | None
 ) -> dict[str, Any]:
-    """Return generation_config.json: the source folder's, with `ids` of config.json and all ids that end an answer."""
+    """Return the content of generation_config.json for an export.
+
+    The generation settings of the source folder override `ids`, the special-token ids of config.json. eos_token_id
+    holds every id that ends an answer, including `turn_end`.
+    """
     given = ends_beside(source)
     listed = given if isinstance(given, list) else [] if given is None else [given]
     known = [i for i in listed if type(i) is int and 0 <= i < tokenizer.vocab_size]

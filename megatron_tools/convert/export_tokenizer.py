@@ -47,7 +47,7 @@ class Chat(NamedTuple):
 
 
 def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
-    """Return the chat format of the conversations that the run was trained on, else that of the tokenizer."""
+    """Return the chat format of the conversations in the training data, else the tokenizer's chat format."""
     if config.is_t5:
         return Chat(None, None)
     own, notes = own_template(vocab_file), _skipped_templates(vocab_file)
@@ -58,9 +58,9 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     abouts = [about for _, about in of_conversations(config)]
     if not abouts:
         notes.append(
-            f"{', '.join(prefixes) or 'the run'} has no sidecar file with the chat template: "
-            f"{'the template of the tokenizer' if own else 'none'} is exported, and "
-            "eos_token_id lacks an end-of-turn token"
+            f"{', '.join(prefixes) or 'the run'} has no sidecar file with the chat template, so "
+            f"{'the template of the tokenizer' if own else 'no template'} is exported and "
+            "eos_token_id contains no end-of-turn token"
         )
         return Chat(own, None, tuple(notes))
     source, date, end = str(abouts[0]["chat_template"]), abouts[0].get("chat_date"), None
@@ -76,7 +76,7 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     try:
         end = turn_end(template_of_corpus(abouts[0], tokenizer, vocab_file), tokenizer)
     except ValueError as error:
-        notes.append(f"eos_token_id lacks an end-of-turn token: {error}")
+        notes.append(f"eos_token_id contains no end-of-turn token: {error}")
     return Chat(source, end, tuple(notes))
 
 
@@ -97,7 +97,8 @@ def write_tokenizer(
 ) -> list[str]:
     """Write the tokenizer and chat_template.jinja for transformers. Return notes for the user.
 
-    If transformers would produce other ids from these files, writes a placeholder on which AutoTokenizer fails.
+    If transformers would encode text to other ids with these files, a placeholder is written instead. AutoTokenizer
+    fails on this placeholder.
     """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     source, theirs = file_of(vocab_file), to_hf_tokenizer(base)
@@ -125,7 +126,8 @@ def write_tokenizer(
         if source.with_name(file).is_file():
             (folder / file).write_bytes(source.with_name(file).read_bytes())
     notes = _write_template(folder, tokenizer, chat)
-    for key in NAMED:  # templates use these names as variables, so transformers needs them
+    # Chat templates use these names, such as bos_token, as variables. transformers takes them from this file.
+    for key in NAMED:
         if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
             described[key] = name
     (folder / SETTINGS).write_text(json.dumps(described, indent=2), encoding="utf-8")
@@ -133,7 +135,7 @@ def write_tokenizer(
 
 
 def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a sentencepiece model, or {} if transformers would give other ids."""
+    """Return tokenizer_config.json for a sentencepiece model, or {} if transformers would produce other ids."""
     if not isinstance(base, SentencePieceTokenizer):
         return {}
     if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base):
@@ -147,7 +149,7 @@ def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> d
 def _write_json(
     folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write tokenizer.json, including a T5's sentinels; return their entries for tokenizer_config.json."""
+    """Write tokenizer.json with a T5's sentinels. Return the sentinels' entries for tokenizer_config.json."""
     from tokenizers import AddedToken
 
     described: dict[str, Any] = {}

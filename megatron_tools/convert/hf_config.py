@@ -80,9 +80,10 @@ FAMILIES = {
 
 
 def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Return the value of every key of the model family, from `content` or by default, with aliases resolved.
+    """Return a value for each key of the model family: the value in `content`, else the default.
 
-    Raises ValueError for an unknown model type, an unknown key, or a value that our models do not support.
+    An alias in `content` sets the key that it stands for. Raises ValueError for an unknown model type, an
+    unknown key, or a value that our models do not support.
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -93,8 +94,8 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     for name in named:
         if name not in family.architectures:
             raise ValueError(
-                f"{where}: architectures names {name}; of {kind}, only {' and '.join(family.architectures)} can be "
-                f"converted"
+                f"{where}: architectures names {name}; for model_type {kind}, only "
+                f"{' and '.join(family.architectures)} can be converted"
             )
     values = dict(family.defaults)
     given: dict[str, str] = {}
@@ -106,7 +107,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
             check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
             given[name], values[name] = key, value
         elif name in MUST and value not in (MUST[name], None):
-            raise ValueError(f"{where}: {key} is {value}; only models with {MUST[name]} can be converted")
+            raise ValueError(f"{where}: {key} is {value}; this project supports only {MUST[name]}")
         elif name not in MUST and name not in HARMLESS and not is_off(key, value) and not changes_nothing(key):
             raise ValueError(
                 f"{where}: the key {key} ({value!r}) is unknown and may change what the model computes; if it does "
@@ -114,23 +115,27 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
             )
     wanted = family.defaults["is_encoder_decoder"]
     if values["is_encoder_decoder"] not in (wanted, None):
-        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {wanted} for {kind}")
-    if "scale_decoder_outputs" in given:  # null means false; without the key the family decides
+        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {kind} needs {wanted}")
+    # A null value means false. If the key is missing, the default depends on the model family.
+    if "scale_decoder_outputs" in given:
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys that `read_config` accepts but no model class reads, unless their value disables a feature."""
+    """Return the keys that `read_config` accepts although no model class reads them.
+
+    Keys whose value disables a feature are not returned.
+    """
     family = FAMILIES[content["model_type"]]
     known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
     return [key for key, value in content.items() if key not in known and not is_off(key, value)]
 
 
 def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return (our settings by their flat names, notes for the user) for the values from `read_config`.
+    """Convert the values from `read_config` to (our settings by name, notes for the user).
 
-    tied: the tensors hold one matrix for embedding and output. Raises ValueError for unsupported settings.
+    tied: whether input and output embedding are one matrix. Raises ValueError for unsupported settings.
     """
     if values["model_type"] in hf_llama.FAMILIES:
         return hf_llama.llama_settings(values, tied, where)
@@ -138,8 +143,8 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
         notes = []
         if values["embd_pdrop"] != values["resid_pdrop"]:
             notes.append(
-                f"embd_pdrop {values['embd_pdrop']} is not resid_pdrop {values['resid_pdrop']}; further training uses "
-                f"--hidden-dropout {values['resid_pdrop']} for both"
+                f"embd_pdrop {values['embd_pdrop']} differs from resid_pdrop {values['resid_pdrop']}; further training "
+                f"replaces both by --hidden-dropout {values['resid_pdrop']}"
             )
         return {
             "family": "gpt2", "num_layers": values["n_layer"], "hidden_size": values["n_embd"],
@@ -167,7 +172,10 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
 
 
 def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
-    """Return the activation in `feed_forward_proj` (gated-X or X), which is_gated_act and dense_act_fn may override."""
+    """Return our name of the activation that `feed_forward_proj` gives as X or gated-X.
+
+    The keys is_gated_act and dense_act_fn override `feed_forward_proj`.
+    """
     project = values["feed_forward_proj"]
     gated, name = project.startswith("gated-"), project.removeprefix("gated-")
     name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 writes gated-gelu but means GELU with tanh
@@ -204,7 +212,8 @@ def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
 def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
     """Compare the tokenizer with the model in config.json; return notes for the user.
 
-    Raises ValueError if the tokenizer has more tokens than the model, or if their end, padding or start ids differ.
+    Raises ValueError if the tokenizer has more tokens than the model, or if the end, padding or start ids of the two
+    differ.
     """
     if tokenizer.vocab_size > values["vocab_size"]:
         raise ValueError(
@@ -262,7 +271,10 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
 
 
 def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
-    """Return the config.json of T5ForConditionalGeneration or UMT5. Raises ConfigError for unsupported settings."""
+    """Return the config.json of T5ForConditionalGeneration or its UMT5 variant.
+
+    Raises ConfigError for unsupported settings.
+    """
     refuse([
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),

@@ -26,7 +26,7 @@ from .hf_names import Match, matches_of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
 HEAD = "lm_head.weight"
-# Names of the embedding matrix; a file may use any of these names.
+# Possible names of the embedding matrix in a file.
 EMBEDDINGS = (
     "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight",
     "decoder.embed_tokens.weight", HEAD,
@@ -93,7 +93,7 @@ class FolderReader:
     def _name(self, name: str) -> str | None:
         """Return the name that the files use for tensor `name`, or None if they do not contain this tensor.
 
-        Files may omit the prefix, or store a tied matrix under its other name.
+        Files may omit the prefix `transformer.` or `model.`, and may use any name in EMBEDDINGS for the embedding.
         """
         for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
             for found in (str(each), PREFIX.sub("", each)):
@@ -164,9 +164,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 def entries_of(
     matches: Iterable[Match], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
 ) -> list[Entry]:
-    """Return the entries to write for Hugging Face, made from our tensors.
+    """Return one entry for each Hugging Face tensor; writing an entry computes its tensor from ours.
 
-    Creating an entry's tensor raises ValueError if its values overflow `dtype`.
+    This computation raises ValueError if a value overflows `dtype`.
     """
     found = []
     for match in matches:
@@ -209,11 +209,13 @@ class Folder:
         refuse_absurd_sizes(self.values, self.tensors.shapes(), where)
         settings, self.notes = settings_of(self.values, self._tied(), where)
         if unread := unread_keys(self.given):
-            self.notes.append(f"{where} has keys without effect in a {self.values['model_type']}: {', '.join(unread)}")
+            self.notes.append(
+                f"{where} has keys without effect on {self.values['model_type']} models: {', '.join(unread)}"
+            )
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # sequence parallelism restricts text lengths
+            "sequence_parallel": False,  # sequence parallelism allows only some text lengths
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})
@@ -223,7 +225,7 @@ class Folder:
         self._check_tensors()
 
     def _tied(self) -> bool:
-        """Return whether input and output embedding are tied, judged by the tensors rather than the setting."""
+        """Return whether input and output embedding are tied, judged by the tensors rather than tie_word_embeddings."""
         there = [name for name in EMBEDDINGS if self.tensors.holds(name)]
         first = next((name for name in there if name != HEAD), None)
         for name in there:

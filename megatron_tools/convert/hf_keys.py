@@ -87,7 +87,7 @@ HARMLESS = frozenset(
         "reorder_and_upcast_attn",
     ]
 )
-# Keys that change the computation, with the only supported value.
+# Keys that change the computation, each with the only value that our models support.
 MUST: dict[str, Any] = {
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False,
     "tie_encoder_decoder": False,
@@ -98,8 +98,8 @@ UNREAD = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
     r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
 )
-# Parts of key names. In other families, keys with such a part change what a model computes; test_hf_keys.py checks
-# this list against transformers.
+# Parts of key names. In other model families, a key that contains such a part changes what the model computes.
+# test_hf_keys.py checks this list against transformers.
 COMPUTES = re.compile(
     r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position"
     r"|residual|emb|act|gat|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim"
@@ -159,16 +159,16 @@ def check_type(key: str, value: Any, default: Any, optional: type | None, where:
 
 
 def activation_of(name: str, where: Path, key: str) -> str:
-    """Return our name of a Hugging Face activation. Raises ValueError if we have no equivalent."""
+    """Return our name for the Hugging Face activation `name`. Raises ValueError if we have no equivalent."""
     if name not in ACTIVATIONS:
         raise ValueError(f"{where}: {key} is {name}; only {', '.join(ACTIVATIONS)} can be converted")
     return ACTIVATIONS[name]
 
 
 def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
-    """Raise ConfigError for the first setting that `model` does not support.
+    """Raise ConfigError for the first setting that Hugging Face's class for `model` does not support.
 
-    what: (our model has the setting, its flag) pairs.
+    what: pairs of (whether our model uses the unsupported setting, the setting's flag).
     """
     for wrong, setting in what:
         if wrong:

@@ -50,13 +50,13 @@ FAMILIES = {
 
 
 def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return (our settings by their flat names, notes for the user) for the values from `read_config`."""
+    """Convert the values from `read_config` to (our settings by name, notes for the user)."""
     hidden_bias, qkv_bias = _biases(values, where)
     positions = values["max_position_embeddings"]
     notes = []
     if positions > LONGEST:
         notes.append(
-            f"the model has {positions} positions; settings.json has --seq-length {LONGEST} for further training"
+            f"the model has {positions} positions; settings.json sets --seq-length {LONGEST} for further training"
         )
     return {
         "family": "llama", "num_layers": values["num_hidden_layers"], "hidden_size": values["hidden_size"],
@@ -81,8 +81,8 @@ def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
     if attention != mlp:
         other = "" if values["model_type"] == "qwen3" else f" and mlp_bias {mlp}"
         raise ValueError(
-            f"{where}: attention_bias is {attention}{other}; only models with biases in all linear layers, in none, or "
-            f"(qwen2) in queries, keys and values can be converted"
+            f"{where}: attention_bias is {attention}{other}; a model must have biases in all linear layers or in "
+            f"none; only qwen2 may have them in queries, keys and values alone"
         )
     return attention, attention
 
@@ -97,7 +97,10 @@ def _gated(name: str, where: Path) -> str:
 
 
 def _window(values: Mapping[str, Any], where: Path) -> int | None:
-    """Return the sliding window in tokens, or None for full attention. Raises ValueError if layers differ."""
+    """Return the sliding window in tokens, or None for full attention.
+
+    Raises ValueError if only some of the layers have a window.
+    """
     if "sliding_window" not in values:
         return None
     layers, window = values["num_hidden_layers"], values["sliding_window"]
@@ -108,18 +111,18 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
         full = values.get("max_window_layers", 0)
         if full is None and window is not None:
             raise ValueError(
-                f"{where}: max_window_layers is null; without layer_types, use_sliding_window needs it as the number "
-                f"of layers without a window"
+                f"{where}: max_window_layers is null; set it to the number of layers without a sliding window, or list "
+                f"the layers in layer_types"
             )
         types = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
     if len(types) != layers or len(set(types)) != 1 or types[0] not in ("full_attention", "sliding_attention"):
         raise ValueError(
-            f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must make all {layers} "
-            f"layers full_attention or all sliding_attention; models whose layers differ cannot be converted"
+            f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must give all {layers} "
+            f"layers the same attention, full_attention or sliding_attention; other models cannot be converted"
         )
     slides = types[0] == "sliding_attention"
     if slides and window is None or not slides and window is not None and "use_sliding_window" not in values:
-        raise ValueError(f"{where}: layer_types are {types[0]}, but sliding_window is {window}")
+        raise ValueError(f"{where}: all layer_types are {types[0]}, but sliding_window is {window}")
     return window if slides else None
 
 
@@ -160,7 +163,7 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
 
 
 def _kind_of(m: ModelConfig) -> str:
-    """Return the family for these settings: Llama where possible, because most programs support it.
+    """Return the Hugging Face family for these settings: Llama if possible, because most programs support Llama.
 
     Llama's class requires hidden_size to be divisible by the number of heads; Mistral's does not.
     """

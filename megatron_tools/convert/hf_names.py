@@ -1,7 +1,8 @@
-"""Mapping between our tensors and those of Hugging Face's models, one table for both directions.
+"""Mapping between our tensors and Hugging Face's tensors, for import and export.
 
-Our fused tensors interleave query, key and value by head (or group of heads), and gate and value by feature.
-Hugging Face stacks them or stores them separately. Its GPT-2 stores matrices transposed.
+Our fused tensors interleave query, key and value by head (or group of heads), and the gate and up projections by
+feature. Hugging Face stores query, key and value stacked or separately, and the gate and up projections separately. Its
+GPT-2 stores matrices transposed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,8 @@ class Match:
 
     ours: str
     theirs: tuple[str, ...]
-    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # our tensor -> Hugging Face's
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # Hugging Face's tensors -> ours
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # our tensor -> Hugging Face's tensors
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # Hugging Face's tensors -> our tensor
 
 
 def _transposed(ours: str, theirs: str) -> Match:
@@ -28,7 +29,11 @@ def _transposed(ours: str, theirs: str) -> Match:
 
 
 def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
-    """Match our rows, (q, k, v) per head, with one Hugging Face tensor: all q rows, then all k, then all v."""
+    """Match two fused tensors of query, key and value rows.
+
+    Our rows are ordered by head: q, k and v of head 0, then of head 1, and so on. Hugging Face's tensor holds all q
+    rows, then all k rows, then all v rows.
+    """
 
     def split(t: Tensor) -> list[Tensor]:
         stacked = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
@@ -42,7 +47,10 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
 
 
 def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
-    """Match the tensors `theirs` with our tensor, which interleaves their rows by group (a head or a feature)."""
+    """Match separate Hugging Face tensors with our tensor, which interleaves their rows group by group.
+
+    groups: number of groups. A group is a head (for query, key and value) or a feature (for gate and up projection).
+    """
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])
@@ -55,7 +63,11 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
 
 
 def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -> Match:
-    """Match our rows, (queries, key, value) per group in heads of `size` rows, with separate q, k and v tensors."""
+    """Match Hugging Face's separate q, k and v tensors with our fused tensor for grouped-query attention.
+
+    Our rows are ordered by group: the group's queries, its key, its value. groups: number of groups. size: rows of a
+    head.
+    """
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, -1, size, *t.shape[1:])

@@ -1,6 +1,6 @@
 """Rotary position settings in config.json.
 
-They are `rope_theta` and `rope_scaling`, or since transformers 5 both within `rope_parameters`.
+The keys are `rope_theta` and `rope_scaling`. Since transformers 5, the key `rope_parameters` can hold both settings.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import ModelConfig
 
 ANY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Types of rotary scaling, and the keys that each reads besides rope_theta.
+# Types of rotary scaling, and the keys that each type uses besides rope_theta.
 READ_BY = {
     "default": (),
     "linear": ("factor",),
@@ -33,7 +33,7 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     rope, at = _rope_and_key(values, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in READ_BY:
-        raise ValueError(f"{where}: {at} has the type {kind!r}; only {', '.join(READ_BY)} can be converted")
+        raise ValueError(f"{where}: {at} has the scaling type {kind!r}; only {', '.join(READ_BY)} can be converted")
     if rope.get("type", kind) != kind:
         raise ValueError(f"{where}: {at} has type {rope['type']!r} but rope_type {kind!r}; they must be equal")
     for key in rope:
@@ -48,7 +48,7 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
     for key, usual in (("partial_rotary_factor", 1), ("truncate", True)):
         if rope.get(key, usual) != usual:
-            raise ValueError(f"{where}: {key} of {at} is {rope[key]}; only models with {usual} can be converted")
+            raise ValueError(f"{where}: {key} of {at} is {rope[key]}; this project supports only {usual}")
     found: dict[str, Any] = {"rope_theta": _theta(values, rope, at, where)}
     if kind == "default":
         return found
@@ -74,7 +74,7 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
     """
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
-        raise ValueError(f"{where}: rope_parameters differ between layers; only models with one kind can be converted")
+        raise ValueError(f"{where}: rope_parameters differ between layers; such models cannot be converted")
     # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so both must agree.
     if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
         key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
@@ -86,7 +86,7 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
 
 
 def _in_full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the type under rope_type and with transformers' default for a missing rope_theta."""
+    """Return `rope` in a comparable form: the scaling type under rope_type, and rope_theta filled in if missing."""
     outside = 10000.0 if values["rope_theta"] is None else values["rope_theta"]
     rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": outside, **rest}
@@ -105,14 +105,14 @@ def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: P
 def _factor(
     values: Mapping[str, Any], rope: Mapping[str, Any], kind: str, original: float, number: Callable[..., float]
 ) -> float:
-    """Return the factor of context extension. For yarn, null means max_position_embeddings / `original`."""
+    """Return the factor of context extension; a null factor of yarn is max_position_embeddings / `original`."""
     if kind == "yarn" and rope.get("factor", 0) is None:
         return float(values["max_position_embeddings"] / original)
     return number("factor")
 
 
 def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
-    """Return yarn's attention factor, which mscale and mscale_all_dim may imply, or None for the default factor."""
+    """Return yarn's attention factor, given or computed from mscale and mscale_all_dim; None for the default."""
     if rope.get("attention_factor") is not None:
         return number("attention_factor")
     scales = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -123,7 +123,7 @@ def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[.
 
 
 def their_rope(m: ModelConfig) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling, the older form, which all versions of transformers accept."""
+    """Return rope_theta and rope_scaling, the older keys, which all versions of transformers accept."""
     if m.rope_scaling is None:
         return {"rope_theta": m.rope_theta, "rope_scaling": None}
     found: dict[str, Any] = {"rope_type": m.rope_scaling, "factor": m.rope_scaling_factor}

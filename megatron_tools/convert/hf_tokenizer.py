@@ -1,4 +1,4 @@
-"""Conversion of our tokenizers to Hugging Face's `tokenizers` library: the same ids, in a tokenizer.json."""
+"""Conversion of our tokenizers to the format of Hugging Face's `tokenizers` library, with the same ids."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u030
 def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     """Return a `tokenizers.Tokenizer` with the same ids, or None if that is impossible.
 
-    It is impossible for tokenizers over jieba's words and for sentencepiece models that normalise the text. One
+    Tokenizers that segment words with jieba cannot be converted, nor can sentencepiece models that normalise text. One
     difference remains: the converted tokenizer reads a literal U+2581 in the text as a space.
     """
     inner = getattr(tokenizer, "_tokenizer", None)
@@ -76,14 +76,14 @@ def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
         and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
-        # If the source folder names T5Tokenizer, transformers tokenizes with the exported folder as with the
-        # source folder.
+        # The two libraries may segment runs of one character differently (see `_runs`). This is accepted if the source
+        # folder names T5Tokenizer, because transformers then tokenizes alike with the source and the exported folder.
         and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
     )
 
 
 def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
-    """Return {character: length of the longest piece that only repeats it, such as `===`}."""
+    """Return {character: length of the longest piece that consists only of this character, such as `===`}."""
     pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
     runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
     return {run[0]: len(run) for run in sorted(runs, key=len)}
@@ -117,7 +117,7 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
 
 
 def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
-    """Return texts of random vocabulary tokens, without U+2581 (a space) and names of special tokens."""
+    """Return texts decoded from random tokens. None of them contains U+2581 (a space) or a special token's name."""
     dice = random.Random(0)
     usable = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.marks.values()]
     texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]
@@ -126,6 +126,6 @@ def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
 
 
 def _encode_alike(ours: SentencePieceTokenizer, theirs: Any) -> bool:
-    """Return whether both tokenizers agree on texts from the vocabulary and on runs of one character."""
+    """Return whether both tokenizers encode test texts alike: random tokens and runs of one character."""
     texts = (text for text in (*texts_of(ours), *_runs(ours)) if MARK not in text)
     return all(theirs.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)

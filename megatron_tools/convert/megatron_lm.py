@@ -1,7 +1,7 @@
 """GPT checkpoints with one pickled file per model-parallel rank: CPM-1, CPM-Pretrain, early Megatron-LM, DeepSpeed.
 
-80000/mp_rank_00_model_states.pt            CPM-1 (two ranks for CPM-1-large) and DeepSpeed: weights under "module"
-iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under "model"; mp_rank_00_001 is the second pipeline stage
+80000/mp_rank_00_model_states.pt            CPM-1 (two ranks for CPM-1-large) and DeepSpeed: weights under key "module"
+iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under key "model"; mp_rank_00_001 is the second pipeline stage
 1000/layer_03-model_00-model_states.pt      DeepSpeed pipeline: one layer's weights; mp_rank_00_* has no weights
 """
 
@@ -32,11 +32,11 @@ ORDERS = (
 
 
 class RankFiles:
-    """Tensors of a checkpoint by our names, joined over model-parallel ranks on request.
+    """Reader of a checkpoint's tensors by our names; `read` joins the shards of the model-parallel ranks.
 
-    version: checkpoint version 0 to 3, which determines the layout of query, key and value; needed if the
-    files do not record the version. layers: number of layers in the model; needed if the checkpoint has a file per
-    layer and does not record the number.
+    version: checkpoint version 0 to 3, which determines the order of query, key and value rows. It is needed if the
+    files do not record the version. layers: number of layers in the model. It is needed if the checkpoint has one file
+    per layer and does not record the number.
     Raises ValueError for unknown folders, files or names, and if the version cannot be determined.
     """
 
@@ -62,7 +62,8 @@ class RankFiles:
         self._parts: dict[str, dict[int, Tensor]] = {}
         self._theirs: set[str] = set()
         for rank in range(self.ranks):
-            blocks: dict[int, int] = {}  # stage or layer file -> number of transformer blocks up to its end
+            # Stage or layer file -> number of transformer blocks in this file and all files before it.
+            blocks: dict[int, int] = {}
             for stage in stages:
                 first = max(blocks.values(), default=0)
                 top = self._add(contents[stage, rank], found[stage, rank], rank, first)
@@ -79,7 +80,8 @@ class RankFiles:
         named = self.settings.get("num_layers", layers)
         if named is None and self.by_layer and not _as_cpm_pretrain(stages, list(blocks)):
             raise ValueError(
-                f"{self.folder} does not record the number of layers (its files hold {self.layers}); give --num-layers"
+                f"{self.folder} does not record the number of layers (there are files of "
+                f"{self.layers} layers); give --num-layers"
             )
         for other in (named, layers):
             if other not in (None, self.layers):
@@ -102,7 +104,7 @@ class RankFiles:
         return found
 
     def _version_of(self, headers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
-        """Return the checkpoint version and its source: the files, the user, or tensor names of only one version."""
+        """Return the checkpoint version and its source: the files, the flag, or tensor names of only this version."""
         versions = [version for each in headers if (version := each.get("checkpoint_version")) is not None]
         if versions:
             found = versions[0]
@@ -110,7 +112,7 @@ class RankFiles:
                 raise ValueError(f"{self.folder}: checkpoint version {found} is unknown or differs between files")
             if given is not None and given != found:
                 raise ValueError(f"{self.folder} has checkpoint version {found:g}, but --checkpoint-version is {given}")
-            return float(found), "from its files"
+            return float(found), "recorded in the files"
         if given is not None:
             return float(given), "from --checkpoint-version"
         if "position_embedding.weight" in self._theirs:
@@ -120,9 +122,9 @@ class RankFiles:
             and {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"} <= self._theirs
         ):
             return 0.0, "from CPM-1's tensor names"
-        own = bool(headers) and "model" in headers[0]  # Megatron-LM's format, not DeepSpeed's
+        own = bool(headers) and "model" in headers[0]  # Megatron-LM writes this key, DeepSpeed "module"
         if own and any(name.startswith("language_model.transformer.") for name in self._theirs):
-            return 0.0, "Megatron-LM's default for files that do not record it"
+            return 0.0, "Megatron-LM's default for files that record no version"
         raise ValueError(
             f"{self.folder} does not record the order of query, key and value; give --checkpoint-version {ORDERS}"
         )
@@ -192,7 +194,8 @@ class RankFiles:
 def _as_cpm_pretrain(items: Sequence[int], blocks: Sequence[int]) -> bool:
     """Return whether the files are a complete CPM-Pretrain pipeline.
 
-    Its pipeline items are, from 0: cast, embedding, transpose, the blocks, two without weights, final norm, head.
+    Its pipeline layers are, numbered from 0: cast, embedding, transpose, the transformer blocks, two layers without
+    weights, final norm, output head.
     """
     last = len(blocks) + 5
     return list(items) == [1, *range(3, last - 2), last - 1, last]
@@ -204,7 +207,10 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one pipeline layer's tensors by their names in the whole model: block, embedding or final norm."""
+    """Return the tensors of a layer file, named as in the whole model.
+
+    The file contains a transformer block, the embedding or the final norm.
+    """
     if set(content) == {"weight", "bias"}:
         return {f"final_layernorm.{name}": tensor for name, tensor in content.items()}
     block = any(name.startswith("input_layernorm.") for name in content)
@@ -217,7 +223,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _newest(folder: Path) -> Path:
-    """Return the subfolder that Megatron's or DeepSpeed's tracker file names, or `folder` without a tracker file."""
+    """Return the subfolder that Megatron's or DeepSpeed's tracker file names, else `folder` itself."""
     for tracker in (folder / "latest_checkpointed_iteration.txt", folder / "latest"):
         if tracker.is_file():
             word = tracker.read_text(encoding="utf-8").strip()
@@ -275,10 +281,10 @@ def _split_dim(name: str) -> int | None:
 
 
 def by_heads(part: Tensor, heads: int, version: float) -> Tensor:
-    """Reorder a rank's query, key and value rows from the order of a checkpoint version to head by head.
+    """Reorder a rank's query, key and value rows from the order of a checkpoint version to our order.
 
-    Version 0: all queries, all keys, all values. Version 1: head, then feature, then query, key, value.
-    Versions 2 and 3: head, then query, key, value, which is our order.
+    Version 0: all queries, all keys, all values. Version 1: query, key and value for each feature of each head.
+    Versions 2 and 3: query, key and value for each head, which is our order.
     """
     rest = part.shape[1:]
     if version < 1:

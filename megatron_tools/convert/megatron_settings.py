@@ -9,7 +9,7 @@ from megatron_tools.shapes import whole_shapes
 from .megatron_lm import RankFiles
 
 # Arguments that change what a GPT computes, with their supported values. All other arguments only affect
-# training or compute the same.
+# training or do not change the result.
 MUST: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
     "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,),
@@ -25,17 +25,17 @@ RANKS = ("tensor_model_parallel_size", "model_parallel_size")
 
 
 def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
-    """Return our settings by their flat names. Raises ValueError for unsupported models.
+    """Return our settings by name. Raises ValueError for unsupported models.
 
     heads: number of attention heads, needed if the files do not record this number.
     """
     args, where = theirs.settings, theirs.folder
     for name, allowed in MUST.items():
         if name in args and args[name] not in (*allowed, None):
-            raise ValueError(f"{where}: {name} is {args[name]!r}; only models with {allowed[0]!r} can be converted")
+            raise ValueError(f"{where}: {name} is {args[name]!r}; this project supports only {allowed[0]!r}")
     for name in RANKS:
         if args.get(name) not in (None, theirs.ranks):
-            raise ValueError(f"{where}: {name} is {args[name]}, but there are files of {theirs.ranks} ranks")
+            raise ValueError(f"{where}: {name} is {args[name]}, but the folder has files of {theirs.ranks} ranks")
     count = _heads(theirs, heads)
     rows, hidden = theirs.shape("embedding.word_embeddings.weight")
     positions = theirs.shape("position_embedding.weight")[0]
@@ -91,7 +91,7 @@ def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
         if type(value) not in (int, float):
             raise ValueError(f"{theirs.folder}: {name} is {value!r}, not a number")
     if len(set(found.values())) > 1:
-        raise ValueError(f"{theirs.folder}: its args contradict each other: {found}")
+        raise ValueError(f"{theirs.folder}: the saved args contradict each other: {found}")
     return float(next(iter(found.values()), default))
 
 

@@ -35,7 +35,7 @@ class _Array:
 
 
 class _Words:
-    """Substitute for numpy.dtype that accepts only 32-bit words."""
+    """Substitute for numpy.dtype that accepts only the dtype of 32-bit words, `u4`."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         if code != "u4":
@@ -46,7 +46,7 @@ class _Words:
 
 
 def _reconstruct(kind: Any, *_: Any) -> _Array:
-    """Return an `_Array`, in place of numpy's function of this name. Raises _Refused unless `kind` is `_Array`.
+    """Return an `_Array`; substitute for numpy's `_reconstruct`. Raises _Refused unless `kind` is `_Array`.
 
     numpy's own function would call any type that the file passes to it.
     """
@@ -55,10 +55,10 @@ def _reconstruct(kind: Any, *_: Any) -> _Array:
     return _Array.__new__(_Array)
 
 
-MOST_READ = 1 << 26  # bytes of a pickle that are read to explain its rejection
+MOST_READ = 1 << 26  # most bytes of a rejected pickle that are read to find the reason
 _OF_TENSORS = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
 
-# Substitutes for numpy's functions, under the old and the new name of the module that numpy 2.0 renamed.
+# Substitutes for numpy's functions. numpy 2.0 renamed the module numpy.core, so its old and new name are listed.
 _NUMPY: list[tuple[Callable[..., Any], str]] = [
     (_reconstruct, "numpy.core.multiarray._reconstruct"),
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
@@ -95,7 +95,7 @@ def _reason_of_rejection(path: Path) -> str:
     protocol, names = 0, list[str]()
     with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
         file = io.BytesIO(_pickled(path))
-        while True:  # files from before torch 1.6 hold several pickles, then raw data, where parsing stops
+        while True:  # before torch 1.6, files held several pickles, then raw data that ends the parsing
             newest, more = _globals_of(file)
             protocol, names = max(protocol, newest), names + more
     strange = [name for name in names if not name.startswith(_OF_TENSORS)]

@@ -7,7 +7,7 @@ from megatron.config import Config
 
 from .finding import Finding, failed, ok, warning
 
-LOOKED_AT = 1 << 24  # tokens of a corpus whose ids are compared with the vocabulary
+LOOKED_AT = 1 << 24  # most tokens of a corpus that are compared with the vocabulary size
 SLICES = 64
 
 
@@ -43,7 +43,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
     try:
         about = made_with(prefix)
     except ValueError as error:
-        yield failed("data", str(error), "copy the file named here again, or preprocess again")
+        yield failed("data", str(error), "copy this file again, or preprocess the text again")
         return
     if tokenizer is not None and about is not None:
         theirs, remedy = about.get("fingerprint"), "give the tokenizer of the corpus, or preprocess again"
@@ -65,10 +65,10 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
         yield failed(
             "ids",
             f"{prefix}.bin contains the id {largest}, but the vocabulary ends at {size - 1}",
-            "give the tokenizer of the corpus",
+            "give the tokenizer with which the corpus was made as --vocab-file",
         )
     elif size is not None:
-        yield ok("ids", f"at most {largest}, vocabulary size {size}")
+        yield ok("ids", f"the largest id is {largest}, the vocabulary has {size} ids")
 
 
 def largest_id(dataset: Any) -> int:
@@ -87,7 +87,7 @@ def largest_id(dataset: Any) -> int:
 
 
 def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding]:
-    """Check that each part of the split has enough tokens for one sample."""
+    """Check that the training, validation and test split each have enough tokens for one sample."""
     from megatron.data.splits import PARTS, parse_split, split_documents
 
     if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):
@@ -100,11 +100,11 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding
     sizes = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())
     remedy = f"use more text, a smaller --seq-length, or another --split than {config.data.split}"
     if counts.get("train", 0) < needed:
-        yield failed("tokens", f"{prefix} has {sizes} tokens, a sample needs {needed}", remedy)
+        yield failed("tokens", f"{prefix} has too few tokens for training ({sizes}); a sample needs {needed}", remedy)
     elif any(tokens < needed for tokens in counts.values()):
         yield warning(
             "tokens",
-            f"{prefix} has {sizes} tokens, a sample needs {needed}: the smaller splits have no samples",
+            f"{prefix} has too few tokens in some splits ({sizes}): a sample needs {needed}, so these splits are empty",
             remedy,
         )
     else:

@@ -30,7 +30,7 @@ EXAMPLES = """\
 
 
 class Examination:
-    """All checks of one installation and one run, in order; later checks use results of earlier ones.
+    """All checks of one installation and one run, in order. Later checks use the results of earlier checks.
 
     args: the doctor's own flags. flags: the training script's flags.
     """
@@ -44,7 +44,7 @@ class Examination:
         self.tokenizer: Any = None
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings as they occur."""
+        """Run the checks one after another and yield their findings."""
         yield from self._installation()
         yield from self._network()
         yield from self._settings()
@@ -99,8 +99,8 @@ class Examination:
             if self.hosts and self.args.ranks and self.args.ranks != slots:
                 yield failed(
                     "hostfile",
-                    f"has {slots} slots, but --ranks is {self.args.ranks}",
-                    "omit --ranks, or change the slots",
+                    f"the file lists {slots} slots, but --ranks is {self.args.ranks}",
+                    "omit --ranks, or change the slots in the hostfile",
                 )
         yield from network.launcher_variables()
         yield from findings_of("names", network.names)
@@ -141,7 +141,7 @@ class Examination:
         from megatron.tokenizer import load_tokenizer
 
         if config.data.vocab_file is None:
-            yield failed("tokenizer", "none is given", "give --vocab-file; tools/train_tokenizer.py trains one")
+            yield failed("tokenizer", "none is given", "give --vocab-file; tools/train_tokenizer.py trains a tokenizer")
             return
         self.tokenizer = task_of(config).extended(
             config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type)
@@ -187,7 +187,7 @@ class Examination:
                 *map(importlib.metadata.version, ("torch", "deepspeed")),
             ]
         except importlib.metadata.PackageNotFoundError:
-            return  # already reported by the package checks
+            return  # `machine.packages` has already reported the missing package
         try:
             marked = run_dir.marker(self.run_dir) if self.run_dir is not None else nullcontext()
         except OSError:
@@ -202,9 +202,13 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--run-dir", help="folder of the run")
     add("--hostfile", help="file with lines such as 'node1 slots=8'; each host is checked over ssh")
-    add("--ranks", type=int, help="ranks of the run (default: hostfile slots, else WORLD_SIZE, else one replica)")
+    add(
+        "--ranks",
+        type=int,
+        help="number of ranks of the run (default: slots of the hostfile, else WORLD_SIZE, else one model replica)",
+    )
     add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to wait for a host (default: 10)")
-    add("--quick", action="store_true", help="do not read the whole checkpoint")
+    add("--quick", action="store_true", help="do not verify the checkpoint, which means reading all of it")
     add("--json", action="store_true", help="print the results as a JSON list")
     return parser
 

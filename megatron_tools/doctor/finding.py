@@ -8,7 +8,7 @@ OK, WARNING, FAILED = "ok", "warning", "failed"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. remedy: what to do, empty if nothing."""
+    """Result of one check. remedy: what the user should do; empty if there is nothing to do."""
 
     check: str
     state: str

@@ -88,7 +88,7 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
     built_for: accelerators that torch was built for; usable: torch finds one; present: the machine has one.
     """
     if usable:
-        yield ok("devices", f"torch for {built_for or 'accelerators'} finds a device")
+        yield ok("devices", f"torch is built for {built_for or 'accelerators'} and finds a device")
     elif present and built_for is None:
         yield failed(
             "devices",
@@ -98,7 +98,7 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
     elif present:
         yield failed(
             "devices",
-            f"there is a GPU, but this torch for {built_for} does not find it",
+            f"there is a GPU, but torch does not find it, although it is built for {built_for}",
             "check nvidia-smi, the driver version and CUDA_VISIBLE_DEVICES",
         )
     elif built_for:
@@ -112,7 +112,7 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
 
 
 def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
-    """Check for other packages named `megatron` on `paths`; one that precedes this project's package would hide it.
+    """Check `paths` for other packages named `megatron`, which hide this project's package if they come first.
 
     ours: folder of this project's package.
     """
@@ -123,7 +123,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
             continue
         if there.resolve() == ours.resolve():
             first = False
-        elif (there / "__init__.py").is_file():  # a folder without it is a namespace package, which hides nothing
+        elif (there / "__init__.py").is_file():  # without __init__.py, a folder hides no package
             others.append((there, first))
     hiding = [there for there, before in others if before]
     if hiding:
@@ -135,7 +135,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
     elif others:
         yield warning(
             "package megatron",
-            f"there is another package named megatron, {others[0][0]}",
+            f"{others[0][0]} is another package named megatron",
             "start scripts from this project's folder, or use an environment without the other package",
         )
     else:
@@ -154,7 +154,7 @@ def compiler(wanted: bool) -> Iterator[Finding]:
         yield failed(
             "compiler",
             f"--compile needs a C++ compiler, but there is no {asked or 'c++, g++ or clang++'}",
-            "install one (apt install g++) or omit --compile",
+            "install a compiler (apt install g++) or omit --compile",
         )
 
 
@@ -165,9 +165,13 @@ def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
         os.environ.get("OMP_NUM_THREADS"),
     )
     if each is not None and not (each.isdecimal() and int(each)):
-        yield failed("threads", f"OMP_NUM_THREADS={each} is not a number of threads", "unset it or set a number")
+        yield failed(
+            "threads",
+            f"OMP_NUM_THREADS={each} is not a number of threads",
+            "unset it, or set a number",
+        )
     elif on_cpu and (ranks_here > 1 or each) and ranks_here * int(each or 1) > cores:
-        words = f"{ranks_here} ranks of {each or 1} threads for {cores} cores"
+        words = f"{ranks_here} ranks with {each or 1} threads each share {cores} cores"
         yield warning("threads", words, "set OMP_NUM_THREADS=1, and use at most one rank per core if speed matters")
     else:
         yield ok("threads", f"{ranks_here} ranks, {cores} cores, OMP_NUM_THREADS {each or 'not set'}")
@@ -186,7 +190,10 @@ def open_files() -> Iterator[Finding]:
 
 
 def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
-    """Check free shared memory, in which data workers pass samples and NCCL passes messages. workers: --num-workers."""
+    """Check that enough shared memory is free for the samples of data workers and for NCCL.
+
+    workers: value of --num-workers.
+    """
     if not Path(folder).is_dir():
         return
     free = shutil.disk_usage(folder).free

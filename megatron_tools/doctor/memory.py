@@ -1,4 +1,7 @@
-"""Size of a checkpoint and free memory of this machine; `megatron.training.memory.per_rank` has a rank's memory."""
+"""Size of a checkpoint and free memory of this machine.
+
+`megatron.training.memory.per_rank` estimates the memory of a rank.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checks of the network: hosts of a run can reach each other."""
+"""Checks of the network: whether the hosts of a run can reach each other."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .finding import Finding, failed, ok, warning
 
 SSH_SECONDS = 10
-PORT = 29500  # default of torchrun and DeepSpeed
+PORT = 29500  # default MASTER_PORT of torchrun and DeepSpeed
 ASK = (
     "import importlib.metadata as m, os, sys; "
     "print('VERSIONS', '.'.join(map(str, sys.version_info[:2])), *(m.version(n) for n in ('torch', 'deepspeed')))"
@@ -21,7 +21,7 @@ ASK = (
 
 
 class Host(NamedTuple):
-    """Host of a hostfile."""
+    """One host listed in a hostfile."""
 
     name: str
     slots: int
@@ -55,7 +55,7 @@ def hostfile(path: str) -> Iterator[Finding]:
         hosts = read_hostfile(path)
     except (OSError, ValueError) as error:
         text = f"cannot read {path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        yield failed("hostfile", text, "write a line per host, 'name slots=N' (see scripts/hostfile.example)")
+        yield failed("hostfile", text, "write one line for each host, 'name slots=N' (see scripts/hostfile.example)")
         return
     yield ok("hostfile", f"{len(hosts)} hosts, {sum(host.slots for host in hosts)} ranks")
     if len({host.slots for host in hosts}) > 1:
@@ -69,9 +69,10 @@ def hostfile(path: str) -> Iterator[Finding]:
 def hosts_answer(
     hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float = SSH_SECONDS
 ) -> Iterator[Finding]:
-    """Check each host by ssh without a password: the same versions as here, and `marker` visible on a shared disk.
+    """Check over ssh that each host answers, has the versions `versions` and sees the file `marker`.
 
-    versions: this machine's Python, torch and DeepSpeed, in this order.
+    Ssh must need no password. versions: this machine's Python, torch and DeepSpeed, in this order. marker: file in the
+    run directory, which must be on a shared disk.
     """
     here = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
     others = [host.name for host in hosts if host.name not in here]
@@ -100,7 +101,7 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
             )
         ]
     except subprocess.TimeoutExpired:
-        return [failed(f"host {name}", f"did not answer within {2 * seconds:g} s", remedy)]
+        return [failed(f"host {name}", f"the host did not answer within {2 * seconds:g} s", remedy)]
     if answer.returncode:
         return [failed(f"host {name}", f"ssh: {(answer.stderr.strip().splitlines() or ['no answer'])[-1]}", remedy)]
     there = next((line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("VERSIONS")), None)
@@ -109,7 +110,7 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
         found.append(
             failed(
                 f"host {name}",
-                f"answers, but {sys.executable} or its packages are missing on it",
+                f"the host answers, but lacks {sys.executable} or its packages",
                 "install the same environment at the same path",
             )
         )
@@ -117,42 +118,42 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
         found.append(
             failed(
                 f"host {name}",
-                f"has Python, torch, DeepSpeed {' '.join(there)}, but this machine {' '.join(versions)}",
+                f"Python, torch and DeepSpeed are {' '.join(there)} there, but {' '.join(versions)} on this machine",
                 "install the same versions on all hosts",
             )
         )
     else:
-        found.append(ok(f"host {name}", f"answers, with the same versions ({' '.join(there)})"))
+        found.append(ok(f"host {name}", f"the host answers and has the same versions ({' '.join(there)})"))
     if marker and "SHARED" not in answer.stdout.split():
         found.append(
             failed(
                 f"disk of {name}",
-                f"does not see {marker.parent}",
+                f"the host does not see {marker.parent}",
                 "put --run-dir (or --save) on a disk that all hosts share",
             )
         )
     elif marker:
-        found.append(ok(f"disk of {name}", f"sees {marker.parent}"))
+        found.append(ok(f"disk of {name}", f"the host sees {marker.parent}"))
     return found
 
 
 def launcher_variables() -> Iterator[Finding]:
-    """Check the launcher's variables in the environment, which may be left from an old export."""
+    """Check the environment variables that launchers set. An old `export` may have left a wrong value."""
     given = {
         name: os.environ[name]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if name in os.environ
     }
-    remedy = "unset it: launchers set it for each rank"
+    remedy = "unset it; launchers set this variable for each rank"
     numbers = {name: int(text) for name, text in given.items() if text.isdecimal()}
     for name, text in given.items():
         if name not in numbers or ("WORLD" in name and numbers[name] < 1):
-            yield failed(name, f"is {text!r} in the environment, not a valid number", remedy)
+            yield failed(name, f"the environment variable is {text!r}, which is not a valid number", remedy)
     for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in numbers and numbers[rank] >= numbers.get(ranks, 10**9):
             yield failed(
                 rank,
-                f"is {numbers[rank]} in the environment, but {ranks} is {numbers[ranks]}: ranks count from 0",
+                f"the environment variable is {numbers[rank]}, but must be below {ranks}, which is {numbers[ranks]}",
                 remedy,
             )
 
@@ -166,12 +167,12 @@ def rank_0_is_here() -> Iterator[Finding]:
         with socket.socket() as probe:
             probe.bind((address, 0))
     except socket.gaierror:
-        return  # the address does not resolve, which `names` reports
+        return  # `names` reports an address that does not resolve
     except OSError as error:
         yield failed(
             "MASTER_ADDR",
-            f"{address} is not an address of this machine ({error.strerror}), which has RANK=0",
-            "set the address of the machine on which rank 0 runs, or unset MASTER_ADDR and RANK",
+            f"{address} is not an address of this machine ({error.strerror}), on which rank 0 runs (RANK=0)",
+            "set MASTER_ADDR to the address of the machine on which rank 0 runs, or unset MASTER_ADDR and RANK",
         )
 
 
@@ -182,13 +183,15 @@ def port_is_free() -> Iterator[Finding]:
         yield failed("port", f"MASTER_PORT={text} is not a port", "set a number between 1024 and 65535")
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # accept a port in TIME_WAIT, as servers do
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like a server, accept a port that is in TIME_WAIT
         try:
             probe.bind(("", int(text)))
         except OSError as error:
             words = f"port {text} cannot be used: {error.strerror}"
             if "MASTER_PORT" in os.environ:
-                yield failed("port", words, "set another MASTER_PORT, or end the run that uses it (ss -ltnp)")
+                yield failed(
+                    "port", words, "set another MASTER_PORT, or end the run that uses this port (see ss -ltnp)"
+                )
             else:
                 yield warning(
                     "port", words, "set MASTER_PORT, e.g. to 29501, or use --standalone, which finds a free port"
@@ -203,7 +206,7 @@ def names() -> Iterator[Finding]:
         if not name:
             continue
         try:
-            yield ok(what, f"{name} is {socket.getaddrinfo(name, None)[0][4][0]}")
+            yield ok(what, f"{name} resolves to {socket.getaddrinfo(name, None)[0][4][0]}")
         except OSError:
             remedy = (
                 f"add '127.0.0.1 {name}' to /etc/hosts, or its real address"
@@ -218,13 +221,14 @@ def interface() -> Iterator[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for wanted in filter(None, os.environ.get(variable, "").split(",")):
-            prefix = variable.startswith("NCCL")  # NCCL accepts name prefixes, =name and ^name
+            # NCCL also accepts the prefix of a name, =name and ^name (any other interface).
+            prefix = variable.startswith("NCCL")
             known = any(name.startswith(wanted.lstrip("^=")) if prefix else name == wanted for name in there)
             if known or wanted.startswith("^"):
                 yield ok("interface", f"{variable}={wanted}")
             else:
                 yield failed(
                     "interface",
-                    f"{variable}={wanted} does not exist; there are {', '.join(there)}",
-                    f"unset {variable} or name one of these",
+                    f"{variable}={wanted} is not an interface of this machine, which has {', '.join(there)}",
+                    f"unset {variable} or set it to one of these interfaces",
                 )

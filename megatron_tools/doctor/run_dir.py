@@ -35,7 +35,7 @@ def writable(run_dir: Path) -> Iterator[Finding]:
 
 
 def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
-    """Check the lock of the run directory and of its checkpoint folder, which other runs may use as well."""
+    """Check the locks of the run directory and the checkpoint folder, either of which another run may hold."""
     from megatron.training.run_lock import NAME, Holder, holder_of
 
     folder = Path(config.checkpoint.save) if config and config.checkpoint.save else run_dir / "checkpoints"
@@ -45,7 +45,7 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
         return
     holder = holder_of(path)
     if holder is None:
-        yield failed("run lock", f"{path} is damaged", "delete it if no run uses the directory")
+        yield failed("run lock", f"{path} is damaged", "delete the lock file if no run uses the directory")
     elif holder.is_gone(Holder.here(), path):
         yield warning(
             "run lock", f"{path} was left by {holder}, which has ended", "nothing to do: the next run takes it over"
@@ -60,7 +60,7 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
 
 
 def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
-    """Check disk space for checkpoints of `one` bytes each; a new one is written before an old one is deleted."""
+    """Check disk space for checkpoints of `one` bytes each. A new one is written before an old one is deleted."""
     if not config.checkpoint.save_interval and not config.checkpoint.save_at_end:
         yield ok("disk", "no checkpoint is saved")
         return
@@ -70,7 +70,7 @@ def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
     words = f"{free / 1e9:.1f} GB free, a checkpoint takes {one / 1e9:.2g} GB"
     remedy = "free space, set --save to another disk, or keep fewer checkpoints (--keep-last 2)"
     if free < 2 * one:
-        yield failed("disk", f"{words}, and a new one is written before the last is deleted", remedy)
+        yield failed("disk", f"{words}, and a new checkpoint is written before an old one is deleted", remedy)
     elif free < wanted * one or kept is None and free < 10 * one:
         yield warning("disk", words, remedy)
     else:
@@ -118,7 +118,7 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
 
 
 def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
-    """Check that seed, split and corpora match the checkpoint, so that no consumed sample changes.
+    """Check that seed, split and corpora match the checkpoint, so that the resumed run sees the same samples.
 
     The finding may also name the learning-rate schedule that the run continues.
     """
@@ -142,8 +142,9 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
         if saved.data.paths != config.data.paths:
             yield warning(
                 "resume",
-                "the checkpoint names other corpora; the run compares the samples and ends if they differ",
-                "pass the corpora of the checkpoint, or --override-data",
+                "the run's corpora have other paths than the checkpoint's; training will compare the consumed samples "
+                "and stop if they differ",
+                "pass the same corpora as in the checkpoint, or --override-data to continue with other samples",
             )
             return
     note = settled(config, saved)[1] if wanted.position and reader.state["iteration"] else None
@@ -151,8 +152,9 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
 
 
 def marker(run_dir: Path) -> Any:
-    """Create a temporary file that other hosts look for, in the run directory or its nearest existing parent.
+    """Create a temporary file in the run directory or its nearest existing parent.
 
-    Returns a context manager that deletes the file at its end.
+    The other hosts look for this file to check that they share the disk. The returned context manager deletes the file
+    on exit.
     """
     return tempfile.NamedTemporaryFile(dir=nearest_folder(run_dir), prefix=f".doctor-{os.getpid()}-")

@@ -1,4 +1,4 @@
-"""Checks of the settings: consistent with each other, the number of ranks, and the available memory."""
+"""Checks that the settings fit each other, the number of ranks and the available memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 
 class Settled(NamedTuple):
-    """Settings of a run, and the settings resolved with the ds_config; each is None if it could not be determined."""
+    """A run's settings.
+
+    resolved: the settings combined with the ds_config, or None if combining them failed.
+    """
 
     config: Config | None
     resolved: "Resolved | None" = None
 
 
 def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
-    """Return the settings that the flags give, or the settings stored in a run directory if there are no flags."""
+    """Return the settings of `flags`, or without flags the settings stored in `run_config`, and the findings."""
     try:
         if run_config and not flags:
             return from_file(run_config), [ok("settings", f"from {run_config}")]
@@ -70,7 +73,9 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
     try:
         found = resolve(config, ranks, device.fast_bf16(device.current()))
     except ConfigError as error:
-        return Settled(config), [failed("ds_config", str(error), "change the file, or the flag that contradicts it")]
+        return Settled(config), [
+            failed("ds_config", str(error), "change the ds_config, or the flag that contradicts it")
+        ]
     words = f"{found.precision}, ZeRO {found.zero_stage}" + (
         f", from {config.train.deepspeed_config}" if config.train.deepspeed_config else ""
     )
@@ -89,7 +94,7 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     if settled.resolved is None:
         return
     if any(name.startswith("offload") for name in settled.resolved.deepspeed.get("zero_optimization", {})):
-        yield ok("memory", "not estimated with offloading in the ds_config")
+        yield ok("memory", "not estimated, because the ds_config enables offloading")
         return
     stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
     kinds = asdict(max(stages, key=lambda stage: stage.total))

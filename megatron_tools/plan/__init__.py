@@ -1,1 +1,1 @@
-"""Search for the fastest layout that fits: memory, time and schedule from shapes and a cluster's data sheet."""
+"""Search for the fastest layout that fits in memory, from the model's shapes and the cluster's data sheet."""

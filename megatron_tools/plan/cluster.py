@@ -22,10 +22,10 @@ class Link:
 class Cluster:
     """Hardware figures of a cluster.
 
-    kind: `cpu` or `accelerator`; it decides which activations layers keep for the backward pass.
+    kind: `cpu` or `accelerator`. On a CPU, layers keep other activations for the backward pass than on an accelerator.
     memory: memory of a device in gigabytes (10^9 bytes).
     peak_tflops: dense matmul peak by dtype. memory_bandwidth: gigabytes per second.
-    inside, between: links of a device within its node and to other nodes. sources: references for the figures.
+    inside, between: links of a device within its node, and to other nodes. sources: references for the figures.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Cluster:
         if dtype not in self.peak_tflops:
             raise ValueError(
                 f"cluster {self.name} has no peak_tflops for {dtype}; use --precision {' or '.join(self.peak_tflops)}, "
-                f"or add it to the cluster's file"
+                f"or add the figure to the cluster's file"
             )
         return self.peak_tflops[dtype] * 1e12
 
     def link(self, ranks: int, stride: int) -> Link:
-        """Return the slowest link in a group of `ranks` devices, each `stride` after the previous one."""
+        """Return the slowest link in a group of `ranks` devices whose ranks are `stride` apart."""
         return self.inside if (ranks - 1) * stride < self.devices_per_node else self.between
 
 
@@ -78,7 +78,7 @@ def _cluster(found: Any) -> Cluster:
     if found["kind"] not in ("cpu", "accelerator"):
         raise ValueError(f"kind is {found['kind']!r}, not cpu or accelerator")
     if not isinstance(found["name"], str) or not isinstance(found["sources"], list):
-        raise ValueError("name must be a word and sources a list of sentences")
+        raise ValueError("name must be a string and sources a list of strings")
     if type(found["devices_per_node"]) is not int:
         raise ValueError(f"devices_per_node is {found['devices_per_node']!r}, not a whole number")
     peaks = found["peak_tflops"]
@@ -105,7 +105,7 @@ def _keys(found: Any, kind: type, what: str) -> None:
     if missing := sorted(names - set(found)):
         raise ValueError(f"{what} lacks {', '.join(missing)}")
     if strange := sorted(set(found) - names):
-        raise ValueError(f"{what} has {', '.join(strange)}, which is unknown")
+        raise ValueError(f"{what} has unknown keys: {', '.join(strange)}")
 
 
 def _positive(name: str, value: Any) -> None:

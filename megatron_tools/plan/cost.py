@@ -1,7 +1,7 @@
-"""Step time from shapes and a data sheet: matmuls, memory traffic, collectives, stage boundaries and the bubble.
+"""Prediction of the step time: matmuls, memory traffic, collectives, stage boundaries and the bubble.
 
-Every constant that is neither a shape nor on a data sheet is a field of `Efficiency`, so that it can be
-replaced by a measured one.
+The inputs are the model's shapes and the cluster's data sheet. All other constants are fields of `Efficiency`. A
+measured value can replace each of them.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ FORWARD, BACKWARD = 1.0, 2.0  # relative durations of the passes in the timetabl
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Achieved fractions of data-sheet figures. One set of defaults serves all clusters, fitted to none of them.
+    """Achieved fractions of data-sheet figures. All clusters share the defaults, which are fitted to no cluster.
 
     matmul: fraction of the peak in wide matmuls. narrow: matmul width at which half of `matmul` is reached.
     attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
-    hidden_passes, inner_passes, score_passes: how often a layer's forward pass reads or writes hidden states, the
-    MLP's inner activations, and attention scores, outside matmuls. score_passes is 0 for fused kernels.
+    hidden_passes, inner_passes, score_passes: how often a layer's forward pass, apart from matmuls, reads or writes the
+    hidden states, the MLP's inner activations and the attention scores. score_passes is 0 for fused kernels.
     overlap: fraction of the gradient reduction hidden by the last backward pass.
     step_seconds: constant overhead of a step.
     """
@@ -95,7 +95,7 @@ class Cost:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s per device; recomputation counts, as in most publications."""
+        """TFLOP/s per device, including recomputation as in most publications."""
         return self.done_flops / self.step / self.devices / 1e12
 
     @property
@@ -138,14 +138,14 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
 
 
 def _width_factor(x: Shapes, e: Efficiency) -> float:
-    """Return the fraction of `e.matmul` that this rank's matmuls reach, given the shortest side of their matrices."""
+    """Return the fraction of `e.matmul` that a rank's matmuls reach; narrow matrices reach a smaller one."""
     m = x.config.model
     narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, m.ff_size / x.ranks)
     return narrowest / (narrowest + e.narrow)
 
 
 def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
-    """Return forward FLOPs (matmuls, attention) of a micro-batch on this rank for a transformer layer or the head."""
+    """Return a rank's forward FLOPs (matmuls, attention) for a micro-batch in one transformer layer or the head."""
     c, b, m = x.config, x.config.train.batch_size, x.config.model
     encoder, decoder = lengths(c)
     split = x.ranks * c.parallel.context_parallel_size
@@ -176,7 +176,7 @@ def stage_seconds(
         tokens = x.of_layer(layer)
         if layer.repeated:
             more = 1 if m.checkpoint_attention and not again else 0
-            if m.recompute_modules:  # recomputation repeats the QKV matmul and memory-bound operations
+            if m.recompute_modules:  # recomputing modules repeats the QKV matmul and memory-bound operations
                 qkv = (
                     2.0
                     * tokens
@@ -218,7 +218,7 @@ def stage_seconds(
 def boundary_bytes(stage: Stage, x: Shapes) -> float:
     """Return the bytes that a rank sends to the next stage per micro-batch.
 
-    It sends its shard of the hidden states, and in a T5 decoder also its shard of the encoder's output.
+    A rank sends its shard of the hidden states. In a T5 decoder, it also sends its shard of the encoder's output.
     """
     tokens = x.of_layer(stage.layers[-1])
     states = tokens + (x.tokens[0] if x.config.is_t5 and tokens == x.tokens[1] else 0)
@@ -240,7 +240,7 @@ def cost_of(
     exact = 4 if resolved.zero_stage <= 1 else x.width
     sums = all_reduce_seconds(held * exact, replicas, cluster.link(replicas, x.ranks), e)
     hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
-    if resolved.zero_stage >= 2:  # DeepSpeed reduces after every micro-batch
+    if resolved.zero_stage >= 2:  # with ZeRO 2 and 3, DeepSpeed reduces after every micro-batch
         sums, hidden = sums * config.train.gas, hidden * config.train.gas
     share = held / (replicas if resolved.zero_stage else 1)
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)

@@ -1,4 +1,4 @@
-"""Search over the layouts of a model on some devices: which ones fit, and how fast each is."""
+"""Search for the layouts of a model that fit in the memory of some devices, with the speed of each."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megatron.training.memory.sizes import Stage, in_words, parameters, stages_o
 from .cluster import Cluster
 from .cost import DEFAULT, Cost, Efficiency, cost_of
 
-USABLE = 0.9  # usable fraction of a device's memory; the rest goes to driver, libraries and fragmentation
+USABLE = 0.9  # usable fraction of a device's memory; driver, libraries and fragmentation take the rest
 MICROS = (1, 2, 4, 8, 16, 32)
 MODULES = ("norm", "qkv", "activation")
 AXES = {
@@ -28,7 +28,10 @@ AXES = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Batch sizes. total: samples of an iteration. micro: of a micro-batch. gas: micro-batches per step and replica."""
+    """Batch sizes.
+
+    total: samples per step. micro: samples per micro-batch. gas: micro-batches per step and replica.
+    """
 
     total: int
     micro: int
@@ -42,7 +45,7 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
     """
     given = sum(each is not None for each in (total, micro, gas))
     if given < 2:
-        raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas; the third follows")
+        raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas, which determine the third")
     if min(each for each in (replicas, total, micro, gas) if each is not None) < 1:
         raise ValueError("--global-batch-size, --micro-batch-size and --gas must be at least 1")
     if total is None:
@@ -151,9 +154,9 @@ def candidates(wanted: Wanted) -> Iterator[Config]:
     for tp, pp, chunks, zero, (whole, modules) in grids:
         cell = tp * max(pp, 1) * c.parallel.context_parallel_size
         replicas = wanted.devices // cell
-        # Without replicas ZeRO shards nothing, so only the lowest stage that the precision allows is tried.
         if wanted.devices % cell or (pp and zero > 1) or (chunks > 1 and not pp):
             continue
+        # Without replicas ZeRO has nothing to shard, so only the lowest stage that the precision allows is tried.
         if replicas * c.parallel.context_parallel_size == 1 and zero > 1:
             continue
         values = {
@@ -188,7 +191,7 @@ def fits(layout: Layout, cluster: Cluster) -> bool:
 
 
 def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
-    """Return the layouts that fit, fastest first; of layouts equally fast within 1%, the one with least memory first.
+    """Return the layouts that fit, fastest first. Among layouts of about equal speed, less memory comes first.
 
     Raises ValueError with one sentence of advice if no layout is valid or none fits.
     """
@@ -215,7 +218,10 @@ def _rank(layout: Layout) -> tuple[float, float]:
 
 
 def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
-    """Return the error if nothing fits: memory of the leanest layout, and a sufficient number of devices."""
+    """Return the error message if no layout fits. It advises a sufficient number of devices.
+
+    leanest: the layout that needs the least memory.
+    """
     need, there = leanest.worst.total / 1e9, USABLE * wanted.cluster.memory
     return (
         f"{in_words(parameters(wanted.config))} parameters do not fit on {wanted.devices} devices of "
@@ -226,9 +232,9 @@ def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
 
 
 def _devices_for(wanted: Wanted, leanest: Layout) -> int:
-    """Estimate how many devices the model needs, by doubling their number.
+    """Estimate how many devices the model needs, by doubling the number of devices.
 
-    Stops when weights, gradients and optimizer state fit beside the leanest layout's activations.
+    The number suffices when weights, gradients and optimizer state fit beside the activations of the leanest layout.
     """
     whole = sum(m.weights + m.gradients + m.optimizer for m in leanest.memory) * leanest.devices / len(leanest.memory)
     room = max(USABLE * wanted.cluster.memory * 1e9 - leanest.worst.activations, 0.25 * wanted.cluster.memory * 1e9)
@@ -239,7 +245,7 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
 
 
 def _explain_no_layout(wanted: Wanted) -> str:
-    """Return why no layout is valid: the error of the layout that the user's settings give without a search."""
+    """Return why no layout is valid, taken from the error of the layout in the user's settings."""
     c, replicas = wanted.config, wanted.devices
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
     try:
@@ -255,7 +261,7 @@ def _explain_no_layout(wanted: Wanted) -> str:
         return str(error)
     if not wanted.total or wanted.total % wanted.devices == 0:
         given = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(wanted.fixed)) or "the batch"
-        return f"no layout of {wanted.devices} devices fits {given} and these batch sizes; omit one of them"
+        return f"no layout of {wanted.devices} devices fits {given} and these batch sizes; omit one of these flags"
     return (
         f"--global-batch-size {wanted.total} cannot be split over any layout of {wanted.devices} devices; set it to a "
         f"multiple of {wanted.devices}"

@@ -66,17 +66,19 @@ def _chunks(flags: list[str]) -> int:
 
 
 def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
-    """Return the run to plan a layout for. Raises ConfigError for flags that training would reject."""
+    """Return the settings of the run for which a layout is searched.
+
+    Raises ConfigError for flags that training would reject.
+    """
     argv = [*(word for path in args.model for word in ("--config", path)), *args.flags]
     given = {word.split("=")[0] for word in args.flags}
     if "--virtual-pipeline-size" in given and "--pipeline-schedule" not in given:
         argv += ["--pipeline-schedule", "interleaved"] if _chunks(args.flags) > 1 else []
-    # A given layout must be valid with the planned batch rather than with a run's default batch.
     config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, lambda note: print(f"note: {note}"))
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
         values["vocab_size"] = VOCABULARIES.get(config.model.family or "gpt2", 50257)
-        print(f"note: assuming a vocabulary of {values['vocab_size']:,} tokens; set --vocab-size to change it")
+        print(f"note: assuming a vocabulary of {values['vocab_size']:,} tokens; set --vocab-size for another size")
     if config.train.precision == "auto":
         values["precision"] = (
             "fp32" if not cluster.accelerated else next(k for k in ("bf16", "fp16", "fp32") if k in cluster.peak_tflops)
@@ -101,7 +103,7 @@ def main(args: argparse.Namespace) -> None:
         print("\n".join(published.lines()))
         return
     if args.devices is None or args.cluster is None:
-        raise ValueError("give --cluster and --devices, the hardware to plan for; --help shows examples")
+        raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
     for name in ("devices", "top"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
@@ -138,7 +140,7 @@ def _chosen(found: list[Layout], number: int) -> Layout:
 
 
 def draw(layout: Layout, cluster: Cluster, path: str) -> None:
-    """Draw each stage's memory as a bar by kind, with a line at the device's capacity."""
+    """Draw the memory of each stage as a bar, coloured by kind, with a line at the device's capacity."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -188,18 +190,18 @@ def build_parser() -> Parser:
         help="samples per micro-batch (default: chosen by the search)",
     )
     add("--gas", type=int, help="micro-batches per step and replica (default: computed from the batch sizes)")
-    add("--tokens", type=float, help="tokens to train on, e.g. 1e12; adds the duration of the run")
+    add("--tokens", type=float, help="tokens to train on, e.g. 1e12; the table then shows the duration of the run")
     add("--top", type=int, default=10, help="rows to print (default: 10)")
     add(
         "--layout",
         type=int,
         default=1,
-        help="row of the table for --explain, --chart and --write (default: 1, the fastest)",
+        help="number of the table row for --explain, --chart and --write (default: 1, the fastest)",
     )
-    add("--explain", action="store_true", help="print the arithmetic of the row of --layout")
-    add("--chart", metavar="FILE", help="draw the memory of the row of --layout by stage and kind (needs matplotlib)")
-    add("--write", metavar="DIR", help="write config.json, ds_config.json and run.sh of the row of --layout")
-    add("--published", action="store_true", help="compare predictions with published runs")
+    add("--explain", action="store_true", help="print how the memory and time of the --layout row are computed")
+    add("--chart", metavar="FILE", help="draw the memory of the --layout row by stage and kind (needs matplotlib)")
+    add("--write", metavar="DIR", help="write config.json, ds_config.json and run.sh for the --layout row")
+    add("--published", action="store_true", help="compare predictions with the measured speed of published runs")
     return parser
 
 

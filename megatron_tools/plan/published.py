@@ -1,4 +1,4 @@
-"""Predictions of published training speeds (published.json), with one set of constants for all."""
+"""Predictions of published training speeds (published.json), with the same constants for all runs."""
 
 import json
 import statistics
@@ -22,7 +22,10 @@ ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"
 
 @dataclass(frozen=True)
 class Row:
-    """Published run. tflops: per device. micro: micro-batch size. assumed: what was not published."""
+    """Published run.
+
+    tflops: TFLOP/s per device. micro: micro-batch size. assumed: what the publication does not give.
+    """
 
     source: str
     name: str
@@ -67,7 +70,7 @@ class Compared:
 
 
 def config_of(row: Row) -> Config:
-    """Return our settings for a published run: GPT-2, Adam in mixed precision.
+    """Return our settings for a published run: GPT-2 with Adam in mixed precision.
 
     ZeRO 1 represents Megatron's unsharded optimizer, which takes about the same time.
     """
@@ -97,7 +100,10 @@ def compare(row: Row) -> Compared:
 
 
 def lines() -> Iterator[str]:
-    """Yield the table, then median errors: by source, for all rows with a published layout, and for all rows."""
+    """Yield the lines of the table, then of the median errors.
+
+    The median errors are given for each source, for all rows with a published layout, and for all rows.
+    """
     heads = (
         "source",
         "model",

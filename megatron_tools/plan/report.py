@@ -23,7 +23,7 @@ def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def recomputed(layout: Layout) -> str:
-    """Return what is recomputed: none, layers, or modules."""
+    """Return what a layout recomputes: `none`, `layers` or `modules`."""
     if layout.config.parallel.checkpoint_activations:
         return "layers"
     return "modules" if layout.config.model.recompute_modules else "none"
@@ -89,7 +89,7 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
 
 
 def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterator[str]:
-    """Yield the arithmetic of a layout, line by line."""
+    """Yield lines that show how the memory and time of a layout are computed."""
     config, cost, x = layout.config, layout.cost, shapes_of(layout, cluster)
     assert cost is not None
     p, t = config.parallel, config.train
@@ -151,7 +151,7 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
 
 
 def stage_table(layout: Layout) -> Iterator[str]:
-    """Yield a table of layers, parameters and memory of each stage; equal neighbours share a row."""
+    """Yield a table of layers, parameters and memory of each stage. Equal neighbouring stages share a row."""
     rows: list[list[str]] = []
     first = 0
     for at, (stage, memory) in enumerate(zip(layout.stages, layout.memory, strict=True)):

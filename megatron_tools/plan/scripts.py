@@ -20,7 +20,7 @@ FAMILIES = ("gpt2", "llama", "t5")  # families with an entry script
 def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
     """Write config.json, ds_config.json and run.sh to `folder`; return their paths.
 
-    Raises ValueError if the model belongs to none of our families.
+    Raises ValueError for a model family without an entry script.
     """
     if layout.config.model.family not in FAMILIES:
         raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; omit --write")
@@ -83,7 +83,7 @@ def _ds_config(layout: Layout) -> str:
 def _script(layout: Layout, cluster: Cluster) -> str:
     per_node = next(
         n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0
-    )  # every node has equally many ranks
+    )  # all nodes get the same number of ranks
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f"--standalone --nproc-per-node {per_node}"
@@ -99,7 +99,8 @@ def _script(layout: Layout, cluster: Cluster) -> str:
         f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}",
         layout.config.model.vocab_size,
     )
-    if not in_checkout:  # pip-installed: commands are on the path and there is no corpus
+    # With an installed package, the commands are on the path, and there is no sample corpus.
+    if not in_checkout:
         home, start = "", f"megatron-launch {launch} -m pretrain_{family}"
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}.
@@ -114,13 +115,13 @@ export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 """
 
 
-LEAST = 2000  # smallest vocabulary with room for the corpus's characters and T5's sentinels
+LEAST = 2000  # smallest vocabulary with room for all characters of the sample corpus and T5's sentinels
 GIVEN = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}"
 : "${DATA_PATH:?a corpus, without .bin; preprocess-data (tools/preprocess_data.py) makes one}\""""
 
 
 def _corpus(size: int) -> str:
-    """Return shell code that prepares the repository's sample corpus and a tokenizer if the user gives none.
+    """Return shell code that prepares the sample corpus or a tokenizer if the user gives none.
 
     size: vocabulary size of the model.
     """

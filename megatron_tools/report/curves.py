@@ -25,7 +25,7 @@ class Chart(NamedTuple):
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> list[tuple[float, float | None]]:
-    """Thin to about `most` points, in order: the first, last, smallest and largest of each range."""
+    """Reduce a line to about `most` points: the first, last, smallest and largest point of each range."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(4 * len(points) / most)
@@ -43,8 +43,8 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
 def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
     """Return a line of a chart. NaN and infinite values become None, which interrupts the line.
 
-    kind: the style. raw: thin, for many points. dots: with markers, for few points. parts: one colour per label, not
-    per run. dashed, plain: as named.
+    kind: style of the line. `raw` is thin, for many points. `dots` has markers, for few points. `parts` has one colour
+    for each label instead of each run. `dashed` is dashed. `plain` is a normal line.
     """
     finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
     kept = thinned(finite)
@@ -97,7 +97,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """Return the levels. A level that all runs share appears once and belongs to no run."""
+    """Return the horizontal lines `levels`; a line that all runs share appears only once and belongs to no run."""
     alike: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for level in levels:
         alike.setdefault((level["label"], level["y"]), []).append(level)
@@ -135,7 +135,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _timers(runs: Sequence[RunRead]) -> list[Chart]:
-    """Return a chart of the parts of an iteration for each run that measured them."""
+    """Return a chart for each run that measured the parts of its iterations."""
     found = []
     for i, run in enumerate(runs):
         rows = [row for row in run.part("train") if "timers_ms" in row]

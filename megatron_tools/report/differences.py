@@ -1,4 +1,4 @@
-"""All settings of several runs side by side, each marked if it differs between runs or from the default."""
+"""Table of all settings of several runs. It marks settings that differ between runs or from the default."""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.fields import flag
 
-APART = {"run_dir", "save", "load"}  # paths that identify the run itself
+APART = {"run_dir", "save", "load"}  # paths that differ between any two runs, so a difference is not marked
 
 
 class Setting(NamedTuple):
-    """One setting of all runs. differs: runs have different values. changed: at least one value is not the default."""
+    """One setting and its value in each run.
+
+    differs: whether the runs have different values. changed: whether at least one value is not the default.
+    """
 
     section: str
     flag: str
@@ -35,7 +38,7 @@ def settings(configs: Sequence[Config]) -> list[Setting]:
 
 
 def _word(value: Any) -> str:
-    """Return a value in its short form."""
+    """Return the value of a setting as shown in the table, such as `yes` for True."""
     if value is None:
         return "–"
     if isinstance(value, bool):

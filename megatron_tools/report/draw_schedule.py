@@ -78,18 +78,25 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="schedule (default: 1f1b)")
     parser.add_argument(
-        "--extra-warmup", type=int, default=0, help="n: 1 + n times as many warm-up forward passes of 1f1b (default: 0)"
+        "--extra-warmup",
+        type=int,
+        default=0,
+        help="with 1f1b, a value of N runs 1 + N times as many warm-up forward passes (default: 0)",
     )
-    parser.add_argument("--chunks", type=int, default=1, help="layer chunks per stage, for interleaved (default: 1)")
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="layer chunks per stage, for interleaved schedules (default: 1)"
+    )
     parser.add_argument("--stages", type=int, help="pipeline stages")
     parser.add_argument("--micros", type=int, help="micro-batches per step")
     parser.add_argument("--forward", type=float, default=1.0, help="duration of a forward pass (default: 1)")
     parser.add_argument("--backward", type=float, default=2.0, help="duration of a backward pass (default: 2)")
     parser.add_argument("--message", type=float, default=0.0, help="duration of a message (default: 0)")
     parser.add_argument(
-        "--run", metavar="DIR", help="draw the measured schedule of a run with --trace, next to the ideal one"
+        "--run",
+        metavar="DIR",
+        help="draw the measured schedule of this run, made with --trace, next to the ideal schedule",
     )
-    parser.add_argument("--iteration", type=int, help="iteration of --run (default: the one with median time)")
+    parser.add_argument("--iteration", type=int, help="iteration of --run (default: the iteration with median time)")
     parser.add_argument("--svg", help="SVG file to write")
     parser.add_argument("--png", help="PNG file to write (needs matplotlib)")
     return parser

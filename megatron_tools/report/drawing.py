@@ -1,6 +1,6 @@
-"""Timetables as figures: a row of bars for each stage, timetables stacked on one time scale.
+"""Figures of timetables: a row of bars for each stage, with all timetables on the same time scale.
 
-SVG needs no package, PNG needs matplotlib.
+SVG figures need no package, PNG figures need matplotlib.
 """
 
 import math
@@ -46,7 +46,7 @@ def ticks(end: float) -> list[float]:
 def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     """Return an SVG of timetables.
 
-    rows: spans by title. unit: `ms` for spans in seconds; without it times have no unit.
+    rows: spans by title. unit: `ms` if the spans are in seconds, `""` if they have no unit.
     """
     scale, per_row = (WIDTH - LEFT - 10) / end_of(rows), stages * HEIGHT + HEAD
     tall = per_row * len(rows) + AXIS + 20

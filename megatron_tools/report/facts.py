@@ -97,7 +97,7 @@ def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
 
 
 def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
-    """Return the lines for a terminal; a single run has no header."""
+    """Return the lines of the table for a terminal. For a single run, the table has no header."""
     rows = table(runs)
     if len(runs) > 1:
         rows = [("", list(names)), *rows]

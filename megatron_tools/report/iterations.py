@@ -38,7 +38,7 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
     missing = set(range(next(iter(stages.values())).about["stages"] if stages else 1)) - stages.keys()
     if missing:
         raise ValueError(
-            f"the timeline of stage {min(missing)} is missing: its rank wrote none, or wrote it to another disk"
+            f"the timeline of stage {min(missing)} is missing: its rank wrote no timeline, or wrote it to another disk"
         )
     steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
     for stage, rank in stages.items():
@@ -49,7 +49,10 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
 
 
 def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
-    """Return the passes of an iteration; without a pipeline, forward and backward parts with numbered micro-batches."""
+    """Return the forward and backward passes of an iteration.
+
+    A run without a pipeline records no micro-batch numbers, so they are counted here.
+    """
     if rank.about["pipeline"]:
         return list(rank.named(iteration, ["pass"]))
     found, seen = [], Counter[str]()

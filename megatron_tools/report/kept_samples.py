@@ -24,7 +24,7 @@ def checkpoints_of(run_dir: Path) -> list[tuple[int, Path]]:
 def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
     """Add the missing samples to samples.jsonl: a line for each checkpoint and prompt.
 
-    Sampling uses the defaults of tools/generate.py and one process, which can load a checkpoint of any layout.
+    Sampling uses the defaults of tools/generate.py. It runs in one process, which can load a checkpoint of any layout.
     Raises ValueError if the run has kept no checkpoint.
     """
     path = run_dir / SAMPLES
@@ -32,7 +32,7 @@ def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
     known = {(row["iteration"], row["prompt"], row["tokens"]) for row in rows}
     found = checkpoints_of(run_dir)
     if not found:
-        raise ValueError(f"{run_dir} has kept no checkpoint that could continue --prompt")
+        raise ValueError(f"{run_dir} has kept no checkpoint, which --prompt needs")
     for iteration, checkpoint in found:
         asked = [prompt for prompt in prompts if (iteration, prompt, longest) not in known]
         if not asked:

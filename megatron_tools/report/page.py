@@ -35,7 +35,7 @@ def page(
 ) -> str:
     """Return the whole page.
 
-    parameters: parameter count of each run's model. timetables: by index of the run.
+    parameters: parameter count of each run's model. timetables: timetable by index of its run.
     """
     here = resources.files("megatron_tools.report")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))

@@ -28,10 +28,10 @@ EXAMPLES = """\
 
 
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
-    """Return {name of a text: its unigram entropy in nats per token}; {} without validation text."""
+    """Return the unigram entropy of each validation text in nats per token, by the text's name."""
     if config["model"]["family"] != "t5":
         if config["data"]["objective"] == "sft":
-            return {}  # the loss covers only answers, so the entropy of all tokens is no baseline
+            return {}  # fine-tuning counts only answers in the loss, so the entropy of all tokens is no baseline
         text = of_text(config)
         return {} if text is None else {"validation text": text}
     if not train:
@@ -127,7 +127,7 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="folders of runs")
-    add("--run-dir", help="folder of a run, the same as RUN")
+    add("--run-dir", help="folder of a run; another way to give RUN")
     add("--output", help="page to write (default: report.html in the folder of the first run)")
     add("--prompt", action="append", help="show how each kept checkpoint continues this text; may be repeated")
     add("--max-new-tokens", type=int, default=48, help="longest continuation of --prompt in tokens (default: 48)")

@@ -1,7 +1,7 @@
 """Print a run's result as one row of a table: name, size, perplexity, speed, sample length and steps.
 
-The row is also written to result.md in the run's folder. Perplexity is that of the last evaluation. Speed is
-the median over the logged training lines without the first.
+The row is also written to result.md in the run's folder. The perplexity is taken from the last evaluation.
+The speed is the median over the logged training lines except the first.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from megatron.rows import RowError, row_of
 
 Row = dict[str, Any]
 SAMPLES = "samples.jsonl"
-QUIET = 300.0  # seconds without a line after which an unfinished run counts as stopped
+QUIET = 300.0  # an unfinished run counts as stopped after so many seconds without a new line
 
 
 def read_lines(path: Path) -> list[Row]:
@@ -51,7 +51,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
     rows = _rows_of(path)
-    # metrics.jsonl has null for nan.
+    # metrics.jsonl contains null for a loss that is NaN.
     return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]
 
 
@@ -59,8 +59,8 @@ def read_metrics(run_dir: Path) -> list[Row]:
 class RunRead:
     """One run.
 
-    given: its settings as saved. config: these settings, with paths changed to the present location of the folder.
-    baselines: name of a text -> its unigram entropy in nats per token.
+    given: the run's settings as saved. config: the same settings, with paths changed to where the folder is now.
+    baselines: name of a validation text -> its unigram entropy in nats per token.
     """
 
     name: str
@@ -73,7 +73,7 @@ class RunRead:
     written: float = 0.0  # time of the newest line, in seconds since the epoch
 
     def part(self, split: str) -> list[Row]:
-        """Return the rows of train, valid or test."""
+        """Return the rows of one split: `train`, `valid` or `test`."""
         return [row for row in self.rows if row.get("split") == split]
 
     @property
@@ -88,14 +88,14 @@ class RunRead:
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
     def state(self, now: float | None = None) -> str:
-        """Return "finished", "running" or "stopped", from the last iteration and the time of its row."""
+        """Return "finished", "running" or "stopped", judged by the last iteration and the time of its row."""
         if self.iteration >= self.config.train.train_iters:
             return "finished"
         silence = (time.time() if now is None else now) - self.written
         return "running" if silence < QUIET else "stopped"
 
     def axes(self, most: int = 400) -> dict[str, list[float]]:
-        """Return at most about `most` points that map iterations to tokens and to hours of training.
+        """Return iterations with their tokens and hours of training, thinned to about `most` points.
 
         The hours exclude evaluation and checkpoints.
         """
@@ -125,7 +125,7 @@ def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
 
 
 def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, float] | None = None) -> RunRead:
-    """Return the run in `folder`. Raises ValueError if there is none."""
+    """Return the run in `folder`. Raises ValueError if the folder holds no run."""
     rows = read_metrics(folder)
     given = from_file(str(folder / "config.json"))
     config = relocated(given, folder)

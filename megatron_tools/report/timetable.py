@@ -18,7 +18,8 @@ WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a st
 class Timetable(NamedTuple):
     """The timetable of a traced iteration, `chosen`.
 
-    ideal: the timetable of the same passes if stages waited only for inputs. usual: seconds of the median iteration.
+    ideal: the timetable if each pass took its median time and waited only for its inputs. usual: median seconds of an
+    iteration.
     kept: number of iterations in the trace.
     """
 
@@ -30,7 +31,7 @@ class Timetable(NamedTuple):
     kept: int
 
     def rows(self) -> dict[str, list[Span]]:
-        """Return the ideal and the real timetable by title."""
+        """Return the ideal and the real timetable, by the titles shown above them."""
         ideal, real = (max(span.end for span in spans) * 1e3 for spans in (self.ideal, self.chosen.spans))
         return {
             f"ideal {self.schedule} of the same passes: {ideal:.1f} ms, bubble {bubble(self.ideal):.1%}": self.ideal,
@@ -45,7 +46,7 @@ def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0
 
 
 def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = None) -> Timetable:
-    """Return the timetable of `iteration`, or of the one with median time.
+    """Return the timetable of `iteration`, or of the iteration with median time.
 
     ranks: traces from `timeline.read`. Raises ValueError if the iteration is missing.
     """
@@ -66,7 +67,7 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
 
 
 def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
-    """Return the schedule with median pass times if stages waited only for inputs."""
+    """Return the schedule that would result if each pass took its median time and waited only for its inputs."""
     stages, chunks = int(about["stages"]), int(about["chunks"])
     chunks = chunks if stages > 1 else 1
     plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
@@ -91,9 +92,9 @@ def read_timetable(run_dir: Path) -> Timetable | None:
 
 
 def as_svg(table: Timetable) -> str:
-    """Return an SVG of the ideal timetable and, below it, the real one, on one time scale.
+    """Return an SVG with the ideal timetable above the real timetable, on the same time scale.
 
-    Colours are CSS classes of the page.
+    The page's CSS classes define the colours.
     """
     rows, stages = table.rows(), table.stages
     scale = (WIDTH - LEFT - 4) / max(span.end for spans in rows.values() for span in spans)

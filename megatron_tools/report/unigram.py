@@ -1,6 +1,6 @@
 """The loss of a unigram model on the validation data, as a baseline for a model's loss.
 
-Token frequencies are those of the training data, with add-one smoothing.
+The unigram model takes token frequencies from the training data, with add-one smoothing.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_split, split_documents
 
 AT_MOST = 20_000_000  # maximum number of tokens to count
-SHOWN = 2000  # samples from which the share of sentinels in T5's targets is estimated
+SHOWN = 2000  # number of samples used to estimate the share of sentinels in T5's targets
 Counts = NDArray[np.int64]
 
 
@@ -27,7 +27,7 @@ class OfTargets(NamedTuple):
 
 
 def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
-    """Return each token's count in the training and validation data, or None without a corpus or with several."""
+    """Return each token's count in the training and validation data, or None unless there is exactly one corpus."""
     corpora = parse_blend(data_path or [])
     if len(corpora) != 1 or not Path(f"{corpora[0][1]}.idx").is_file():
         return None
@@ -43,9 +43,9 @@ def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[C
 
 
 def of_text(config: dict[str, Any]) -> float | None:
-    """Return the unigram loss of the validation text in nats per token; None unless there is one corpus with such text.
+    """Return the unigram loss of the validation text in nats per token.
 
-    config: settings of a run.
+    Returns None without validation text, or unless there is exactly one corpus. config: settings of a run.
     """
     counts = counted(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
     if counts is None or not counts[1].sum():
@@ -83,7 +83,7 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
     frequencies = np.zeros(tokenizer.vocab_size)
     frequencies[text] = (counts[0] + 1)[text]
     frequencies[text] /= frequencies[text].sum()
-    # Sentinels and end tokens get their frequency in training samples; text tokens share the remaining probability.
+    # Sentinels and end tokens get their frequency in training samples. Text tokens share the remaining probability.
     shown, asked = labels(train, SHOWN), labels(valid, samples)
     marks = (shown + 1)[~text] / (shown.sum() + (~text).sum())
     over_all = np.where(text, frequencies * (1 - marks.sum()), 0.0)

@@ -1,4 +1,4 @@
-"""Comparison of two runs of one model in different layouts: what agrees, and the first layer that does not."""
+"""Comparison of two runs of the same model in different layouts, down to the first layer that differs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,15 @@ from .records import Place, Records, is_exact_split, join_parts
 # Largest allowed differences, relative to root mean squares. A different summation order gives about 1e-7 in fp32
 # and 1e-16 in fp64; a bug gives 1e-3 and more.
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9}
-FLOOR = 1e-3  # a gradient's error is relative to its own RMS, or to this share of the model's RMS if that is larger
+# A gradient's error is relative to its own RMS, or to FLOOR times the RMS of all gradients if that is larger.
+FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a layout from the run in one process.
+    """One value that differs between a layout and the run in one process.
 
-    name: a module or parameter in `layer`. error: relative error.
+    name: the module or parameter in `layer` that has the value. error: relative error.
     """
 
     layer: str
@@ -40,10 +41,12 @@ class Difference:
 class Verdict:
     """Result for one layout, compared with the run in one process.
 
-    loss, forward_error, gradient_error: largest relative errors, None if nothing could be compared. initial_values,
-    forward: the first difference in network order. backward: the last difference, closest to the loss. state: the first
-    persistent buffer that differs after the last step. others: number of further parameters with different gradients.
-    stopped: the error of a run that left nothing to compare.
+    loss, forward_error, gradient_error: largest relative errors, None if nothing could be compared.
+    initial_values, forward: the first difference in network order.
+    backward: the last gradient in network order that differs, so the first one in the backward pass.
+    state: the first persistent buffer that differs after the last step.
+    others: number of further parameters with different gradients.
+    stopped: error message of a run that failed, so that nothing could be compared.
     """
 
     layout: str
@@ -166,7 +169,7 @@ class Comparison:
         for place, (like, *_) in self.one.outputs.items():
             parts = other.get(place)
             if parts is None:
-                continue  # a micro-batch that was not recorded, or a module that the other layout does not call
+                continue  # this micro-batch was not recorded, or the other layout does not call the module
             wholes = join_parts(parts, like)
             if wholes is None:
                 if place.name in self.one.layers:
@@ -189,8 +192,8 @@ class Comparison:
         if wholes is None:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             return (
-                f"its output is {list(like.shape)} in one process but {shapes} in this layout, "
-                "neither copies nor shards"
+                f"its output has shape {list(like.shape)} in one process but {shapes} in this layout, "
+                "so the ranks hold neither copies nor shards of it"
             )
         bad = [i for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
         of = (
@@ -244,7 +247,10 @@ def _numbers(buffer: Tensor) -> Tensor:
 
 
 def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
-    """Compare the ranks' copies [full] with `like` [full]; return the largest error and a sentence about it."""
+    """Compare the ranks' copies [full] of a tensor with `like` [full], the tensor of the run in one process.
+
+    Returns the largest error and words that describe the error. what: name of the tensor in these words.
+    """
     if not wholes:
         return float("inf"), f"{what} is missing in this layout"
     if any(whole.shape != like.shape for whole in wholes):
@@ -267,7 +273,7 @@ def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: floa
 
 
 def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
-    """Return a table with a row for each layout, followed by explanations of differences."""
+    """Return a table with a row for each layout, followed by explanations of the differences."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.1e}"
@@ -285,7 +291,7 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
 
 
 def explained(v: Verdict) -> list[str]:
-    """Return sentences about what differs and where to look."""
+    """Return sentences that say what differs and what the user should check."""
     lines: list[str] = []
     if v.stopped:
         lines.append(v.stopped)
@@ -295,7 +301,7 @@ def explained(v: Verdict) -> list[str]:
         lines.append(f"forward: the first layer that differs is {v.forward}")
     elif v.loss_differs_at == 1:
         lines.append(
-            "forward: the loss differs but no layer does; check the loss function and outputs computed outside modules"
+            "forward: the loss differs, but no layer does; check the loss function and outputs computed outside modules"
         )
     if v.backward:
         more = f" ({v.others} earlier parameters differ as well)" if v.others else ""
@@ -303,7 +309,7 @@ def explained(v: Verdict) -> list[str]:
         lines.append(f"backward: the last layer whose gradients differ is {v.backward}{more}")
     elif v.loss_differs_at is not None and v.loss_differs_at > 1 and not v.forward:
         lines.append(
-            f"step 1 agrees, but the loss of step {v.loss_differs_at} does not; check all-reduces over replicas, the "
+            f"step 1 agrees, but the loss of step {v.loss_differs_at} differs; check all-reduces over replicas, the "
             f"optimizer, and state that a step changes"
         )
     if v.state:

@@ -37,14 +37,14 @@ class Layout:
     def flags(self, micros: int) -> list[str]:
         """Return an entry script's flags for `micros` micro-batches over all replicas.
 
-        Raises ConfigError if the replicas cannot have equally many micro-batches.
+        Raises ConfigError if the micro-batches cannot be split equally over the replicas.
         """
         if micros % self.dp:
             raise ConfigError(
                 f"layout {self}: {micros} micro-batches cannot be split over {self.dp} replicas; change --micros"
             )
         sequence = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
-        context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # T5 does not have this flag
+        context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # a T5 rejects this flag
         return [
             "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context, *sequence,
             "--pipeline-schedule", self.schedule, "--virtual-pipeline-size", str(self.vpp), "--zero-stage",
@@ -58,7 +58,7 @@ DEFAULT = ("pp 2", "tp 2", "pp 2, tp 2", "dp 2, zero 1")
 
 
 def read_layout(text: str) -> Layout:
-    """Parse a layout such as `pp 2, tp 2, zero 1, sp, schedule zb-h1`. Raises ConfigError with what is allowed."""
+    """Parse a layout such as `pp 2, tp 2, zero 1, sp, schedule zb-h1`. Raises ConfigError for invalid text."""
     values: dict[str, object] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition(" ")
@@ -75,8 +75,8 @@ def read_layout(text: str) -> Layout:
             values[name] = int(value)
         else:
             raise ConfigError(
-                f"layout {text!r}: cannot parse {part!r}; a layout such as 'pp 2, tp 2, dp 2, zero 1' consists of pp, "
-                f"tp, dp, cp, vpp and zero with a number, sp, and schedule with one of {', '.join(NAMES)}"
+                f"layout {text!r}: cannot parse {part!r}; write pp, tp, dp, cp, vpp or zero with a number, sp, or "
+                f"schedule with one of {', '.join(NAMES)}, as in 'pp 2, tp 2, dp 2, zero 1'"
             )
     if values.get("vpp", 1) != 1:
         values.setdefault("schedule", "interleaved")
@@ -86,7 +86,8 @@ def read_layout(text: str) -> Layout:
 def common_micros(layouts: Sequence[Layout]) -> int:
     """Return a number of micro-batches per iteration that suits every layout.
 
-    Each replica gets equally many: at least two, and at least one for each stage.
+    The replicas of a layout share the micro-batches equally. Each replica gets at least two, and at least one for each
+    stage.
     """
     least = math.lcm(*(layout.dp for layout in layouts))
     wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)

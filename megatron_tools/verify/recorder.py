@@ -1,7 +1,7 @@
 """Recorder of one rank's initial values, module outputs, gradients and losses over a few training steps.
 
-A record is a file per rank with plain dicts and tensors. Outputs are recorded in the first step only. Hooks capture
-each gradient as autograd passes it to the parameter, before any reduction over replicas.
+Each rank writes its record as one file of plain dicts and tensors. Outputs are recorded in the first step only.
+Hooks capture each gradient as autograd passes it to the parameter, before any reduction over replicas.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from megatron.training import setup
 from megatron.training.engine import Batches, Engine, PipeEngine, Step
 from tds import optimizer_state as zero_state
 
-MOST_BYTES = 2**31  # limit for the outputs that a rank keeps
+MOST_BYTES = 2**31  # limit in bytes for the outputs that a rank records
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -56,9 +56,9 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 class Recorder:
-    """Records an engine for `steps` steps, then writes `folder/rank<r>.pt`.
+    """Recorder of an engine. After `steps` steps, it writes `folder/rank<r>.pt`.
 
-    every: record the outputs of all micro-batches instead of only the first.
+    every: whether to record the outputs of all micro-batches instead of only the first.
     """
 
     def __init__(self, folder: Path, steps: int, every: bool) -> None:
@@ -66,9 +66,9 @@ class Recorder:
         self.losses: list[float] = []
         self.outputs: list[dict[str, Any]] = []
         self.gradients: dict[str, Tensor] = {}
-        self._at: tuple[int, int] | None = None  # micro-batch and chunk during a forward pass
+        self._at: tuple[int, int] | None = None  # (micro-batch, chunk) during a recorded forward pass
         self._calls: Counter[Any] = Counter()
-        self._inside: list[str] = []  # modules whose forward has begun but not returned
+        self._inside: list[str] = []  # names of the modules whose forward is running
         self._bytes, self._hooks = 0, list[Any]()
 
     def attach(self, engine: Engine) -> Engine:
@@ -101,7 +101,7 @@ class Recorder:
         return engine
 
     def _listen(self, engine: Any) -> None:
-        """Track the current micro-batch; recomputation in a backward pass does not count."""
+        """Track the current micro-batch in forward passes, but not while a backward pass recomputes layers."""
         if isinstance(engine, PipeEngine):
             ds = engine.deepspeed
             original_forward = ds._forward

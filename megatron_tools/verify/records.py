@@ -1,4 +1,4 @@
-"""Records of all ranks of a run, combined into whole parameters and outputs, independent of the layout."""
+"""Combination of all ranks' records of a run into whole parameters and outputs, which do not depend on the layout."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ class Place(NamedTuple):
 
     micro: int
     name: str
-    call: int  # index of the module's call within the micro-batch
-    number: int  # index among the tensors that the call returned
+    call: int  # index of this call of the module within the micro-batch
+    number: int  # index of the tensor among those that the call returned
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Records:
         return {name: kind for rank in self.ranks for name, kind in rank["kinds"].items()}
 
     def layer_of(self, name: str) -> str:
-        """Return the layer that contains a module or parameter, or `name` itself if none does."""
+        """Return the layer that contains a module or parameter, or `name` itself if no layer does."""
         inside = [layer for layer in self.layers if (name + ".").startswith(layer + ".")]
         return max(inside, key=len, default=name)
 
@@ -59,9 +59,10 @@ class Records:
         return 1 + max(int(rank["model"]) for rank in self.ranks)
 
     def initial_values(self) -> dict[str, list[Tensor]]:
-        """Return each parameter's initial values, as one whole tensor [full] if split, else as one copy per rank.
+        """Return each parameter's initial values.
 
-        A tied module may bring unused parameters to a stage; such copies do not count.
+        A split parameter is one whole tensor [full], any other parameter one copy per rank. A tied module may bring a
+        stage parameters that the stage does not use. Such copies are not returned.
         """
         learns = {name for rank in self.ranks for name in rank["gradients"]}
         found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
@@ -74,9 +75,10 @@ class Records:
         }
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Return each parameter's gradient in fp64, summed over replicas and the stages that hold it.
+        """Return each parameter's gradient in fp64, summed over the replicas and stages that have the parameter.
 
-        A gradient is one whole tensor [full] if split, else one copy per model-parallel rank.
+        The gradient of a split parameter is one whole tensor [full], any other gradient one copy per model-parallel
+        rank.
         """
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
@@ -101,7 +103,7 @@ class Records:
 
     @cached_property
     def outputs(self) -> dict[Place, list[Tensor]]:
-        """Place of each output -> its parts by model-parallel rank, in the order in which modules returned."""
+        """Parts of each output by model-parallel rank, with outputs in the order in which modules returned."""
         found: dict[Place, dict[int, Tensor]] = {}
         for share in sorted({rank["share"][0] for rank in self.ranks}):
             line = [rank for rank in self.ranks if rank["share"][0] == share]
@@ -114,7 +116,7 @@ class Records:
     def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
         """Yield the outputs of one pipeline's ranks.
 
-        Calls of a tied module on several stages are numbered from the earlier stages to the later ones.
+        The calls of a tied module are numbered stage by stage, from the first stage to the last stage.
         """
         every = [(each["chunk"], rank["pipe"], each) for rank in stages for each in rank["outputs"]]
         before: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
@@ -140,10 +142,10 @@ def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
 
 
 def join_parts(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
-    """Combine model-parallel ranks' parts of an output to the shape of `like` [...], the output of one process.
+    """Combine an output's parts on the model-parallel ranks to the shape of `like` [...], the output in one process.
 
-    Copies stay separate. Shards are concatenated, and padding at the end is cut off. Returns None if neither
-    gives the shape.
+    Copies stay separate. Shards are concatenated, and padding at the end is cut off. Returns None if the parts are
+    neither copies nor shards.
     """
     if all(part.shape == like.shape for part in parts):
         return list(parts)
@@ -158,5 +160,5 @@ def join_parts(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
 
 
 def is_exact_split(parts: Sequence[Tensor], like: Tensor) -> bool:
-    """Return whether `join_parts` cuts off no padding, so that any difference is in the values."""
+    """Return whether `join_parts` cuts off no padding. Any difference from `like` is then in the values."""
     return all(part.shape == like.shape for part in parts) or sum(part.numel() for part in parts) == like.numel()

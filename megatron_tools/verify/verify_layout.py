@@ -1,6 +1,6 @@
-"""Run an entry script in several layouts on CPU ranks, and name the first layer that differs from one process.
+"""Run an entry script in several layouts on CPU ranks, and name the first layer that differs from a run in one process.
 
-Each layout trains for a few steps. Everything after -- is passed to the script; keep the model tiny. Dropout is
+Each layout trains for a few steps. Everything after -- is passed to the script. Use a tiny model. Dropout is
 off unless --keep-dropout is given, because replicas and tensor-parallel ranks draw different masks. Exit code 0
 if all layouts agree, else 1.
 """
@@ -55,7 +55,7 @@ def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -
 
 
 def failure(folder: Path, code: int, stderr: str) -> str:
-    """Return why a run left no records, and in which module it stopped, if known."""
+    """Return why a run wrote no records and, if known, in which module it stopped."""
     where = sorted({path.read_text(encoding="utf-8") for path in folder.glob("stopped*")})
     lines = [line for line in stderr.splitlines() if line.strip()]
     words = next((line for line in lines if not line.startswith(("Traceback", " ", "warning", "W0", "W1"))), "")
@@ -74,7 +74,9 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--tolerance {args.tolerance} must be between 0 and 1, such as 1e-4")
     one, layouts = read_layout(args.reference), [read_layout(text) for text in args.layouts]
     if one.ranks > 1:
-        raise ValueError(f"--reference {args.reference!r} has {one.ranks} ranks, but must have one: use pp 0 or pp 1")
+        raise ValueError(
+            f"--reference {args.reference!r} needs {one.ranks} ranks, but must need only one; use pp 0 or pp 1"
+        )
     micros = args.micros or common_micros(layouts)
     from .compare import TOLERANCE, Comparison, Verdict, as_table
     from .records import Records
@@ -116,7 +118,7 @@ def build_parser() -> Parser:
     add(
         "--reference",
         default="pp 0",
-        help="layout to compare with: pp 0 (default), or pp 1 for a model that is always a pipeline",
+        help="layout of the run in one process: pp 0 (default), or pp 1 for a model that is always a pipeline",
     )
     add("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     add("--micros", type=int, help="micro-batches per step over all replicas (default: as few as fit all layouts)")
@@ -131,13 +133,13 @@ def build_parser() -> Parser:
         type=float,
         help="largest relative difference that counts as agreement (default: 1e-4 in fp32, 1e-9 in fp64)",
     )
-    add("--keep-dropout", action="store_true", help="keep the dropout of the script's flags")
+    add("--keep-dropout", action="store_true", help="leave dropout on, as in the script's flags")
     add("--timeout", type=float, default=600.0, help="maximum seconds per layout (default: 600)")
     return parser
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into this tool's, before `--`, and the script's, after it."""
+    """Split the arguments at `--` into this tool's arguments and the script's arguments."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
 

@@ -1,6 +1,6 @@
-"""Evaluate a GPT-2 or Llama, ours or Hugging Face's: perplexity and bits per byte of a text, or cloze accuracy.
+"""Evaluate a GPT-2 or Llama: perplexity and bits per byte of a text, cloze accuracy, or tasks of lm-eval.
 
-Uses the GPU if there is one.
+The model is a run of this project or a Hugging Face folder. The tool uses the GPU if there is one.
 """
 
 import argparse
@@ -37,12 +37,12 @@ EXAMPLES = """\
 
 
 def ours(args: argparse.Namespace) -> Subject:
-    """Return the model of --load, from one of our runs or from a Hugging Face folder, computed by our code."""
+    """Return the model of --load, a run or a Hugging Face folder, built with this project's model classes."""
     theirs = Folder(Path(args.load)) if is_hf_folder(Path(args.load)) else None
     path = theirs.path if theirs else find_checkpoint(args.load)
     config = theirs.config if theirs else described(path)
     if config.is_t5:
-        raise ValueError(f"{path} is a T5, but evaluate.py scores left-to-right models; see tools/generate.py")
+        raise ValueError(f"{path} is a T5, but evaluate.py scores left-to-right models; use tools/generate.py")
     vocab_file = args.vocab_file or (str(path) if theirs else config.data.vocab_file)
     if vocab_file is None:
         raise ValueError("there is no tokenizer; give --vocab-file")
@@ -62,14 +62,14 @@ def ours(args: argparse.Namespace) -> Subject:
 
 
 def _window(args: argparse.Namespace, usual: int, most: int) -> int:
-    """Return the context window in tokens: --window or the default."""
+    """Return the context window in tokens: --window, else `usual`. most: longest input of the model."""
     if args.window is not None and not 1 <= args.window <= most:
         raise ValueError(f"--window {args.window} must be from 1 to {most}, the longest input of this model")
     return args.window or usual
 
 
 def hugging_face(args: argparse.Namespace) -> Subject:
-    """Return the model of a Hugging Face folder, computed by transformers."""
+    """Return the model of the Hugging Face folder --hf, built with transformers."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -91,7 +91,7 @@ def hugging_face(args: argparse.Namespace) -> Subject:
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Return loss and perplexity over documents, each scored separately and including its end-of-document token."""
     score, tokenizer = Score(), subject.tokenizer
-    longest = subject.longest + 1  # the last token of a window is only a target
+    longest = subject.longest + 1  # the last token of a window is a target, but not an input
     stride = args.stride or max(subject.longest // 2, 1)
     for text in Progress(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
         ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
@@ -118,13 +118,13 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             context, target = record["context"], record["target"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(
-                f'{args.cloze}, line {number}: not of the form {{"context": "...", "target": "..."}}'
+                f'{args.cloze}, line {number}: the line must have the form {{"context": "...", "target": "..."}}'
             ) from None
         # Encode context and target together, as in a corpus. A token across the boundary counts as part of the target.
         known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
         same = boundary(known, whole)
         if same == len(whole):
-            raise ValueError(f"{args.cloze}, line {number}: the target adds no token to the context")
+            raise ValueError(f"{args.cloze}, line {number}: the target adds no tokens; lengthen the target")
         total += 1
         before = [*subject.tokenizer.before, *whole[:same]]
         right += completes(before, whole[same:], subject.logits_of, subject.longest + 1, subject.device)
@@ -137,7 +137,7 @@ def main(args: argparse.Namespace) -> None:
     if bool(args.load) == bool(args.hf):
         raise ValueError("give either --load (a run) or --hf (a Hugging Face folder)")
     if sum(map(bool, (args.input, args.cloze, args.tasks))) != 1:
-        raise ValueError("give one of --input (text to score), --cloze (questions) and --tasks (of lm-eval)")
+        raise ValueError("give one of --input (text to score), --cloze (questions) and --tasks (tasks of lm-eval)")
     subject = ours(args) if args.load else hugging_face(args)
     if args.tasks:
         harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, subject.device)
@@ -162,8 +162,8 @@ def build_parser() -> Parser:
     add("--tasks", help="comma-separated lm-eval tasks")
     add("--task-folder", help="folder with custom tasks for --tasks, in lm-eval's format")
     add("--limit", type=int, help="maximum number of questions in each task of --tasks (default: all)")
-    add("--vocab-file", help="tokenizer (default: that of the run or folder)")
-    add("--json-key", default="text", help="key of the text in a record (default: text)")
+    add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of --load or --hf)")
+    add("--json-key", default="text", help="key of the text in each record of --input (default: text)")
     add(
         "--window",
         type=int,

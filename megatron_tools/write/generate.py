@@ -46,7 +46,7 @@ EXAMPLES = """\
 
 
 def load(args: argparse.Namespace) -> Writer:
-    """Load the model that the flags name; every rank must call it."""
+    """Load the model that the flags name. Every rank must call this function."""
     sizes = args.model_parallel_size, args.pipe_parallel_size
     theirs = Folder(Path(args.load), *sizes) if is_hf_folder(Path(args.load)) else None
     if theirs:
@@ -95,7 +95,7 @@ def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
 
 
 def print_texts(writer: Writer, args: argparse.Namespace) -> None:
-    """Print the generated texts of each prompt when all of them are complete."""
+    """Print the generated texts of each prompt after they are complete."""
     for asked, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
         for text in texts if is_rank_0() else []:
             whole = {**as_json(asked), "text": text} if args.input else {"text": text}
@@ -108,7 +108,7 @@ def print_texts(writer: Writer, args: argparse.Namespace) -> None:
 
 
 def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
-    """Print each prompt with its text as it is generated; with --interactive a conversation continues."""
+    """Print the generated text of each prompt token by token. With --chat --interactive, each prompt is a new turn."""
     before: tuple[Message, ...] = ()
     for asked in prompts(args):
         if isinstance(asked, Conversation):
@@ -132,7 +132,7 @@ def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for a number out of range."""
+    """Raise ValueError for a flag whose number is out of range."""
     for name, good, wanted in (
         ("num_samples", args.num_samples >= 1, "at least 1"),
         ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
@@ -152,7 +152,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def streams(args: argparse.Namespace, is_t5: bool) -> bool:
-    """Return whether text is printed while it is generated. Raises ValueError for flags that streaming excludes."""
+    """Return whether to print text while it is generated. Raises ValueError for flags that conflict with streaming."""
     stream = args.stream or (args.interactive and not (args.json or args.num_beams or is_t5))
     if args.top_lift and (args.json or stream):
         raise ValueError("--top-lift cannot be combined with --json or --stream")
@@ -164,7 +164,7 @@ def streams(args: argparse.Namespace, is_t5: bool) -> bool:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Read prompts, continue each with the model's stepper, and print the texts.
+    """Read prompts, let the model continue each prompt, and print the texts.
 
     `prompts` yields the prompts, and `Writer` encodes them and generates tokens. `print_texts` prints whole texts,
     `stream_texts` prints tokens as they are generated.
@@ -198,7 +198,7 @@ def build_parser() -> Parser:
         "(default: 16)",
     )
     add("--stream", action="store_true", help="print the text while it is generated")
-    add("--vocab-file", help="tokenizer (default: that of the training run)")
+    add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of --load)")
     add("--num-samples", type=int, default=1, help="texts per prompt (default: 1)")
     add("--max-new-tokens", type=int, default=64, help="longest continuation in tokens (default: 64)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 for greedy decoding (default: 0.8)")
@@ -218,8 +218,8 @@ def build_parser() -> Parser:
         "--favoured",
         type=int,
         default=0,
-        help="after the texts of each prompt, print this many candidates for its next token: those whose probability "
-        "most exceeds their frequency in the training text (default: 0)",
+        help="after the texts of each prompt, print this many candidates for the next token, ranked by how much their "
+        "probability exceeds their frequency in the training text (default: 0)",
     )
     add("--json", action="store_true", help="print one JSON line per text")
     return parser

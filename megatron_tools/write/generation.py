@@ -46,7 +46,7 @@ class Stepper(Protocol):
 
 
 class Stages:
-    """A model split over pipeline stages, all of which follow the generated text.
+    """A model split over pipeline stages, for generation. Every stage knows the generated text.
 
     Each stage broadcasts the output of its layers to all other stages, so that every rank can choose the next
     token.
@@ -87,7 +87,7 @@ class Stages:
 
 
 class _Stepper:
-    """Base of GPT2Stepper and T5Stepper: the tokens so far and the layers' caches."""
+    """Base of GPT2Stepper and T5Stepper. It holds the tokens so far and the layers' key-value caches."""
 
     model: GPT2Model | T5Model
     tokens: Tensor
@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Continues one or more prompts of equal length. Beyond the last learned position, recomputes a sliding window."""
+    """Stepper of a GPT-2 or Llama. Text longer than `positions` is recomputed in a sliding window."""
 
     def __init__(
         self,
@@ -159,15 +159,16 @@ class GPT2Stepper(_Stepper):
         return _whole(self.model, self._run((new, place, documents), seen))
 
     def _documents(self, visible: Tensor) -> Tensor:
-        """Return document ids for visible tokens [b, s]: empty without a prefix, else [b, s]."""
+        """Return document ids [b, s] that mark the prompt in the visible tokens [b, s]; empty without `prefix`."""
         left = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
         return begun_by_prefix(visible, left) if self.prefix else no_documents(visible.device)
 
 
 class ModelStepper:
-    """Continues a prompt with a user-defined model, which reads the whole text again for each token.
+    """Stepper of a user-defined model, which reads the whole text again for each token.
 
-    logits: tokens [b, s] -> [b, s, v], equal on all ranks. positions: longest input; longer text loses its start.
+    logits: function from tokens [b, s] to logits [b, s, v], equal on all ranks. positions: longest input; the start of
+    a longer text is dropped.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], prompt: list[int], positions: int) -> None:
@@ -192,7 +193,10 @@ class ModelStepper:
 
 
 class T5Stepper(_Stepper):
-    """Generates the decoder's text for one or more sources of equal length. start: the decoder's first token."""
+    """Stepper of a T5, which generates a decoder text for each source.
+
+    source: one or more encoder inputs of equal length. start: the decoder's first token.
+    """
 
     def __init__(
         self,
@@ -241,7 +245,7 @@ def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor
 
 
 def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
-    """Return caches for the causal layers; an encoder reads all its tokens at once and needs none."""
+    """Return caches for the causal layers. An encoder needs no cache, because it reads all its tokens at once."""
     return {
         name: Caches()
         for name, module in model.named_layers()
@@ -268,7 +272,7 @@ def _run(
 
 
 def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
-    """Gather logits [s, b, v/t] over ranks; return those of the last token without vocabulary padding, [b, v]."""
+    """Gather logits [s, b, v/t] over the ranks; return the last token's logits without vocabulary padding, [b, v]."""
     return mpu.gather_from_model_parallel_region(mpu.whole_logits(logits)[-1])[..., : model.vocab_size]
 
 
@@ -300,10 +304,10 @@ def sample(
     seed: int,
     on_tokens: Callable[[list[int]], None] | None = None,
 ) -> list[list[int]]:
-    """Return `batch` continuations per prompt, each up to and including `end` or of `max_new_tokens` tokens.
+    """Return `batch` continuations per prompt. Each one stops after the token `end` or after `max_new_tokens` tokens.
 
     Each prompt has its own random generator with `seed`, so its samples do not depend on the other prompts.
-    on_tokens: callback with each new token of all continuations, to stream text.
+    on_tokens: callback that receives the new token of every continuation after each step.
     """
     logits = stepper.first(batch)
     count = logits.shape[0]
@@ -328,11 +332,15 @@ Found = tuple[float, list[int]]  # log-probability / length ** length_penalty, t
 
 
 class _Beam:
-    """Beam search for one prompt. order, new: the row that each beam continues, and its next token."""
+    """Beam search for one prompt.
+
+    order: for each beam, the row of the previous step that it continues. new: the next token of each beam.
+    """
 
     def __init__(self, beams: int, max_new_tokens: int, end: int, length_penalty: float) -> None:
         self.beams, self.longest, self.end, self.length_penalty = beams, max_new_tokens, end, length_penalty
-        self.total = torch.tensor([0.0] + [-torch.inf] * (beams - 1))  # beams start identical, so only one may count
+        # All beams start with the same text. The first step extends only one of them, or all beams would stay equal.
+        self.total = torch.tensor([0.0] + [-torch.inf] * (beams - 1))
         self.rows: list[list[int]] = [[] for _ in range(beams)]
         self.done: list[Found] = []
         self.unfinished: list[Found] = []
@@ -340,7 +348,7 @@ class _Beam:
         self.over = max_new_tokens < 1
 
     def step(self, scores: Tensor) -> None:
-        """Extend the beams, given `scores` [beams, v], log-probabilities of the next token."""
+        """Extend the beams by one token. scores: log-probabilities of the next token, [beams, v]."""
         length = len(self.rows[0]) + 1
         share = length**self.length_penalty
         best, at = (self.total.unsqueeze(1) + scores).flatten().topk(2 * self.beams)
@@ -359,7 +367,8 @@ class _Beam:
         if length == self.longest or beaten:
             self.over = True
             self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
-            # Other prompts continue; the rows of this finished search are ignored.
+            # Searches of other prompts may continue. The model still computes the rows of this search, which are
+            # then ignored.
             self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
 
     def found(self) -> list[Found]:
@@ -372,8 +381,8 @@ def beam_searches(
 ) -> list[list[Found]]:
     """Return the `beams` best continuations of each prompt, best first.
 
-    A continuation that ends leaves the beam. The search stops when no active one can overtake the worst of
-    `beams` finished ones, as in Hugging Face with early_stopping=False.
+    A continuation that ends leaves the beam. The search stops when `beams` continuations have ended and no other one
+    can overtake the worst of them, as in Hugging Face with early_stopping=False.
     """
     logits = stepper.first(beams)
     device, count = logits.device, logits.shape[0] // beams

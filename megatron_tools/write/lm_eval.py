@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-eval harness (Gao et al.) for any left-to-right model, ours or Hugging Face's."""
+"""Tasks of EleutherAI's lm-eval harness (Gao et al.) for left-to-right models of this project or Hugging Face."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,17 +26,18 @@ class Harness(Subject):
 
     @torch.no_grad()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return (log-probability of the continuation, is greedy decoding's result) per (context, continuation)."""
+        """Return (log-probability, whether greedy decoding yields it) of each request's continuation."""
         return [self._one(*request.args) for request in requests]
 
     def _one(self, context: str, continuation: str) -> tuple[float, bool]:
-        # Trailing spaces of the context are part of the continuation's first token.
+        # Move the context's trailing spaces to the continuation, because tokenizers join a space and the next word.
         stem = context.rstrip()
         context, continuation = stem, context[len(stem) :] + continuation
         known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
         if not continuation or not whole:
             return 0.0, True
-        # A token across the boundary counts as the continuation's. The continuation always gets at least one token.
+        # A token that contains the end of the context and the start of the continuation counts as part of the
+        # continuation. The continuation always gets at least one token.
         wanted = len(whole) - min(boundary(known, whole), len(whole) - 1)
         ids = [*self.tokenizer.before, *whole][-self.longest - 1 :]
         wanted = min(wanted, len(ids) - 1)

@@ -1,4 +1,4 @@
-"""Prompts of tools/generate.py: their flags, their sources, and the format in which the model was trained on them."""
+"""Prompts of tools/generate.py: their flags and sources, and their encoding in the format of the training data."""
 
 import argparse
 import json
@@ -38,25 +38,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--special-tokens",
         action="store_true",
-        help="encode names of special tokens in prompts, such as <|im_start|>, as these tokens (default: as text)",
+        help="encode a special token's name in a prompt, such as <|im_start|>, as this token (default: as text)",
     )
     add(
         "--chat",
         action="store_true",
-        help='treat prompts as user messages to an assistant; lines of --input may have "messages"; '
-        "--interactive keeps the conversation",
+        help='treat prompts as user messages to an assistant; lines of --input may have "messages"; with '
+        "--interactive, each prompt continues the conversation",
     )
     add(
         "--chat-template",
-        help="template of --chat: chatml, tokenizer (its own, in Jinja) or a Jinja file (default: that of the training "
-        "data, else the tokenizer's, else chatml)",
+        help="template of --chat: chatml, tokenizer (the tokenizer's Jinja template) or a Jinja file (default: the "
+        "template of the training data, else the tokenizer's, else chatml)",
     )
     add("--suffix", help='fill in the middle between --prompt and this text; lines of --input may have a "suffix"')
     add(
         "--fim-tokens",
         nargs=3,
         metavar=("PREFIX", "MIDDLE", "SUFFIX"),
-        help="fill-in-the-middle tokens for --suffix (default: those of the training run)",
+        help="fill-in-the-middle tokens for --suffix (default: the tokens of the training run)",
     )
 
 
@@ -69,7 +69,7 @@ def check(args: argparse.Namespace) -> None:
     if args.chat and (args.special_tokens or args.suffix is not None or args.fim_tokens):
         raise ValueError("--chat adds special tokens itself; omit --special-tokens, --suffix and --fim-tokens")
     if args.suffix is not None and (args.interactive or args.input):
-        raise ValueError('--suffix needs --prompt; lines of --input have their own, as {"prompt": ..., "suffix": ...}')
+        raise ValueError('--suffix needs --prompt; in a file for --input, write {"prompt": ..., "suffix": ...}')
 
 
 def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Reader:
@@ -102,7 +102,7 @@ def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file
 
 
 def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tuple[Template, str]:
-    """Return the chat template of the training data, else of the tokenizer, else ChatML, and its origin in words."""
+    """Return the chat template of the training data, else of the tokenizer, else ChatML, with words for its origin."""
     for prefix, about in of_conversations(config):
         date = about.get("chat_date")
         when = f", of {date}" if date else ", without a date" if is_undated(about) else ""
@@ -185,7 +185,7 @@ def _conversation(turns: object, where: str) -> Conversation:
 
 
 def as_json(asked: Prompt) -> dict[str, Any]:
-    """Return the prompt as JSON fields; with --input and --json, each output line has them before the new text."""
+    """Return the prompt as JSON fields, which --input with --json prints before each generated text."""
     if isinstance(asked, Conversation):
         return {"messages": [message._asdict() for message in asked.messages]}
     return {"prompt": asked.prefix, "suffix": asked.suffix} if isinstance(asked, Infill) else {"prompt": asked}

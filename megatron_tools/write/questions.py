@@ -1,8 +1,8 @@
-"""User input as model input: text to continue, a conversation to answer, or text for fill-in-the-middle.
+"""Encoding of user input: text to continue, a conversation to answer, or text for fill-in-the-middle.
 
-Names of special tokens in a text are encoded as text unless the user requests otherwise. In conversations and
-fill-in-the-middle this holds for every added token (`Tokenizer.marks`), so that untrusted input cannot forge a turn or
-a span.
+A special token's name in a prompt is encoded as text unless the user requests otherwise. In conversations and
+fill-in-the-middle, this holds for the name of every added token (`Tokenizer.marks`), so that untrusted input cannot
+forge a turn or a span.
 """
 
 import itertools
@@ -23,7 +23,7 @@ class Infill(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of a conversation, the last of which is to be answered."""
+    """Messages of a conversation. The model is to answer the last message."""
 
     messages: tuple[Message, ...]
 
@@ -48,8 +48,8 @@ class Question(NamedTuple):
 class Marks(NamedTuple):
     """Ids of the fill-in-the-middle tokens.
 
-    inside: the tokens that begin a text (bos) follow the first fill-in-the-middle token instead of preceding it. spm:
-    the suffix comes before the prefix.
+    inside: whether bos, the token that begins a text, comes after the first fill-in-the-middle token instead of before
+    it. spm: whether the suffix comes before the prefix.
     """
 
     prefix: int
@@ -89,7 +89,7 @@ class Reader:
         if isinstance(asked, Infill):
             return self._of_infill(asked)
         tokenizer = self.tokenizer
-        # A prompt is encoded like text of the corpus: names of added tokens that are not special become these tokens.
+        # A prompt is encoded like text of the corpus: the name of an added, not special token becomes this token.
         found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
         ids = [*tokenizer.start, *found]
         return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
@@ -144,7 +144,7 @@ def _t5_continuation(asked: str, tokenizer: SentinelTokenizer) -> Question:
 
 
 def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
-    """Return the answer's text up to its last whole character, because ids may end within one."""
+    """Return the answer's text without an incomplete last character, whose remaining bytes are not generated yet."""
     return _written(tokenizer, question, ids).rstrip("\ufffd")
 
 
@@ -152,7 +152,7 @@ def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> st
     """Return the text of `ids` up to the end of the document, without hidden ids.
 
     After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) drop a leading
-    space of a text decoded alone.
+    space when `ids` are decoded alone.
     """
     written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
     shown = [i for i in written if i not in question.hidden]

@@ -1,4 +1,4 @@
-"""Log-likelihood of text under a left-to-right model: each token once, with as much context as the window allows."""
+"""Log-likelihood of text under a left-to-right model. Each token is scored once, in a sliding window of context."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> logits [b, s, v]
 
 @dataclass
 class Score:
-    """Sums over texts. nats: negative log-likelihood."""
+    """Sums over all scored texts. nats: negative log-likelihood."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -28,7 +28,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `end`, of which `first` onwards are targets."""
+    """Window over the tokens from `start` to `end`. The tokens from `first` on are targets, the others only context."""
 
     start: int
     first: int
@@ -42,7 +42,7 @@ def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
     each target more context and takes longer.
     """
     if not 1 <= stride < longest:
-        raise ValueError(f"--stride {stride} must be from 1 to {longest - 1}, the number of tokens in --window")
+        raise ValueError(f"--stride {stride} must be from 1 to {longest - 1}, the context window in tokens")
     first = 1
     while first < length:
         end = min(first + stride if first > 1 else longest, length)

@@ -1,4 +1,4 @@
-"""A trained model that continues prompts: it encodes them, generates tokens with a stepper and decodes them."""
+"""A trained model that continues prompts: it encodes a prompt, generates tokens with a stepper and decodes them."""
 
 import argparse
 import itertools
@@ -17,7 +17,7 @@ from .generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_
 from .questions import Infill, Prompt, Question, Reader, answer
 
 OnTokens = Callable[[list[int]], None]
-WINDOW = 16  # batches read ahead to find prompts of equal length
+WINDOW = 16  # number of batches that are read ahead to find prompts of equal length
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Writer:
         return self.reader.question(asked)
 
     def stepper(self, sources: list[list[int]]) -> Stepper:
-        """Return a stepper for these prompts, which have equal length."""
+        """Return a stepper for encoded prompts of equal length."""
         if isinstance(self.model, GPT2Model):
             prefix = self.config.objective == "prefix-lm"
             return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages, prefix=prefix)
@@ -63,8 +63,9 @@ class Writer:
     def top_lift(self, question: Question, count: int) -> str:
         """Return a line with the tokens whose probability most exceeds their frequency in the training text.
 
-        Candidates are all next tokens, or for a T5 all first tokens of the first masked span. They are ranked by
-        p log(p / share), their term of the KL divergence from the training text, or by p if that text is missing.
+        Candidates are all next tokens, or for a T5 all first tokens of the first masked span. With p the probability of
+        a token and share its frequency in the training text, candidates are ranked by p log(p / share), their term of
+        the KL divergence. Without the training text, candidates are ranked by p.
         """
         stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
         logits = stepper.first(1)
@@ -90,7 +91,7 @@ class Writer:
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """Yield the indices of the questions of each batch, which have equal length and the same end token."""
+    """Yield batches as lists of question indices. The questions of a batch have equal length and the same end token."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, question in enumerate(asked):
         alike.setdefault((len(question.tokens), question.end), []).append(i)
@@ -101,7 +102,7 @@ def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
 def answers(
     writer: Writer, prompts: Iterable[Prompt], args: argparse.Namespace, size: int
 ) -> Iterator[tuple[Prompt, list[str]]]:
-    """Yield each prompt with its texts, in the order of the prompts."""
+    """Yield each prompt with its generated texts, in the order of the prompts."""
     stream = iter(prompts)
     while asked := [writer.question(prompt) for prompt in itertools.islice(stream, size * WINDOW if size > 1 else 1)]:
         texts: list[list[str]] = [[] for _ in asked]
@@ -112,7 +113,7 @@ def answers(
 
 
 def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
-    """Return the prompt with its sentinels replaced by the T5's output; sentinels without output stay."""
+    """Return the prompt with each sentinel replaced by the T5's output for it. Sentinels without output stay."""
     if tokenizer.convention == "cpm":
         ids = [tokenizer.sentinels[0], *ids]
     spans: dict[int, list[int]] = {}

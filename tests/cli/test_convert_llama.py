@@ -361,7 +361,7 @@ def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path
     assert generation.eos_token_id == [ours.eod, ours.marks[END]]
     (tmp_path / "chats_sft.json").unlink()
     said = convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "lost"))
-    assert "chats_sft has no sidecar file with the chat template: none is exported" in said
+    assert "chats_sft has no sidecar file with the chat template, so no template is exported" in said
     assert json.loads((tmp_path / "lost" / "generation_config.json").read_text())["eos_token_id"] == ours.eod
 
 

@@ -224,7 +224,7 @@ def test_a_port_in_use_and_a_missing_node_are_a_sentence(tmp_path: Path) -> None
     done = support.command(*base, port, *more)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        f"launch.py: node 0 of 2 did not reach the others at 127.0.0.1:{port} (Timed out after"
+        f"launch.py: node 0 of 2 did not reach the other nodes at 127.0.0.1:{port} (Timed out after"
     )
     assert done.stderr.count("\n") == 2
 
@@ -251,15 +251,15 @@ def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Pa
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     first, last = done.stderr.strip().splitlines()
-    assert first == f"launch.py: node 0 of 2 waits for the others at 127.0.0.1:{port}"
-    assert "did not reach the others" in last and "--master-addr and --master-port" in last
+    assert first == f"launch.py: node 0 of 2 waits for the other nodes at 127.0.0.1:{port}"
+    assert "did not reach the other nodes" in last and "--master-addr and --master-port" in last
     strange = [word.replace("127.0.0.1", "no-such-host.invalid") for word in argv]
     strange[strange.index("--node-rank") + 1] = "1"
     done = subprocess.run(strange, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert SENTENCES["no_such_host_invalid"] in done.stderr and "--master-addr (MASTER_ADDR=)" in done.stderr
     argv[-1] = "10"
     waiting = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert waiting.stderr and "waits for the others" in waiting.stderr.readline()
+    assert waiting.stderr and "waits for the other nodes" in waiting.stderr.readline()
     time.sleep(0.5)
     waiting.send_signal(signal.SIGINT)
     assert waiting.wait(timeout=20)

@@ -255,7 +255,7 @@ def test_run_locks(tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_text(json.dumps(gone.__dict__))
     assert only(run_dir.lock(tmp_path), "run lock").state == "warning"
     (tmp_path / "run.lock").write_text("{")
-    assert "delete it" in only(run_dir.lock(tmp_path), "run lock").remedy
+    assert "delete the lock file" in only(run_dir.lock(tmp_path), "run lock").remedy
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:

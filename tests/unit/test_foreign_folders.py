@@ -324,7 +324,7 @@ def test_megatrons_arguments_are_honoured(args: dict[str, Any], settings: dict[s
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True"),
         ({"normalization": "RMSNorm"}, "normalization is 'RMSNorm'"),
         ({"group_query_attention": True, "num_query_groups": 2}, "group_query_attention is True"),
-        ({"tensor_model_parallel_size": 2}, "there are files of 1 ranks"),
+        ({"tensor_model_parallel_size": 2}, "the folder has files of 1 ranks"),
         ({"onnx_safe": True, "bias_gelu_fusion": True}, "onnx_safe and bias_gelu_fusion"),
         ({"norm_epsilon": 0.3, "layernorm_epsilon": 0.2}, "contradict each other"),
         ({"layernorm_epsilon": "small"}, "not a number"),

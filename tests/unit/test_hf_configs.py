@@ -246,7 +246,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
     (
         "gpt2",
         old(scale_attn_by_inverse_layer_idx=True),
-        "scale_attn_by_inverse_layer_idx is True; only models with False",
+        "scale_attn_by_inverse_layer_idx is True; this project supports only False",
     ),
     ("gpt2", old(add_cross_attention=True), "add_cross_attention is True"),
     ("gpt2", old(activation_function="silu"), "activation_function is silu"),
@@ -271,7 +271,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("gpt2", extra("score.weight"), "model in config.json: score.weight"),
     ("gpt2", gone("transformer.wte.weight"), "no tensor transformer.wte.weight"),
     ("t5", old(tie_encoder_decoder=True), "tie_encoder_decoder is True"),
-    ("t5", old(is_encoder_decoder=False), "is_encoder_decoder is False, but True for t5"),
+    ("t5", old(is_encoder_decoder=False), "is_encoder_decoder is False, but t5 needs True"),
     ("t5", old(feed_forward_proj="gated-silu", dense_act_fn="silu", is_gated_act=True), "feed_forward_proj is silu"),
     ("t5", old(feed_forward_proj="gated-relu", dense_act_fn="relu", is_gated_act=True), "a gated relu"),
     ("t5", old(dense_act_fn="gelu", is_gated_act=True), "a gated gelu"),

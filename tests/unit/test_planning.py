@@ -219,7 +219,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("devices_per_node", 2.5, "devices_per_node is 2.5, not a whole number"),
     ("memory", True, "memory is True, not a positive number"),
     ("memory", math.nan, "memory is nan, not a positive number"),
-    ("memroy", 80, "memroy, which is unknown"),
+    ("memroy", 80, "unknown keys: memroy"),
 ]
 
 
