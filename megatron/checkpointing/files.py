@@ -52,7 +52,7 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
     If an earlier checkpoint exists, a crash at any moment leaves a complete checkpoint, which `latest` names or
     `recover` can restore.
     index: text of checkpoint.json.
-    sums: SHA-256 of each file in `temporary`, by name.
+    sums: SHA-256 of each tensor file in `temporary`, by name.
     """
     write_text(temporary / INDEX, index, synced=True)
     every = {INDEX: sha256_of(temporary / INDEX), **sums}

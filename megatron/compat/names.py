@@ -1,8 +1,8 @@
 """Modules and names of CPM-Pretrain: where each is in this project, or what replaces it.
 
 `install()` makes `import` follow these tables, so this project needs no files with CPM-Pretrain's names. Importing a
-name that exists only in another form raises ImportError, which names the replacement. docs/reference/imports.md
-shows the tables.
+name that has only a replacement raises ImportError, and the message names the replacement.
+docs/reference/imports.md shows the tables.
 """
 
 import importlib
@@ -238,14 +238,14 @@ _EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} -
 def find(module: str, name: str) -> Any:
     """Return this project's object for `module.name` of CPM-Pretrain.
 
-    Raises ImportError, which names the replacement, if the object exists only in another form, and AttributeError
-    for an unknown name.
+    Raises ImportError if the object has only a replacement, which the message names. Raises AttributeError for an
+    unknown name.
     """
     if (module, name) in HOMES:
         return getattr(importlib.import_module(HOMES[module, name]), name)
     if (module, name) in COUNTERPARTS:
         raise ImportError(
-            f"{module}.{name} of CPM-Pretrain is not part of this package; instead: {COUNTERPARTS[module, name]}"
+            f"{module}.{name} of CPM-Pretrain is not part of this package; use instead: {COUNTERPARTS[module, name]}"
         )
     if f"{module}.{name}" in GONE_MODULES:
         raise ImportError(
