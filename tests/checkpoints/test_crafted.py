@@ -59,7 +59,7 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put("state", "iteration", -1), "state.iteration must be"),
     (put("state", "iteration", True), "state.iteration must be"),
     (put("state", "consumed_samples", 1e300), "state.consumed_samples must be"),
-    (put("state", "more", 1), "state holds 'more'"),
+    (put("state", "more", 1), "state has the unknown key 'more'"),
     (put("state", []), "state must be an object"),
     (put("rng_seed", "x"), "rng_seed must be"),
     (put("positions", None), "positions must be"),
