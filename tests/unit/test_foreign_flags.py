@@ -128,7 +128,7 @@ def test_megatrons_line_is_ours() -> None:
     assert found == ours and none == []
     assert "--global-batch-size 16 translated to --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
     assert (
-        "--merge-file v/merges.txt has no effect: merges are always read from this place next to --vocab-file" in notes
+        "--merge-file v/merges.txt has no effect: merges are always read from this file next to --vocab-file" in notes
     )
     for vocab in ("v", "v/gpt2-vocab.json"):
         assert "has no effect" in taken(f"--vocab-file {vocab} --merge-file v/gpt2-merges.txt")[1][0]
