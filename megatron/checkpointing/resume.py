@@ -115,8 +115,8 @@ def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, 
 def _other_documents(saved: Config, config: Config) -> bool:
     """Return whether --split selects other training documents than in the checkpoint.
 
-    The sample hash can miss a changed split: it depends only on the number of samples in an epoch, which can be equal
-    for two splits. The definition of the hash cannot change, as existing checkpoints contain it.
+    The sample hash can miss a changed split: it depends on the number of samples in an epoch, which can be equal for
+    two splits. The definition of the hash cannot change, as existing checkpoints contain such hashes.
     """
     if saved.data.split == config.data.split or not (saved.data.data_path and config.data.data_path):
         return False

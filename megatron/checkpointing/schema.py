@@ -91,7 +91,7 @@ def _check_state(state: Any) -> None:
     known = {f.name for f in fields(TrainState)}
     for name, value in state.items():
         if name not in known:
-            raise SchemaError(f"state has the unknown key {name!r}; its keys are {', '.join(sorted(known))}")
+            raise SchemaError(f"state has the unknown key {name!r}; known keys are {', '.join(sorted(known))}")
         # sample_hash may be any unsigned 64-bit number. rng_seed may be negative or None.
         right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int
         _expect(right, f"state.{name}", "a whole number, 0 or more", value)

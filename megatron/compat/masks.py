@@ -118,7 +118,7 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
     other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)
-    # Encoder ids start at 1. A decoder token whose document is not in the encoder gets id 0 and attends everywhere.
+    # Encoder ids start at 1. A decoder token whose document is not in the encoder gets id 0 and attends to all.
     decoder_ids = found.masked_fill(sees_all & other, 0)
     expected = _t5_masks(encoder_ids, decoder_ids)
     for name, ours, theirs in zip(("encoder mask", "decoder mask", "cross mask"), expected, given, strict=True):

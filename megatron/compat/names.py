@@ -245,7 +245,7 @@ def find(module: str, name: str) -> Any:
         return getattr(importlib.import_module(HOMES[module, name]), name)
     if (module, name) in COUNTERPARTS:
         raise ImportError(
-            f"{module}.{name} of CPM-Pretrain is not part of this package; use instead: {COUNTERPARTS[module, name]}"
+            f"{module}.{name} of CPM-Pretrain is not part of this package; instead: {COUNTERPARTS[module, name]}"
         )
     if f"{module}.{name}" in GONE_MODULES:
         raise ImportError(
