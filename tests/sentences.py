@@ -132,7 +132,8 @@ SENTENCES = {
     "data_axis_of_the_grid_has": "data axis of the grid has size 0",
     "the_timeline_of_stage_0_is": "the timeline of stage 0 is missing",
     "must_be_a_number_or_a": "must be a number or a range",
-    "holds_weight_x_as": "b.safetensors holds 'weight.x' as .*, not as numbers of shape \\[1, 2\\]",
+    "holds_weight_x_as": "b.safetensors holds 'weight.x' as .*, but checkpoint.json requires a supported dtype and "
+    "the shape \\[1, 2\\]",
     "does_not_hold_weight_x": "b.safetensors does not hold 'weight.x'",
     "lists_unknown_weights": "checkpoint\\.json lists weights that this model does not have: weight\\.layers\\.1\\.",
     "forward_step_reads_a_second_batch": "forward_step reads a second batch",

@@ -1,4 +1,4 @@
-"""Checkpoints without pickle and independent of the layout: saved from any grid of ranks, loaded into any other.
+"""Checkpoints without pickle, independent of the parallel layout: saved by any grid of ranks, loaded by any other grid.
 
     checkpoints/latest                      name of the newest complete checkpoint, and the checksum of its SHA256SUMS
     checkpoints/iter_0000200/
@@ -6,7 +6,8 @@
         checkpoint.json                     training state, settings, and the location of each tensor
         pipe00-model00-data00.safetensors   written by one rank: whole tensors or ranges of rows
 
-Every tensor is stored under its global name. Copies and tied weights are stored once, vocabulary padding not at all.
+Every tensor is stored under its global name. Replicated and tied weights are stored once. Vocabulary padding is not
+stored.
 A checkpoint is written into a folder with a temporary name, which is renamed when all of it is on disk;
 `latest` is updated last. So `latest` always names a complete checkpoint, even after a crash.
 """

@@ -1,4 +1,4 @@
-"""Checks that the sizes in a settings file fit the stored tensors, before the model is allocated."""
+"""Checks that the model sizes in a settings file fit the stored tensors, before the model is allocated."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,24 +7,24 @@ from typing import Any
 from .files import CheckpointError
 
 LAYERS = ("num_layers", "num_decoder_layers", "n_layer", "num_hidden_layers")
-# Names of sizes in the settings of checkpoint.json, and in config.json of Hugging Face models.
+# Keys of model sizes, as in checkpoint.json and in config.json of Hugging Face models.
 SIZES = (
     "hidden_size", "ff_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_hidden_size", "vocab_size",
     "relative_attention_num_buckets", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff", "num_heads",
     "intermediate_size",
     "head_dim",
 )  # fmt: skip
-# Smaller values are accepted here, even if no tensor has them: the model is then built without weights, and an error
-# names the tensor that does not fit. Values above MOST are always refused.
+# These checks accept up to FEW_LAYERS layers and sizes up to SMALL_SIZE, whatever the tensors are. The model is then
+# built without weights, and a later error names the tensor that does not fit. Values above MOST are always refused.
 FEW_LAYERS, SMALL_SIZE, MOST = 512, 1 << 20, 1 << 40
 
 
 def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int]], where: Path) -> None:
-    """Raise CheckpointError for settings that are too large for the tensors.
+    """Raise CheckpointError if a setting of the model is too large for the stored tensors.
 
-    These are more layers than tensors (and than 512), a size above every tensor dimension (and above 2**20), and any
-    number above 2**40.
-    values: settings of the model. shapes: shapes of the stored tensors.
+    Refused are a number of layers above both the number of tensors and 512, a size above both the largest tensor
+    dimension and 2**20, and any number above 2**40.
+    values: settings of the model. shapes: shapes of the stored tensors. where: file of the settings, for the message.
     """
     dims = [list(shape) for shape in shapes]
     largest = max((size for shape in dims for size in shape), default=0)
@@ -32,13 +32,13 @@ def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int
         if type(value) is not int:
             continue
         if key in LAYERS and value > max(len(dims), FEW_LAYERS):
-            raise CheckpointError(f"{where}: {key} is {_shown(value)}, but there are only {len(dims)} tensors")
+            raise CheckpointError(f"{where}: {key} is {_shown(value)}, but only {len(dims)} tensors are stored")
         if key in SIZES and value > max(largest, SMALL_SIZE):
             raise CheckpointError(
-                f"{where}: {key} is {_shown(value)}, but the largest dimension of a tensor is {largest}"
+                f"{where}: {key} is {_shown(value)}, but the largest dimension of the stored tensors is {largest}"
             )
         if value > MOST:
-            raise CheckpointError(f"{where}: {key} is {_shown(value)}, more than any model has")
+            raise CheckpointError(f"{where}: {key} is {_shown(value)}, which is larger than in any model")
 
 
 def _shown(value: int) -> str:

@@ -15,7 +15,7 @@ from .stream import CODES, Slot, StreamWriter, stored
 
 
 class Buffers:
-    """The buffers that this rank writes: CPU copies by key, their full shapes, and warnings for rank 0 to print."""
+    """The buffers that this rank saves (CPU copies and full shapes, by key), and warnings for rank 0 to print."""
 
     def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, BufferCopy]]) -> None:
         """Copy the buffers that this rank owns.
@@ -64,23 +64,22 @@ def _not_savable(model: nn.Module) -> Iterator[str]:
     for name, buffer in global_buffers(model):
         if buffer.numel() and not savable(buffer):
             yield (
-                f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot hold: a resumed run starts "
-                f"with its initial value"
+                f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot store: a resumed run starts "
+                f"with the initial value of {name}"
             )
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield (
-                f"warning: the module {name or type(module).__name__} has get_extra_state(), which checkpoints do "
-                "not hold: "
-                f"keep that state in buffers"
+                f"warning: the module {name or type(module).__name__} has get_extra_state(), but checkpoints do not "
+                f"store extra state: keep the state in buffers"
             )
 
 
 def _owner(name: str, held: Sequence[BufferCopy]) -> int:
-    """Return the pipeline stage whose copy of a buffer is saved.
+    """Return the pipeline stage that saves a buffer.
 
-    For buffers of the loss function, this is the last stage. For other buffers, it is the first stage that changed
-    the buffer, or, if none did, the first stage that holds it.
+    Buffers of the loss function are saved by the last stage. Any other buffer is saved by the first stage that changed
+    its value. If no stage changed the value, the first stage that holds the buffer saves it.
     """
     stages = sorted({each.pipe for each in held})
     if name.startswith("loss_fn."):
@@ -89,7 +88,7 @@ def _owner(name: str, held: Sequence[BufferCopy]) -> int:
 
 
 def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
-    """Yield a warning where ranks hold different buffers under one name, as a checkpoint stores only one of them."""
+    """Yield a warning if the copies of a buffer differ between ranks, as a checkpoint stores only one copy."""
     owner = _owner(name, held)
     there = [each for each in held if each.pipe == owner]
     changed = [each for each in held if each.changed and not each.data and not each.model]

@@ -12,8 +12,8 @@ from .relocation import corpus_fingerprint
 class Corpus(NamedTuple):
     """One corpus of a training blend.
 
-    identity: fingerprint of the corpus's files; copies of the files have the same one.
-    weight: weight in the blend as the user gave it, None if not given.
+    identity: fingerprint of the corpus's files. Copies of the files have the same fingerprint.
+    weight: weight of the corpus in the blend, as the user wrote it; None if the user gave no weight.
     """
 
     prefix: str
@@ -22,12 +22,14 @@ class Corpus(NamedTuple):
 
 
 def describe(saved: Config, config: Config, dataset: Any, consumed: int, in_order: bool) -> str:
-    """Return one sentence on the samples that are skipped and repeated after `consumed` samples of `saved`.
+    """Return one sentence on the samples that a resumed run will skip and repeat.
 
-    saved, config: settings of the checkpoint and of this run.
+    saved, config: settings of the checkpoint and of the resumed run.
     dataset: the training data set of `config`.
-    in_order: whether each corpus still gives its samples in the same order. If so, the sentence names the ranges of
-    samples: each corpus continues at the sample that it would have reached if `config` had been used from the start.
+    consumed: number of samples that the checkpoint has consumed.
+    in_order: whether each corpus still gives its samples in the same order. If so, the sentence names the skipped and
+    repeated samples of each corpus. The resumed run reads each corpus from the sample that the run would have reached
+    with `config` from its start.
     """
     unknown = (
         f"the {consumed} samples consumed so far differ from what this data, --split and --seed produce, "
@@ -69,7 +71,7 @@ def _corpora(config: Config) -> list[Corpus]:
 
 
 def _is_ambiguous(there: list[Corpus], here: list[Corpus]) -> bool:
-    """Return whether the old or the new blend holds a corpus twice, or a prefix now names other files."""
+    """Return whether the old or the new blend contains a corpus twice, or the files of a prefix have changed."""
     now = {c.prefix: c.identity for c in here}
     rewritten = any(now.get(c.prefix, c.identity) != c.identity for c in there)
     return rewritten or any(len({c.identity for c in blend}) < len(blend) for blend in (there, here))
@@ -81,10 +83,11 @@ def _epochs(dataset: Any, corpora: int) -> list[int]:
 
 
 def _consumed(corpora: list[Corpus], lengths: dict[str, int], consumed: int) -> dict[str, int] | None:
-    """Return how many of the first `consumed` samples come from each corpus, by the corpus's identity.
+    """Return how many of a blend's first `consumed` samples come from each corpus, keyed by the corpus's identity.
 
-    Returns None if a weight is unknown.
-    lengths: number of samples of each known corpus by identity; it is the weight of a corpus without a given weight.
+    Returns None if the weight of a corpus is unknown.
+    lengths: number of samples of each known corpus, keyed by identity. A corpus to which the user gave no weight is
+    weighted by this number.
     """
     weights = [c.weight or lengths.get(c.identity) for c in corpora]
     if len(corpora) > 1 and None in weights:

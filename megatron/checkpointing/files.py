@@ -16,13 +16,13 @@ from ..atomic import remove, write_text
 SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 3
-WEIGHT = "weight"  # keys of weights are `weight.<parameter>`, those of the optimizer's moments `<moment>.<parameter>`
-BUFFER = "buffer"  # keys of persistent buffers are `buffer.<name>`
+WEIGHT = "weight"  # a weight has the key `weight.<parameter>`, an optimizer moment the key `<moment>.<parameter>`
+BUFFER = "buffer"  # a persistent buffer has the key `buffer.<name>`
 _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, or belongs to another model; the message says which one and where."""
+    """A checkpoint is missing, damaged, or belongs to another model; the message names its path."""
 
 
 def sha256_of(path: Path) -> str:
@@ -47,19 +47,19 @@ def sync(path: Path) -> None:
 
 
 def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -> None:
-    """Turn a folder of written tensors into the checkpoint `final`, and update `latest` to name it.
+    """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
-    If an earlier checkpoint exists, a crash at any moment leaves a complete one that `latest` names or that `recover`
-    can restore.
+    If an earlier checkpoint exists, a crash at any moment leaves a complete checkpoint, which `latest` names or
+    `recover` can restore.
     index: text of checkpoint.json.
-    sums: SHA-256 of every other file.
+    sums: SHA-256 of each tensor file in `temporary`, by name.
     """
     write_text(temporary / INDEX, index, synced=True)
     every = {INDEX: sha256_of(temporary / INDEX), **sums}
     write_text(temporary / SUMS, "".join(f"{every[name]}  {name}\n" for name in sorted(every)), synced=True)
     sync(temporary)
     old = _aside(final)
-    if final.exists():  # this iteration was saved before
+    if final.exists():  # a checkpoint of this iteration was saved before
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     temporary.rename(final)
@@ -69,7 +69,7 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
 
 
 def point_latest_to(checkpoint: Path) -> None:
-    """Update the `latest` file beside a complete checkpoint to name it."""
+    """Make the file `latest` beside a complete checkpoint name this checkpoint."""
     folder = checkpoint.parent
     content = f"{checkpoint.name}\n{sha256_of(checkpoint / SUMS)}\n"
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
@@ -90,7 +90,7 @@ def recover(folder: Path) -> None:
 def clear(folder: Path) -> None:
     """Delete the half-written checkpoints that a crash has left."""
     for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
-        with contextlib.suppress(OSError):  # an unwritable folder is reported when the run saves
+        with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
             remove(left)
 
 
@@ -114,26 +114,26 @@ def latest_checkpoint(folder: Path) -> Path | None:
         whole = sorted(path.parent.name for path in folder.glob(f"iter_*/{SUMS}") if path.parent.name[5:].isdigit())
         if whole:
             raise CheckpointError(
-                f"{pointer} is missing next to {whole[-1]}; write that name into it to resume from there"
+                f"the file {pointer} is missing; to resume from {whole[-1]}, create {pointer} with the text {whole[-1]}"
             )
         return None
     found = _LATEST.fullmatch(pointer.read_bytes().decode("utf-8", "replace"))
     if not found or found["name"] in (".", ".."):
-        raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to resume from into it")
+        raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to resume from into this file")
     path = folder / found["name"]
     if not path.is_dir():
-        raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name next to it")
+        raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name in its folder")
     if found["sums"] and (path / SUMS).is_file() and sha256_of(path / SUMS) != found["sums"]:
         raise CheckpointError(
-            f"{pointer} and {path / SUMS} do not belong together: one of them is damaged; if the other files agree "
-            "with "
-            f"`sha256sum -c {SUMS}`, write {path.name} into latest"
+            f"the checksum in {pointer} is not that of {path / SUMS}: one of the two files is damaged; "
+            f"if `sha256sum -c {SUMS}` finds no error in {path.name}, "
+            f"write only the name {path.name} into latest"
         )
     return path
 
 
 def find_checkpoint(load: str) -> Path:
-    """Return the checkpoint that `load` names: a checkpoint itself, or the newest one in a run or checkpoint folder."""
+    """Return the checkpoint at `load`, or the newest checkpoint if `load` is a run directory or a checkpoint folder."""
     for folder in (Path(load) / "checkpoints", Path(load)):
         if (folder / SUMS).is_file() or (folder / INDEX).is_file():
             return folder
@@ -147,7 +147,7 @@ def find_checkpoint(load: str) -> Path:
 
 
 def read_sums(checkpoint: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file by name, from SHA256SUMS. Raises CheckpointError."""
+    """Read SHA256SUMS and return the SHA-256 of each file, by name. Raises CheckpointError."""
     path = checkpoint / SUMS
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
@@ -176,7 +176,7 @@ def open_tensors(path: Path) -> Any:
     except (OSError, SafetensorError) as error:
         if _begins_with(path, b"version https://git-lfs"):
             raise CheckpointError(
-                f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
+                f"{path} is a Git LFS pointer instead of the file's content: run git lfs pull in its folder"
             ) from None
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
@@ -186,4 +186,4 @@ def check_file(path: Path, expected: str) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     if sha256_of(path) != expected:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that {SUMS} has")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {SUMS}")

@@ -24,35 +24,35 @@ from .files import BUFFER, INDEX, WEIGHT, CheckpointError
 from .reader import CheckpointReader, load_buffers, plain_config
 from .state import TrainState
 
-# Settings that decide what a sample is made of, besides the corpus and the seed.
+# Settings that, besides the corpus and the seed, decide how a sample is made.
 SAMPLE_SETTINGS = (
     "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
     "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
 )  # fmt: skip
 
 
-LARGE_BATCH = 1 << 22  # samples per iteration over all replicas, more than any run uses
+LARGE_BATCH = 1 << 22  # global batch size (samples per iteration) that no run exceeds
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Selection of what to load from a checkpoint, and of the contradictions to refuse."""
+    """Which parts of a checkpoint to load, and which mismatches between checkpoint and run to refuse."""
 
     position: bool = True  # load the iteration and the consumed samples
     optimizer: bool = True  # load moments, step counts and the loss scale
     rng: bool = True  # load the seed of the dropout streams
-    same_data: bool = True  # refuse a run with other samples
-    same_tokenizer: bool = True  # refuse a run with another tokenizer
+    same_data: bool = True  # refuse the checkpoint if its samples differ from those of this run
+    same_tokenizer: bool = True  # refuse the checkpoint if its tokenizer differs from that of this run
 
     @classmethod
     def by(cls, config: Config, beside_load: bool = False) -> "Wanted":
-        """Return which parts of a checkpoint to load, according to the flags.
+        """Return the selection that the flags ask for.
 
-        beside_load: the run resumes from a checkpoint of its own although --load is given.
+        beside_load: whether --load is given but ignored, because the run resumes from its own checkpoint.
         """
         c = config.checkpoint
-        # --finetune and --no-load-* applied to --load at the first start. Applying them to the run's own checkpoint
-        # would discard its progress.
+        # --finetune and --no-load-* were meant for the checkpoint of --load, when the run started. Applying them to
+        # the run's own checkpoint would discard the progress of the run.
         if beside_load:
             return cls(same_data=not c.override_data, same_tokenizer=not c.override_tokenizer)
         return cls(
@@ -65,10 +65,10 @@ class Wanted:
 
 
 def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, wanted: Wanted = Wanted()) -> TrainState:
-    """Load weights, moments, loss scale, random streams and position from the checkpoint `path`.
+    """Load the checkpoint `path`: weights, buffers, optimizer state, dropout seed and the position in training.
 
-    All ranks must call this; the parallel layout may differ from that of the run that saved it. Raises RunError
-    alike on every rank.
+    `wanted` selects the parts. All ranks must call this. The parallel layout may differ from the layout of the run
+    that saved the checkpoint. If any rank fails, every rank raises RunError.
     """
     with all_ranks():
         reader = CheckpointReader(path)
@@ -86,7 +86,7 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
 
 
 def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
-    """Load the persistent buffers, and warn of buffers that only the model or only the checkpoint has."""
+    """Load the persistent buffers, and print a warning for buffers that only the model or only the checkpoint has."""
     with all_ranks():
         loaded = load_buffers(reader, model)
     remember(model)
@@ -103,14 +103,17 @@ def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
 
 
 def _unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
-    """Return the weights of a checkpoint for which no rank has a parameter. All ranks must call this."""
+    """Return the keys of the checkpoint's weights for which no rank has a parameter. All ranks must call this."""
     every = gather_objects([name for name, _ in global_parameters(engine.module)])
     known = {f"{WEIGHT}.{name}" for names in every for name in names}
     return sorted(key for key in reader.tensors if key.startswith(f"{WEIGHT}.") and key not in known)
 
 
 def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Wanted) -> None:
-    """Raise CheckpointError if a resume would drop weights; print a note if only weights are loaded."""
+    """Raise CheckpointError if a resumed run would drop the weights `unread`.
+
+    If the run only starts with the weights of the checkpoint, print a note instead.
+    """
     if not unread:
         return
     shown = first_of(unread, 3)
@@ -122,7 +125,10 @@ def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Want
 def refuse_contradictions(
     reader: CheckpointReader, config: Config, fingerprint: str | None, wanted: Wanted = Wanted()
 ) -> None:
-    """Raise CheckpointError, with both values, if the model, tokenizer, optimizer or kind of sample differs."""
+    """Raise CheckpointError if the checkpoint's model, tokenizer, optimizer or sample settings differ from this run's.
+
+    The message shows the value in the checkpoint and the value in this run.
+    """
     saved = plain_config(reader)
     there, here = _architecture(saved, reader.positions), _architecture(config, config.positions)
     if there["family"] is None or here["family"] is None:
@@ -133,7 +139,7 @@ def refuse_contradictions(
         settings = Path(reader.path).parent / "settings.json"
         if settings.is_file():
             more += f"; --config {settings} sets the checkpoint's values"
-        raise CheckpointError(f"{reader.path} is of another model: {differing}{more}")
+        raise CheckpointError(f"{reader.path} holds another model: {differing}{more}")
     if wanted.same_tokenizer:
         reader.check_tokenizer(fingerprint, "; pass --override-tokenizer to continue with this run's tokenizer")
     before = reader.config["optim"]["optimizer"]
@@ -147,12 +153,13 @@ def refuse_contradictions(
         differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
             raise CheckpointError(
-                f"{reader.path} was trained on other samples: {differing}; pass --override-data to continue"
+                f"{reader.path} was trained on samples of another kind: {differing}; pass --override-data to continue "
+                f"with this run's samples"
             )
 
 
 def settings_of_samples(config: Config) -> dict[str, Any]:
-    """Return the settings that decide what one sample of a corpus is made of."""
+    """Return the settings that decide how a sample is made from a corpus."""
     return {name: getattr(config.data, name) for name in SAMPLE_SETTINGS} | {"objective": config.objective}
 
 
@@ -186,7 +193,7 @@ def _architecture(config: Config, positions: int) -> dict[str, Any]:
 
 
 def _only_reach(there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Return whether the models differ only in rotary settings and window size, as after adapting one to long texts."""
+    """Return whether the models differ only in rotary settings and window size, as after long-context extension."""
     return all(name.startswith("rope_") or name == "sliding_window" for name in there if there[name] != here[name])
 
 
@@ -213,7 +220,7 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
 
 
 def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:
-    """Return each parameter's step count; None for a parameter that had no gradient or was frozen."""
+    """Return each parameter's step count; None for a parameter without moments (frozen, or never had a gradient)."""
     common, others = reader.optimizer["step"], reader.optimizer.get("steps", {})
     return {
         parameter: others.get(name, common) if any(f"{each}.{name}" in reader.tensors for each in moments) else None
@@ -221,27 +228,31 @@ def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dic
     }
 
 
-Key = tuple[str, str, nn.Parameter]  # kind (weight or a moment), global name, parameter
+Key = tuple[str, str, nn.Parameter]  # kind ("weight" or a moment's name), global name of the parameter, parameter
 
 
 def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[Key]:
-    """Yield all keys that this rank holds, in the same order on all ranks of its data-parallel group."""
+    """Yield the key of each weight and moment that this rank needs.
+
+    The order is the same on all ranks of a data-parallel group.
+    """
     for name, parameter in global_parameters(engine.module):
         yield WEIGHT, name, parameter
         for moment in moments if zero_state.has_moments(engine, parameter) else []:
-            if f"{moment}.{name}" in reader.tensors:  # absent if the parameter was frozen or never had a gradient
+            # The checkpoint has no moments of a parameter that was frozen or never had a gradient.
+            if f"{moment}.{name}" in reader.tensors:
                 yield moment, name, parameter
 
 
 def _read_once(
     reader: CheckpointReader, keys: Sequence[Key], device: torch.device
 ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Yield (kind, parameter, value) of each of `keys`; a value has the local shape, in fp32 or fp64, on `device`.
+    """Yield (kind, parameter, value) for each key; a value has the local shape, in fp32 or fp64, on `device`.
 
-    The ranks of a data-parallel group divide the keys: each value is read by one rank, which broadcasts it to the
-    other ranks. A rank that cannot read still takes part in the broadcasts, so that no other rank hangs. At the end
-    it raises its CheckpointError or OSError; if any rank does, the values on all ranks are invalid.
-    If all ranks are on the CPUs of one machine, each rank reads all values itself: the kernel's page cache is
+    The ranks of a data-parallel group divide the keys: each value is read by one rank, which broadcasts the value to
+    the other ranks. A rank that cannot read a value still takes part in all broadcasts, so that no other rank hangs,
+    and raises its CheckpointError or OSError at the end. If any rank raises, the values on all ranks are invalid.
+    If all ranks are on the CPUs of one machine, each rank reads all values itself, as the kernel's page cache is
     faster than a broadcast.
     """
     axis, problem = mpu.get_mesh().data, None

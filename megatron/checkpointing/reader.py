@@ -21,7 +21,7 @@ from .stream import CODES, FLOATS, stored
 
 
 class CheckpointReader:
-    """Reader of a checkpoint: any slice of any tensor, independent of the layout that wrote it."""
+    """Reader of a checkpoint: any slice of any tensor, whatever parallel layout wrote the checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,15 +37,15 @@ class CheckpointReader:
             self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]
             self.tokenizer = content["tokenizer"]
             if version == 2 and self.config["model"].get("activation") == "gelu":
-                self.config["model"]["activation"] = "gelu-tanh"  # in format 2, "gelu" was the tanh form
+                self.config["model"]["activation"] = "gelu-tanh"  # in format 2, "gelu" meant the tanh approximation
         except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
             raise CheckpointError(f"{path / INDEX} cannot be read: {describe(error)}") from None
         self._open: dict[str, Any] = {}
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Check every `ranks`-th file, from number `rank` on, against its checksum.
+        """Check this rank's share of the files against their checksums: every `ranks`-th file, beginning with `rank`.
 
-        Together, the ranks check all files. Raises CheckpointError naming the file.
+        Together, the ranks check all files. Raises CheckpointError, which names the file.
         """
         used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
         for name in sorted(used - self.sums.keys()):
@@ -58,7 +58,7 @@ class CheckpointReader:
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key!r}")
         entry = self.tensors[key]
-        if dim != entry["dim"]:  # the pieces are split along another dimension, so read all of them
+        if dim != entry["dim"]:  # the pieces are split along another dimension, so read all pieces
             return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
         if begin == end:  # this rank holds only padding
             empty = entry["shape"][:dim] + [0] + entry["shape"][dim + 1 :]
@@ -75,7 +75,10 @@ class CheckpointReader:
         return torch.cat(found, dim) if len(found) > 1 else found[0]
 
     def _piece(self, key: str, piece: dict[str, Any]) -> Any:
-        """Return one piece of a tensor as a safetensors slice. Raises CheckpointError if file and index disagree."""
+        """Return one piece of a tensor as a safetensors slice.
+
+        Raises CheckpointError if the file's header contradicts checkpoint.json.
+        """
         file, entry = self._file(piece["file"]), self.tensors[key]
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]
@@ -85,8 +88,8 @@ class CheckpointReader:
         codes = CODES if key.startswith(f"{BUFFER}.") else FLOATS
         if part.get_shape() != shape or part.get_dtype() not in codes.values():
             raise CheckpointError(
-                f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, not as numbers "
-                f"of shape {shape}"
+                f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, but {INDEX} "
+                f"requires a supported dtype and the shape {shape}"
             )
         return part
 
@@ -95,7 +98,7 @@ class CheckpointReader:
         return next(d for d, code in CODES.items() if code == self._piece(key, some).get_dtype())
 
     def local(self, key: str, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's shard of tensor `key`, for `parameter`, with the parameter's padding filled with zeros."""
+        """Return this rank's shard of tensor `key` in the shape of `parameter`; padding rows are zeros."""
         spec = mpu.spec_of(parameter)
         if key in self.tensors and tuple(self.tensors[key]["shape"]) != spec.full_shape:
             raise CheckpointError(
@@ -104,11 +107,14 @@ class CheckpointReader:
         return spec.with_padding(self.read(key, *spec.rows))
 
     def check_tokenizer(self, fingerprint: str | None, way_out: str = "") -> None:
-        """Raise CheckpointError with both fingerprints if this model was trained with another tokenizer."""
+        """Raise CheckpointError if the checkpoint was trained with another tokenizer than that of `fingerprint`.
+
+        way_out: advice that ends the message.
+        """
         if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
             raise CheckpointError(
-                f"{self.path} was trained with another tokenizer (SHA-256 {self.tokenizer[:12]}, --vocab-file has "
-                f"{fingerprint[:12]}){way_out}"
+                f"{self.path} was trained with another tokenizer (its SHA-256 is {self.tokenizer[:12]}, that of "
+                f"--vocab-file is {fingerprint[:12]}){way_out}"
             )
 
     def _file(self, name: str) -> Any:
@@ -118,7 +124,7 @@ class CheckpointReader:
 
 
 def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
-    """Return the settings of a checkpoint with the parallel layout replaced, by default with that of one process."""
+    """Return the settings of a checkpoint with its parallel layout replaced, by default for a single process."""
     saved = {RENAMED.get(name, name): value for section in reader.config.values() for name, value in section.items()}
     where = reader.path / INDEX
     refuse_absurd_sizes(reader.config["model"], (entry["shape"] for entry in reader.tensors.values()), where)
@@ -127,7 +133,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "pipeline_schedule": "1f1b",
         "virtual_pipeline_size": 1,
         "pipeline_extra_warmup": 0,
-        "sequence_parallel": False,  # inference takes texts of any length, not only multiples of the rank count
+        "sequence_parallel": False,  # it needs lengths divisible by the rank count; inference takes any length
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
     }
@@ -147,7 +153,7 @@ def each_weight(reader: CheckpointReader, model: Any) -> Iterator[tuple[str, nn.
 
 @torch.no_grad()
 def load_weights(path: Path, model: Any) -> CheckpointReader:
-    """Load only the weights and buffers, into a model without an engine (to generate, evaluate or export)."""
+    """Load only weights and buffers, into a model that has no engine (to generate, evaluate or export)."""
     reader = CheckpointReader(path)
     reader.verify()
     for _, parameter, value in each_weight(reader, model):
@@ -160,7 +166,7 @@ def load_weights(path: Path, model: Any) -> CheckpointReader:
 def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[str]]:
     """Load the persistent buffers of `model`; return (names of the loaded buffers, names that the checkpoint lacks).
 
-    Raises CheckpointError if a buffer has another shape in the checkpoint than in the model.
+    Raises CheckpointError if a buffer's shape in the checkpoint differs from its shape in the model.
     """
     found, missing = set[str](), set[str]()
     for name, buffer in global_buffers(model):
@@ -173,9 +179,8 @@ def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[st
         shape = reader.tensors[key]["shape"]
         if shape != list(into.shape):
             raise CheckpointError(
-                f"{reader.path}: the buffer {name} has shape {shape}, the model's has {list(into.shape)}: give it "
-                "its final shape "
-                f"when the model is built"
+                f"{reader.path}: the buffer {name} has shape {shape} in the checkpoint, but {list(into.shape)} in the "
+                f"model; give the buffer its final shape when the model is built"
             )
         into.copy_(reader.read(key, 0, 0, shape[0]))
         found.add(name)

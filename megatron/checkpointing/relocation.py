@@ -1,6 +1,7 @@
-"""Files kept beside checkpoints, so that a run directory can be moved, copied and used from anywhere.
+"""Support for moving and copying a run directory.
 
-This covers the tokenizer's files, the paths in the settings, and a fingerprint of the data.
+The tokenizer's files are copied next to the checkpoints, paths in the settings follow the run directory, and a
+fingerprint identifies each corpus wherever its files are.
 """
 
 import hashlib
@@ -28,14 +29,14 @@ from ..tokenizer.beside import (
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
 FOLDER = "tokenizer"
-ENDS = 1 << 16  # number of bytes that are hashed at the start and at the end of a file
+ENDS = 1 << 16  # number of bytes hashed at the start and at the end of a file
 WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 
 def keep_tokenizer(vocab_file: str, home: Path) -> None:
     """Copy a tokenizer's files into `home`/tokenizer, with chat templates, special token ids and generation settings.
 
-    Raises OSError, and ValueError if one of its JSON files is invalid.
+    Raises OSError, and ValueError if a JSON file of the tokenizer is invalid.
     """
     source, folder = file_of(vocab_file), home / FOLDER
     if folder.resolve() == source.resolve().parent:
@@ -55,15 +56,15 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
 
 
 def kept_beside(home: Path) -> Path:
-    """Return the path of config.json among the tokenizer files kept in `home`; the file need not exist."""
+    """Return the path of config.json beside the tokenizer copied into `home`; the file need not exist."""
     return home / FOLDER / "config.json"
 
 
 def keep_roles(source: Path, home: Path) -> None:
-    """Copy special token ids and generation settings found beside `source` into `home`, so that an export has them.
+    """Copy the special token ids and generation settings found beside `source` into `home`/tokenizer, for exports.
 
-    Of config.json only the token ids are copied: with the other settings, the folder would look like a model.
-    Raises OSError and ValueError.
+    From config.json, only the special token ids and the tokenizer's class are copied. With the other settings, the
+    folder would look like a model. Raises OSError and ValueError.
     """
     ids, named = ids_beside(source), class_beside(source)
     ids |= {"tokenizer_class": named} if named and ids else {}
@@ -75,7 +76,10 @@ def keep_roles(source: Path, home: Path) -> None:
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
-    """Return the copy of `vocab_file` in a run directory or a folder of checkpoints; None if there is none."""
+    """Return the path of the tokenizer copied into `home`, a run directory or checkpoint folder; None without a copy.
+
+    vocab_file: the original path. If a file of that name was copied, its copy is returned, else the folder.
+    """
     folder = home / FOLDER
     if vocab_file is not None and (folder / Path(vocab_file).name).is_file():
         return str(folder / Path(vocab_file).name)
@@ -83,7 +87,7 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
 
 
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
-    """Return the settings of a checkpoint, with the tokenizer kept beside it if there is one."""
+    """Return `config` with --vocab-file set to the tokenizer that was copied beside `checkpoint`, if there is one."""
     given, checkpoint = config.data.vocab_file, checkpoint.absolute()
     homes = (checkpoint.parent, checkpoint.parent.parent)
     found = next((path for home in homes if (path := kept_tokenizer(home, given))), given)
@@ -91,7 +95,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
 
 
 def relocated(config: Config, run_dir: Path) -> Config:
-    """Return the settings of a run that was moved to `run_dir`, with paths inside its old directory updated."""
+    """Return the settings of a run that was moved to `run_dir`, with paths inside the old run directory updated."""
     d = config.data
     was = config.log.run_dir
 
@@ -117,8 +121,7 @@ def relocated(config: Config, run_dir: Path) -> Config:
 def corpus_fingerprint(prefix: str) -> str:
     """Return a hash that identifies the corpus `prefix`.
 
-    It covers the size, start and end of the .bin and .idx files, and of those of the corpus's loss mask if there are
-    any.
+    The hash covers the size, start and end of each .bin and .idx file of the corpus and of its loss mask, if any.
     """
     digest = hashlib.sha256()
     for path in (Path(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):

@@ -20,20 +20,20 @@ from .reader import CheckpointReader, plain_config
 from .relocation import corpus_fingerprint
 from .state import TrainState
 
-MANY = 10**8  # samples; comparing more takes longer than a few seconds
+MANY = 10**8  # comparing more samples than this takes longer than a few seconds
 
 
 class Start(NamedTuple):
-    """The checkpoint to start from (None to start from scratch) and what to take from it."""
+    """The checkpoint to start from (None to start from scratch) and the parts to load from it."""
 
     path: Path | None
     wanted: Wanted
 
 
 def find_start(config: Config, save_dir: str) -> Start:
-    """Return the checkpoint to start from: this run's newest one, else the one of --load, else none.
+    """Return the checkpoint to start from: this run's newest checkpoint, else that of --load, else none.
 
-    Raises RunError alike on every rank.
+    If any rank fails, every rank raises RunError.
     """
     load = config.checkpoint.load
     with all_ranks():
@@ -43,7 +43,7 @@ def find_start(config: Config, save_dir: str) -> Start:
         path = latest_checkpoint(Path(save_dir))
     wanted = Wanted.by(config, beside_load=path is not None and bool(load))
     if path is not None and load:
-        print_rank_0(f"--load {load} is not used: this run has a checkpoint of its own, {path}")
+        print_rank_0(f"--load {load} is ignored: this run resumes from its own checkpoint {path}")
     elif load and Path(load).resolve() in {Path(each).resolve() for each in (save_dir, config.log.run_dir) if each}:
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
     elif load:
@@ -57,10 +57,9 @@ def start_or_resume(
 ) -> tuple[TrainState, Config]:
     """Load the checkpoint that `find_start` returned, if any.
 
-    Returns the state of the run, and its settings with the learning-rate schedule to continue with.
-    Rank 0 compares the samples of `dataset` with those that the checkpoint has consumed.
-    dataset: the training data set.
-    Raises RunError alike on every rank.
+    Returns the state of the run, and the settings of the run with the learning-rate schedule to continue with.
+    Rank 0 checks that the samples consumed so far are those of `dataset`, the training data set.
+    If any rank fails, every rank raises RunError.
     """
     path, wanted = start
     with all_ranks():
@@ -69,12 +68,12 @@ def start_or_resume(
         return TrainState(sample_hash=begin), config
     state = load_checkpoint(path, engine, config, fingerprint, wanted)
     if not wanted.position:
-        print_rank_0(f"starts with the weights of {path}")
+        print_rank_0(f"this run starts with the weights of {path}")
         state.sample_hash = begin
         return state, config
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     saved = plain_config(CheckpointReader(path))
-    # Iteration 0 means imported weights, which are stored with default settings: keep this run's schedule then.
+    # Iteration 0 means imported weights. Their checkpoint has a default learning-rate schedule: keep this run's then.
     if state.iteration:
         config, note = settled(config, saved)
         if note:
@@ -92,14 +91,14 @@ def start_or_resume(
 
 
 def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, dataset: Any, wanted: Wanted) -> int:
-    """Return the hash of the samples consumed so far, as `dataset` gives them.
+    """Return the hash of the first `state.consumed_samples` samples of `dataset`.
 
-    Raises CheckpointError if the checkpoint has consumed other samples; with --override-data prints a note instead.
-    begin: the hash before the first sample.
+    Raises CheckpointError if the checkpoint has consumed other samples. With --override-data, prints a note instead.
+    begin: initial value of the hash.
     """
     found = extend(begin, dataset, 0, state.consumed_samples)
     others = state.consumed_samples > 0 and _other_documents(saved, config)
-    # Older checkpoints have a hash that begins with 0, as it did not depend on the corpora. Accept that hash, too.
+    # In older checkpoints, the hash did not depend on the corpora: its initial value was 0. Accept that hash, too.
     if not others and (
         state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
     ):
@@ -114,10 +113,10 @@ def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, 
 
 
 def _other_documents(saved: Config, config: Config) -> bool:
-    """Return whether --split selects other training documents than it did for the checkpoint.
+    """Return whether --split selects other training documents than in the checkpoint.
 
-    The sample hash may miss such a change: it depends on the number of samples in an epoch, which two splits can have
-    in common. The definition of the hash cannot change, as existing checkpoints hold it.
+    The sample hash can miss a changed split: it depends on the number of samples in an epoch, which can be equal for
+    two splits. The definition of the hash cannot change, as existing checkpoints contain such hashes.
     """
     if saved.data.split == config.data.split or not (saved.data.data_path and config.data.data_path):
         return False
@@ -125,7 +124,7 @@ def _other_documents(saved: Config, config: Config) -> bool:
     for prefix in prefixes_of(config.data.paths):
         try:
             documents = IndexedDataset(prefix).num_documents
-        except (DatasetError, OSError):  # another data format, or the data of a custom entry script
+        except (DatasetError, OSError):  # not an indexed dataset: another format, or data of a custom entry script
             return there[0] != here[0]
         if split_documents(there, documents)[0] != split_documents(here, documents)[0]:
             return True
@@ -133,7 +132,7 @@ def _other_documents(saved: Config, config: Config) -> bool:
 
 
 def _corpora(config: Config) -> int:
-    """Return the initial value of the sample hash, which identifies the training corpora wherever they are stored."""
+    """Return the initial value of the sample hash: a hash of the training corpora's content, not of their paths."""
     if not (config.data.data_path or config.data.train_data_path):
         return 0  # a custom entry script provides the data sets
     paths = config.data.paths

@@ -1,4 +1,4 @@
-"""Deletion of old checkpoints: keeps the newest few, one every so many iterations, and always a complete one."""
+"""Deletion of old checkpoints, except the newest few, one every so many iterations, and a complete checkpoint."""
 
 import shutil
 from pathlib import Path
@@ -10,13 +10,13 @@ from .whole import is_complete
 
 
 def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Delete older checkpoints; return a note on each one that could not be deleted.
+    """Delete old checkpoints; return a note for each checkpoint that could not be deleted.
 
-    The checkpoint that `latest` names always stays. So does the newest complete checkpoint up to that number, so that
+    The checkpoint that `latest` names always stays. The newest complete checkpoint up to `latest` stays, too, so that
     the run can resume even if newer checkpoints are damaged.
-    Checkpoints numbered above `latest` are neither counted nor deleted: the user has gone back to an earlier
-    checkpoint and abandoned them. Each checkpoint is renamed before deletion, so that a crash leaves no partial
-    checkpoint under its name.
+    Checkpoints of later iterations than `latest` are neither counted nor deleted: the user has abandoned them by
+    going back to an earlier checkpoint. Each checkpoint is renamed before deletion, so that a crash leaves no partial
+    checkpoint under a valid name.
     keep_last: number of newest checkpoints to keep; None keeps all.
     keep_every: also keep checkpoints whose iteration is divisible by this number.
     """

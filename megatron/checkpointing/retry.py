@@ -1,4 +1,4 @@
-"""Saves that may fail: a disk that is full for an hour does not end a run of weeks."""
+"""Saver that tolerates failed saves, so that a temporarily full disk does not end a run."""
 
 from megatron.ranks.rank_0 import print_rank_0
 
@@ -9,18 +9,18 @@ from .state import TrainState
 class RetryingSaver:
     """A `Saver` that tolerates failed saves: training continues, and the next save tries again.
 
-    Failures that are not the disk's fault, such as weights that differ between replicas or are not finite, are
-    raised at once. All ranks must make the same calls.
-    limit: number of failures in a row that are tolerated; one more failure raises SaveError.
+    Only errors of the disk are tolerated. Other failures are raised at once, such as weights that differ between
+    replicas or are not finite. All ranks must make the same calls.
+    limit: number of consecutive failures to tolerate; the next failure raises SaveError.
     """
 
     def __init__(self, saver: Saver, limit: int) -> None:
         self.saver, self.limit = saver, limit
-        self.failures = 0  # failures in a row
+        self.failures = 0  # consecutive failures
 
     @property
     def pending(self) -> bool:
-        """True from the beginning of a background save until `finish` completes it."""
+        """True from the start of a background save until `finish` completes the save."""
         return self.saver.pending
 
     @property
@@ -32,7 +32,7 @@ class RetryingSaver:
         """Save a checkpoint of `state`.
 
         wait: return only when the checkpoint is valid, even with background saves.
-        must: wait, and raise if the save fails, as no later save follows.
+        must: wait, and raise SaveError if the save fails. For the last save of a run.
         """
         if self.pending:
             self.finish()
@@ -44,7 +44,7 @@ class RetryingSaver:
             self.failures = 0 if not self.pending else self.failures
 
     def finish(self) -> None:
-        """Wait for the background save and publish it. A collective."""
+        """Wait for the background save and publish its checkpoint. All ranks must call this."""
         try:
             self.saver.finish()
         except SaveError as error:
@@ -57,5 +57,6 @@ class RetryingSaver:
         if must or self.failures > self.limit:
             raise error
         print_rank_0(
-            f"note: {error}; training continues, and the next save tries again ({self.failures} of {self.limit})"
+            f"note: {error}; training continues, and the next save tries again (failed saves in a row: "
+            f"{self.failures}, tolerated: {self.limit})"
         )

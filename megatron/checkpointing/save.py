@@ -59,11 +59,11 @@ def index_text(
 
 @contextlib.contextmanager
 def named_if_slow(path: Path) -> Iterator[None]:
-    """Print a note if writing `path` inside the context takes more than `SLOW_SECONDS`, as on a hanging disk."""
+    """Print a note if the `with` block, which writes `path`, takes more than `SLOW_SECONDS`, as on a hanging disk."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     words = (
         f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if the disk hangs, this checkpoint never "
-        "becomes valid, and the next save waits for this one"
+        "becomes valid, and the next save waits for it"
     )
     timer = threading.Timer(SLOW_SECONDS, lambda: print(words, flush=True))
     timer.daemon = True
@@ -96,12 +96,12 @@ class Saver:
         self._warned: set[str] = set()
         self._expected: dict[str, list[int]] = {}
         self._steps: dict[str, int] = {}
-        self._problem: Exception | None = None  # an error of a type that `all_ranks` handles
+        self._problem: Exception | None = None  # error while writing this rank's share; `finish` raises it
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Save a checkpoint of `state`.
 
-        In the background, the checkpoint becomes valid only in `finish`; `wait` calls `finish` at once.
+        wait: finish a background save before returning. Otherwise, the checkpoint becomes valid in `finish`.
         """
         if self.pending:
             self.finish()
@@ -111,18 +111,18 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """True from `begin` of a save until `finish`; alike on all ranks."""
+        """True from `begin` of a save until `finish`; the same on all ranks."""
         return self._pending is not None
 
     @property
     def busy(self) -> bool:
-        """True while this rank's share is being written."""
+        """True while a background thread is writing this rank's share."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: TrainState) -> None:
         """Write this rank's share of a checkpoint, or copy it and start a thread that writes it. Raises RunError.
 
-        Errors in writing this rank's share are raised by `finish`, on all ranks.
+        If writing the share fails, `finish` raises the error on all ranks.
         """
         assert not self.pending, "finish() comes before the next begin()"
         check_replicas(self.engine)
@@ -163,12 +163,12 @@ class Saver:
             copies = _copies(values)
             self._thread = threading.Thread(target=self._write, args=(path, parts, copies), daemon=True)
             self._thread.start()
-        # E.g. no memory or no thread left. Do not raise here: `finish` raises the error on all ranks.
+        # Memory or threads may be exhausted. Do not raise here: `finish` raises the error on all ranks.
         except Exception as error:
             self._thread, self._problem = None, _named(error)
 
     def _warn(self, lines: Iterable[str]) -> None:
-        """Print each of these lines only once in a run."""
+        """Print the warnings that this run has not printed before."""
         for line in lines:
             if line not in self._warned:
                 self._warned.add(line)
@@ -210,7 +210,7 @@ class Saver:
     def _publish(self, final: Path, temporary: Path, content: dict[str, Any], every: list[Any]) -> None:
         """Check that the checkpoint is complete and publish it.
 
-        every: by rank, (reports of the written files, expected shapes, step counts).
+        every: for each rank, the tuple (reports of the written files, expected shapes, step counts).
         """
         reports = [report for each, _, _ in every for report in each]
         expected = {key: shape for _, each, _ in every for key, shape in each.items()}
@@ -226,9 +226,9 @@ class Saver:
 
 @contextlib.contextmanager
 def _guarded(temporary: Path) -> Iterator[None]:
-    """Delete the temporary folder and raise on all ranks if the block fails on any rank.
+    """If the `with` block fails on any rank, delete the temporary folder and raise an error on all ranks.
 
-    Raises SaveError if all failures are OSErrors, e.g. of a full disk, else RunError.
+    Raises SaveError if all failures are OSErrors (such as a full disk), else RunError.
     """
     grave = False
     try:
@@ -242,9 +242,7 @@ def _guarded(temporary: Path) -> Iterator[None]:
         kind = RunError if any(gather_objects(grave)) else SaveError
         if is_rank_0():
             shutil.rmtree(temporary, ignore_errors=True)
-        raise kind(
-            f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are as they were"
-        ) from None
+        raise kind(f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are unchanged") from None
 
 
 def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config, fingerprint: str) -> Path:
@@ -275,14 +273,14 @@ def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fing
 
 
 def _named(error: Exception) -> Exception:
-    """Return the error as a type that `all_ranks` handles; unexpected errors keep their type in the message."""
+    """Convert the error to a type that `all_ranks` handles; the message names the type of an unexpected error."""
     if isinstance(error, (OSError, ValueError)):
         return error
     return ValueError(f"{type(error).__name__} {describe(error)}" if str(error) else type(error).__name__)
 
 
 def _copies(values: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Copy all values to the CPU. Even after an error, consume all values, as reading one may be a collective."""
+    """Copy all values to the CPU. Even after an error, consume all values, as reading a value may be a collective."""
     copied: list[tuple[str, Tensor]] = []
     problem: Exception | None = None
     for key, value in values:

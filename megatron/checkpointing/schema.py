@@ -11,12 +11,12 @@ from megatron.json_text import describe_json
 from .files import WEIGHT
 from .state import TrainState
 
-MOST = 2**48  # elements of a tensor: a thousand times more than any model has
+MOST = 2**48  # maximum number of elements in a tensor, a thousand times more than in any model
 KEYS = ("format", "state", "rng_seed", "optimizer", "tokenizer", "positions", "config", "tensors")
 
 
 class SchemaError(ValueError):
-    """checkpoint.json has an invalid value; the message says what and where."""
+    """checkpoint.json is invalid; the message names the key and the problem."""
 
 
 def read(text: str) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def _check_state(state: Any) -> None:
     known = {f.name for f in fields(TrainState)}
     for name, value in state.items():
         if name not in known:
-            raise SchemaError(f"state holds {name!r}, which is none of {', '.join(sorted(known))}")
-        # The sample hash may be any unsigned 64-bit number, and rng_seed may be negative or None.
+            raise SchemaError(f"state has the unknown key {name!r}; known keys are {', '.join(sorted(known))}")
+        # sample_hash may be any unsigned 64-bit number. rng_seed may be negative or None.
         right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int
         _expect(right, f"state.{name}", "a whole number, 0 or more", value)
     for name in ("iteration", "consumed_samples"):
@@ -105,7 +105,7 @@ def _check_optimizer(optimizer: Any) -> None:
     _expect(_is_count(step), "optimizer.step", "a whole number", step)
     steps = optimizer.get("steps", {})
     right = isinstance(steps, dict) and all(map(_is_count, steps.values()))
-    _expect(right, "optimizer.steps", "whole numbers by the names of weights", steps)
+    _expect(right, "optimizer.steps", "an object of whole numbers, keyed by weight name", steps)
     without = optimizer.get("without_moments", [])
     right = isinstance(without, list) and all(isinstance(name, str) for name in without)
     _expect(right, "optimizer.without_moments", "a list of names", without)
@@ -118,9 +118,9 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Raise SchemaError unless each weight has all moments in optimizer.moments, or none.
+    """Raise SchemaError if a weight has only some of the moments in optimizer.moments.
 
-    A weight has none if it is frozen or never had a gradient.
+    A weight that is frozen or never had a gradient has no moments.
     """
     weights = [key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}.")]
     moments, without = optimizer["moments"], optimizer.get("without_moments")
@@ -128,13 +128,13 @@ def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
         missing = [moment for moment in moments if f"{moment}.{name}" not in tensors]
         known = len(missing) == len(moments) and (without is None or name in without)
         if missing and not known:
-            raise SchemaError(f"tensors lack {missing[0]}.{name}, a moment that optimizer.moments lists")
+            raise SchemaError(f"tensors lacks {missing[0]}.{name}, but optimizer.moments lists {missing[0]}")
     if moments and without is None and not any(f"{moments[0]}.{name}" in tensors for name in weights):
         raise SchemaError(f"optimizer.moments lists {', '.join(moments)}, but no weight has such a moment")
 
 
 def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
-    """Check a tensor's shape and split dimension, and that its pieces cover it exactly once."""
+    """Check a tensor's shape and split dimension, and that its pieces cover the tensor exactly once."""
     _expect(isinstance(entry, dict), where, "an object", entry)
     shape, dim, pieces = (entry.get(name) for name in ("shape", "dim", "pieces"))
     right = isinstance(shape, list) and bool(shape) and all(map(_is_count, shape)) and math.prod(shape) <= MOST
@@ -151,6 +151,8 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
     at = 0
     for piece in sorted(pieces, key=lambda piece: (piece["begin"], piece["end"])):
         if piece["begin"] != at or piece["end"] < at:
-            raise SchemaError(f"{where}.pieces: rows {piece['begin']} to {piece['end']} do not follow row {at}")
+            raise SchemaError(
+                f"{where}.pieces: expected a piece from row {at} on, found rows {piece['begin']} to {piece['end']}"
+            )
         at = piece["end"]
-    _expect(at == shape[dim], f"the end of {where}.pieces", f"{shape[dim]}, as the shape says", at)
+    _expect(at == shape[dim], f"the end of {where}.pieces", f"{shape[dim]}, the size in {where}.shape", at)

@@ -18,9 +18,9 @@ from .stream import Slot, StreamWriter
 
 
 class Part(NamedTuple):
-    """A parameter and its part in a checkpoint.
+    """A parameter, and what a checkpoint stores of it.
 
-    kinds: tensors that are stored for it: "weight" and the names of its moments.
+    kinds: kinds of tensors stored for the parameter: "weight" and the names of its moments.
     mine: whether this rank writes these tensors.
     shared: whether other pipeline stages hold the parameter as well.
     """
@@ -33,7 +33,10 @@ class Part(NamedTuple):
 
 
 def parts_of(engine: Any, moments: list[str]) -> list[Part]:
-    """Return all parameters of this rank, and which of them it writes: data-parallel ranks divide the work evenly."""
+    """Return all parameters of this rank, and which of them this rank writes.
+
+    The ranks of a data-parallel group divide the parameters evenly by size.
+    """
     mesh = mpu.get_mesh()
     every = list(global_parameters(engine.module))
     load = [0] * mesh.data.size
@@ -43,9 +46,9 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
         load[writer[name]] += math.prod(mpu.spec_of(parameter).local_shape)
     parts = []
     for name, parameter in every:
-        _, begin, end = mpu.spec_of(parameter).rows  # a rank may hold only padding of the vocabulary
+        _, begin, end = mpu.spec_of(parameter).rows  # empty if this rank's shard is only vocabulary padding
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
-        if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last trains it
+        if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
             mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
         kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
         parts.append(Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))
@@ -61,9 +64,9 @@ def _is_on_every_stage(model: Any, name: str) -> bool:
 
 
 def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
-    """Return the full shape, by key, of each tensor that a checkpoint must hold.
+    """Return the full shape, by key, of each tensor that the checkpoint must contain according to this rank.
 
-    These are all weights of `parts`, and the moments that this rank writes.
+    These tensors are all weights of `parts`, and the moments that this rank writes.
     """
     return {
         f"{kind}.{part.name}": list(mpu.spec_of(part.parameter).full_shape)
@@ -73,21 +76,21 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
 
 
 def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[str]:
-    """Return the weights without optimizer state: those that are frozen or never had a gradient."""
+    """Return the names of the weights without optimizer moments, as they are frozen or never had a gradient."""
     names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
     return sorted(name for name in names if moments and f"{moments[0]}.{name}" not in tensors)
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
-    """Return, by name, the step counts below `most` among the parameters that this rank writes."""
+    """Return, by name, the step counts of this rank's written parameters that differ from the maximum `most`."""
     steps = {part.name: zero_state.step_of(engine, part.parameter) for part in parts if part.mine}
     return {name: step for name, step in steps.items() if step is not None and step != most}
 
 
 def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's share, one tensor at a time.
+    """Yield the key and value of each tensor that this rank writes.
 
-    Under ZeRO, reading a tensor is a collective, so every rank must consume the iterator to its end.
+    With ZeRO, reading a tensor is a collective, so every rank must consume the iterator to its end.
     """
     for name, parameter, kinds, mine, _ in parts:
         for kind in kinds:
@@ -132,7 +135,7 @@ def write_share(path: Path, parts: list[Part], values: Iterable[tuple[str, Tenso
                 if name in shared and kind != WEIGHT and value.count_nonzero():
                     learns.add(name)
     finally:
-        for _ in values:  # reading may be a collective for which other ranks wait
+        for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
     return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": learns}
 
@@ -143,10 +146,10 @@ def _finite(x: Tensor) -> bool:
 
 
 def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by key, each tensor's full shape, split dimension and pieces, from the reports of all files.
+    """Merge the reports of all files into each tensor's full shape, split dimension and pieces, by key.
 
-    Several stages may hold an untied parameter: one in the module of a tied weight, or in the PipelineModule
-    itself. Such a parameter is taken from the stage on which it gets gradients.
+    Several stages hold a parameter that is not tied but lies in a tied module or in the PipelineModule itself. Such a
+    parameter is taken from the stage on which the parameter gets gradients.
     """
     merged: dict[str, Any] = {}
     for report in reports:

@@ -1,11 +1,11 @@
-"""The training state besides tensors."""
+"""The part of the training state that is not tensors: iteration, consumed samples and seed."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class TrainState:
-    """Position and seeds of a run.
+    """Iteration, consumed samples and dropout seed of a run.
 
     Random streams are pure functions of (rng_seed, iteration), so no other random state is saved.
     """
@@ -14,4 +14,4 @@ class TrainState:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     sample_hash: int = 0  # hash of the consumed samples, in order; see data/sample_hash.py
-    rng_seed: int | None = None  # seed of dropout; None until a run has set it
+    rng_seed: int | None = None  # seed of dropout; None until the run sets the seed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# safetensors' names of dtypes: FLOATS for weights and moments, CODES also for buffers.
+# Dtype names of safetensors: FLOATS are the dtypes of weights and moments, CODES those of buffers.
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 CODES = FLOATS | {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Entry(Slot):
-    """A tensor to be written; `make` builds it when its turn comes."""
+    """A tensor to be written; `make` builds the tensor just before it is written."""
 
     make: Callable[[], Tensor]
 
@@ -52,8 +52,8 @@ class Entry(Slot):
 class StreamWriter:
     """Writer of a safetensors file whose tensors are declared in advance and then added one by one.
 
-    The format: length of the header, the header in JSON, the tensors back to back. Use it as a context manager;
-    afterwards `sha256` is the file's checksum. Raises OSError if writing fails.
+    The file consists of the header's length, the header in JSON, and the tensors without gaps. Use the writer as a
+    context manager; afterwards, `sha256` is the file's checksum. Raises OSError if writing fails.
     """
 
     def __init__(self, path: Path, slots: Iterable[Slot]) -> None:
@@ -82,11 +82,11 @@ class StreamWriter:
         hashed.result()
 
     def add(self, name: str, value: Tensor) -> None:
-        """Write the next declared tensor. Raises ValueError if the name or shape is not the declared one."""
+        """Write the next declared tensor. Raises ValueError if its name or shape differs from the declaration."""
         slot = self._slots[self._next]
         if name != slot.name or tuple(value.shape) != slot.shape:
             raise ValueError(
-                f"got {name} of shape {list(value.shape)}, but the next tensor of the file is {slot.name} of shape "
+                f"got {name} of shape {list(value.shape)}, but the next declared tensor is {slot.name} of shape "
                 f"{list(slot.shape)}"
             )
         self._next += 1
@@ -112,7 +112,7 @@ class StreamWriter:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of what was written, in hexadecimal."""
+        """SHA-256 of the bytes written so far, in hexadecimal."""
         return self._digest.hexdigest()
 
 

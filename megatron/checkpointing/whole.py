@@ -11,16 +11,16 @@ from .reader import CheckpointReader
 def check_complete(
     folder: Path, tensors: Mapping[str, Any], expected: Mapping[str, Sequence[int]] | None = None
 ) -> None:
-    """Raise CheckpointError naming a missing tensor, missing rows, or a file that contradicts the index.
+    """Raise CheckpointError if a tensor or rows are missing, or if a file contradicts the index.
 
-    tensors: key -> shape, dim, pieces, as in the index.
-    expected: key -> shape of each tensor that must exist; without it, only `tensors` are checked.
+    tensors: key -> shape, dim and pieces, as in the index, checkpoint.json.
+    expected: key -> shape of each tensor that must exist. If None, only the files of `tensors` are checked.
     """
     for key, shape in (expected or {}).items():
         if key not in tensors:
             raise CheckpointError(f"no rank has written {key!r}")
         if list(tensors[key]["shape"]) != list(shape):
-            raise CheckpointError(f"{key!r} has shape {tensors[key]['shape']}, not {list(shape)}")
+            raise CheckpointError(f"{key!r} was written with shape {tensors[key]['shape']} instead of {list(shape)}")
     files: dict[str, Any] = {}
     for key, entry in tensors.items():
         dim, at = entry["dim"], 0

@@ -24,7 +24,7 @@ CONSTANTS: dict[str, Any] = {
     "lazy_mpu_init": None,
 }
 ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
-    "args": lambda args: args,  # CPM-Pretrain's tutorial writes args.args.hidden_size
+    "args": lambda args: args,  # CPM-Pretrain's tutorial uses args.args.hidden_size
     "bf16": lambda args: args.config.train.precision == "bf16",
     "checkpoint_in_cpu": lambda args: args.offload_activations,
     "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
@@ -43,7 +43,7 @@ ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
 }
 _SCALE = 'DeepSpeed holds the loss scale, see "fp16" of --deepspeed-config'
-# Attribute of CPM-Pretrain that has no value here -> reason, which the error message gives.
+# Attribute of CPM-Pretrain without a value in this project -> reason that the error message gives.
 WITHOUT_VALUE = {
     "adlr_autoresume_interval": "SIGTERM makes a run save and end",
     **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _SCALE),
@@ -54,8 +54,8 @@ WITHOUT_VALUE = {
 class Args:
     """Flat, read-only view of the settings of a run: args.hidden_size is config.model.hidden_size.
 
-    It also has the attributes in CONSTANTS and ATTRIBUTES, which CPM-Pretrain's scripts read. `config` is the whole
-    configuration. The tokenizer and the number of ranks are known only after start-up: use `get_tokenizer()` and
+    The attributes in CONSTANTS and ATTRIBUTES, which CPM-Pretrain's scripts read, are also available. `config` is the
+    whole configuration. The tokenizer and the process groups exist only after start-up: use `get_tokenizer()` and
     `torch.distributed`.
     """
 
@@ -73,10 +73,10 @@ class Args:
         if name in HOME:
             return getattr(getattr(self.config, HOME[name]), name)
         if name in WITHOUT_VALUE:
-            raise AttributeError(f"args.{name} of CPM-Pretrain has no value: {WITHOUT_VALUE[name]}")
+            raise AttributeError(f"args.{name} of CPM-Pretrain has no value in this project: {WITHOUT_VALUE[name]}")
         ours = settings_for(name)
         instead = f"; use {' and '.join(f'args.{each}' for each in ours)}" if ours else nearest(name, HOME)
-        raise AttributeError(f"there is no setting {name!r}{instead}")
+        raise AttributeError(f"args has no attribute {name!r}{instead}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")
@@ -92,7 +92,7 @@ def _on_cuda() -> bool:
 
 
 def _params_dtype(args: Args) -> Any:
-    """Return the dtype to which DeepSpeed casts weights for the forward pass: --precision's, by default fp32."""
+    """Return the dtype of the weights in the forward pass, as --precision sets it."""
     import torch
 
     names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -104,5 +104,5 @@ def _padded_vocab_size(args: Args) -> int:
 
     model, ranks = args.config.model, args.config.parallel.model_parallel_size
     if model.vocab_size is None:
-        raise AttributeError("args.padded_vocab_size is not known before the tokenizer is loaded")
+        raise AttributeError("args.padded_vocab_size is unknown until the tokenizer is loaded")
     return mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, ranks)

@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -> Any:
-    """Return the settings of the run, with the arguments of a dataset builder in place of the flags."""
+    """Return the settings of the run, with the data flags replaced by the arguments of a data-set builder."""
     from ..config.command_line import with_values
     from ..training.global_vars import get_args
 
@@ -22,7 +22,10 @@ def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -
 
 
 def by_original_keywords(family: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a builder also accept CPM-Pretrain's keywords; a call with `data_prefix=` then returns three data sets."""
+    """Return a decorator that lets a data-set builder also accept CPM-Pretrain's keywords.
+
+    A call with `data_prefix=` returns the training, validation and test data sets.
+    """
 
     def decorate(build: Callable[P, R]) -> Callable[P, R]:
         @wraps(build)
@@ -45,7 +48,10 @@ def _gpt2(
     train_valid_test_num_samples: Sequence[int] = (),
     skip_warmup: bool = True,
 ) -> tuple[Any, ...]:
-    """Return the training, validation and test data sets, None if empty; a sample is {"text": [s + 1]}."""
+    """Return the training, validation and test data sets; a sample is {"text": [s + 1]}.
+
+    An empty data set is returned as None.
+    """
     from ..ranks.rank_0 import print_notes
     from ..tasks.gpt2 import GPT2
     from ..training.global_vars import get_tokenizer
@@ -67,10 +73,11 @@ def build_train_valid_test_datasets(
     train_valid_test_num_samples: Sequence[int] = (),
     skip_warmup: bool = True,
 ) -> tuple[Any, ...]:
-    """Return the training, validation and test data sets of a T5, None if empty; see `T5Samples` for a sample.
+    """Return the training, validation and test data sets of a T5; samples are those of `T5Samples`.
 
-    data_prefix: path of one plain-text corpus without .bin and .idx, or the common PREFIX of the paths of CPM's masked
-    corpora, PREFIX_context, PREFIX_target and PREFIX_target_offset.
+    An empty data set is returned as None.
+    data_prefix: path of a plain-text corpus without .bin and .idx, or the PREFIX of CPM's masked corpora
+    PREFIX_context, PREFIX_target and PREFIX_target_offset.
     The last three arguments are ignored: any number of samples can be read, and files are always memory-mapped.
     """
     from ..ranks.rank_0 import print_notes
@@ -86,10 +93,10 @@ _BUILDERS: dict[str, Callable[..., Any]] = {"gpt2": _gpt2}
 
 
 class T5Samples(Dataset[dict[str, Tensor]]):
-    """Samples of `dataset` with the keys of CPM-Pretrain, int64.
+    """Samples of `dataset` with the keys of CPM-Pretrain, as int64 tensors.
 
-    contexts [k] are the encoder's token ids. targets [q] are the token ids that the decoder reads, labels [q]
-    those that it predicts. ctx_eod_mask [k] is 1 at the last token of each document of the encoder.
+    contexts [k] are the encoder's input ids, targets [q] the decoder's input ids, and labels [q] the ids that the
+    decoder predicts. ctx_eod_mask [k] is 1 at the last token of each document of the encoder.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -100,7 +107,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
         sample = self.dataset[n]
         ids = sample["encoder_document_ids"]
         ends = (ids != ids.roll(-1)).long()
-        ends[-1] = 0  # the next window may continue the document
+        ends[-1] = 0  # the last document may continue in the next sample
         return {
             "contexts": sample["encoder"],
             "targets": sample["decoder"],

@@ -1,4 +1,4 @@
-"""Casts of nested tuples of tensors, as entry scripts of CPM-Pretrain call them."""
+"""Casts of nested tuples of tensors between fp16 and fp32, for entry scripts of CPM-Pretrain."""
 
 from collections.abc import Callable
 from typing import Any

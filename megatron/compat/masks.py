@@ -1,6 +1,6 @@
-"""The attention masks of CPM-Pretrain, and the equivalent document ids, which this project's models take instead.
+"""Attention masks of CPM-Pretrain, and their conversion to the document ids that this project's models take.
 
-Shapes: b batch, s sequence of a decoder-only model, k encoder, q decoder.
+Shapes: b batch size, s sequence length of a decoder-only model, k encoder length, q decoder length.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,10 @@ ADVICE = (
 
 
 class T5Masks(NamedTuple):
-    """Masks of an encoder-decoder, nonzero where attention is allowed: [b, 1, k, k], [b, 1, q, q] and [b, 1, q, k]."""
+    """Masks of an encoder-decoder, nonzero where attention is allowed.
+
+    encoder: [b, 1, k, k]. decoder: [b, 1, q, q]. cross: [b, 1, q, k].
+    """
 
     encoder: Tensor
     decoder: Tensor
@@ -36,20 +39,20 @@ def get_masks_and_position_ids_for_t5(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the masks and positions of CPM-Pretrain's T5 for contexts [b, k], targets and labels [b, q].
 
-    ctx_eod_mask: int [b, k], nonzero at the last token of each document of the encoder. Unlike in CPM-Pretrain, tokens
-    of text do not attend to padding.
+    ctx_eod_mask: int [b, k], nonzero at the last token of each document of the encoder.
     Returns (encoder mask fp32 [b, 1, k, k], encoder positions int64 [b, k], decoder mask [b, 1, q, q], decoder
-    positions [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Masks are 1 where attention is allowed; the loss
-    mask is 0 where a target is the end of a document or a label is padding.
-    Raises ValueError if, with `reset_attention_mask`, the decoder has more documents than the encoder.
+    positions [b, q], cross mask [b, 1, q, k], loss mask fp32 [b, q]). Attention masks are 1 where attention is
+    allowed. The loss mask is 0 where a target is the end of a document or a label is padding.
+    Unlike in CPM-Pretrain, text tokens do not attend to padding.
+    Raises ValueError if `reset_attention_mask` is set and the decoder has more documents than the encoder.
     """
     ends = targets == tokenizer.eod_id
     encoder_ids = _ids(ctx_eod_mask != 0, contexts == tokenizer.pad_id)
     decoder_ids = _ids(ends, (labels == tokenizer.pad_id) & (targets == tokenizer.pad_id))
     if reset_attention_mask and bool((encoder_ids.amax(1) < decoder_ids.amax(1)).any()):
         raise ValueError(
-            "--reset-attention-mask: the decoder has more documents than the encoder; "
-            "mask the corpus so that both end a document together (--span-convention cpm)"
+            "--reset-attention-mask: the decoder has more documents than the encoder; mask the corpus with "
+            "--span-convention cpm, so that a document ends in the encoder and in the decoder of the same sample"
         )
     if not reset_attention_mask:
         encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
@@ -63,7 +66,10 @@ def get_masks_and_position_ids_for_t5(
 
 
 def _ids(ends: Tensor, padding: Tensor) -> Tensor:
-    """Return each token's document number, from 1, and 0 for padding: ends, padding bool [b, s] -> int64 [b, s]."""
+    """Return the document number of each token, int64 [b, s]: 1, 2, ... for text, 0 for padding.
+
+    ends: bool [b, s], True at the last token of each document. padding: bool [b, s].
+    """
     numbers = torch.ones_like(ends, dtype=torch.int64)
     numbers[:, 1:] += ends[:, :-1].cumsum(dim=1)
     return numbers.masked_fill_(padding, 0)
@@ -81,10 +87,11 @@ def _t5_masks(encoder_ids: Tensor, decoder_ids: Tensor) -> T5Masks:
 
 
 def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
-    """Return document ids int16 [b, s] equivalent to an attention mask [1 or b, 1, s, s], empty for one document.
+    """Return document ids int16 [b, s] equivalent to an attention mask [1 or b, 1, s, s].
 
-    mask: bool, True where attention is forbidden. tokens: [b, s]. Raises ValueError for a mask that no document ids
-    express.
+    If each sample is a single document, the result is an empty tensor.
+    mask: bool, True where attention is forbidden. tokens: [b, s].
+    Raises ValueError if document ids cannot express the mask.
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, tokens.shape[1], tokens.shape[1]):
         raise ValueError(
@@ -100,17 +107,18 @@ def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
 
 
 def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
-    """Return encoder and decoder document ids, int16 [b, k] and [b, q], equivalent to T5's masks.
+    """Return encoder and decoder document ids, int16 [b, k] and [b, q], equivalent to a T5's attention masks.
 
-    Both are empty for one document. given: nonzero where attention is allowed. Raises ValueError for masks that no
-    document ids express.
+    If each sample is a single document, both results are empty tensors.
+    given: masks, nonzero where attention is allowed.
+    Raises ValueError if document ids cannot express the masks.
     """
     encoder, decoder, cross = (mask != 0 for mask in given)
     encoder_ids, own = _groups(encoder), _groups(decoder)
     found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
     other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)
-    # Encoder ids start at 1. A decoder token with id 0 has no encoder token of its document, and then attends to all.
+    # Encoder ids start at 1. A decoder token whose document is not in the encoder gets id 0 and attends to all.
     decoder_ids = found.masked_fill(sees_all & other, 0)
     expected = _t5_masks(encoder_ids, decoder_ids)
     for name, ours, theirs in zip(("encoder mask", "decoder mask", "cross mask"), expected, given, strict=True):
@@ -121,18 +129,25 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
 
 
 def refuse_other_positions(name: str, given: Tensor, document_ids: Tensor, reset: bool) -> None:
-    """Raise ValueError unless positions [b, s] count from 0, over the sequence or, if `reset`, over each document."""
+    """Raise ValueError unless the positions `given` [b, s] count from 0.
+
+    With `reset`, positions must restart at 0 in each document.
+    """
     restart = reset and document_ids.numel() > 0
     expected = positions_in_documents(document_ids) if restart else _counted(given)
     if not torch.equal(given, expected.to(given.dtype)):
         raise ValueError(
             f"the {name} positions given to T5Model must count from 0 over each "
-            f"{'document' if restart else 'sequence'}; pass those of get_masks_and_position_ids_for_t5 unchanged"
+            f"{'document' if restart else 'sequence'}; "
+            "pass the positions that get_masks_and_position_ids_for_t5 returns"
         )
 
 
 def _groups(allowed: Tensor) -> Tensor:
-    """Number groups of neighbouring rows of `allowed` [b, 1, s, s] with the same first True column: int64 [b, s]."""
+    """Return a group number for each row of `allowed` [b, 1, s, s]: int64 [b, s].
+
+    Neighbouring rows with the same first True column are a group.
+    """
     first = allowed[:, 0].int().argmax(-1)
     return begins(first).cumsum(1)
 

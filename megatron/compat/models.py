@@ -15,7 +15,10 @@ from .masks import T5Masks, decoder_documents, refuse_other_positions, t5_docume
 
 
 def settings(config: Config | None, num_tokentypes: int) -> Config:
-    """Return `config`, or if None the settings of the run. Raises ValueError for token types, which no model has."""
+    """Return `config`, or the settings of the run if `config` is None.
+
+    Raises ValueError if num_tokentypes is not 0, as no model has token types.
+    """
     if num_tokentypes:
         raise ValueError(f"num_tokentypes is {num_tokentypes}: no model has token types; leave it at 0")
     return get_args().config if config is None else config
@@ -32,8 +35,8 @@ def decoder_inputs(inputs: Any) -> Any:
 def t5_inputs(inputs: Any, reset_positions: bool) -> Any:
     """Replace CPM-Pretrain's seven inputs of a T5 by tokens and document ids; return other inputs unchanged.
 
-    The seven are encoder tokens, positions and mask, decoder tokens, positions and mask, and the cross mask.
-    Raises ValueError for masks that no document ids express and for positions that do not count from 0.
+    The seven inputs are encoder tokens, positions and mask, decoder tokens, positions and mask, and the cross mask.
+    Raises ValueError if document ids cannot express the masks, or if positions do not count from 0.
     """
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 7:
         return inputs
@@ -45,7 +48,10 @@ def t5_inputs(inputs: Any, reset_positions: bool) -> Any:
 
 
 class GPT2Model(gpt2.GPT2Model):
-    """GPT-2 without a pipeline; see `megatron.model.gpt2.GPT2Model`. config: by default that of `get_args()`."""
+    """GPT-2 without a pipeline; see `megatron.model.gpt2.GPT2Model`.
+
+    config: by default, the settings of the run (`get_args().config`).
+    """
 
     def __init__(
         self,
@@ -65,15 +71,21 @@ class GPT2Model(gpt2.GPT2Model):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits or the loss; document_ids may also be an attention mask, bool [1 or b, 1, s, s]."""
+        """Return the logits, or the loss if `labels` are given.
+
+        document_ids: document ids, or an attention mask, bool [1 or b, 1, s, s].
+        """
         if document_ids is not None and document_ids.dim() == 4:
             document_ids = decoder_documents(document_ids, tokens)
-        # Scripts flatten the loss of each token by view(-1), which requires contiguous memory.
+        # CPM-Pretrain's scripts flatten the token losses by view(-1), which requires contiguous memory.
         return super().forward(tokens, position_ids, document_ids, labels, loss_mask).contiguous()
 
 
 class T5Model(t5.T5Model):
-    """T5 without a pipeline; see `megatron.model.t5.T5Model`. config: by default that of `get_args()`."""
+    """T5 without a pipeline; see `megatron.model.t5.T5Model`.
+
+    config: by default, the settings of the run (`get_args().config`).
+    """
 
     def __init__(
         self,
@@ -91,7 +103,10 @@ class T5Model(t5.T5Model):
     def forward(
         self, *inputs: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any
     ) -> Tensor:
-        """Return the logits or the loss; inputs: those of `megatron.model.t5.T5Model`, or CPM-Pretrain's seven."""
+        """Return the logits, or the loss if `labels` are given.
+
+        inputs: the inputs of `megatron.model.t5.T5Model`, or CPM-Pretrain's seven (see `t5_inputs`).
+        """
         ours: Any = t5_inputs(inputs, self._reset_positions)
         named |= {"labels": labels, "loss_mask": loss_mask}
         return super().forward(*ours, **named).contiguous()

@@ -53,7 +53,7 @@ MOVED = {
 }
 _GONE = {
     old for old in _PACKAGES if old not in ("megatron.checkpointing", "megatron.config", "megatron.data")
-}  # packages that are empty now
+}  # packages without any module left
 
 
 def install() -> None:
@@ -72,7 +72,10 @@ class _Finder(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Loader of a module whose attributes are those of the moved module `home`; None makes an empty package."""
+    """Loader of a module at its old path, with the attributes of the moved module `home`.
+
+    If `home` is None, the loader makes an empty package.
+    """
 
     def __init__(self, home: str | None) -> None:
         self._home = home
@@ -88,7 +91,7 @@ class _Alias(Loader):
         module.__getattr__ = lambda name: getattr(home, name)  # type: ignore[method-assign]
 
     def get_code(self, name: str) -> CodeType:
-        """Return code that runs the moved module as `__main__`, for `python -m` with the old path."""
+        """Return code that runs the moved module as `__main__`, so that `python -m` accepts the old path."""
         self._warn(name)
         words = f"import runpy\nrunpy.run_module({self._home!r}, run_name='__main__', alter_sys=True)"
         return compile(words, name, "exec")

@@ -1,8 +1,8 @@
 """Modules and names of CPM-Pretrain: where each is in this project, or what replaces it.
 
 `install()` makes `import` follow these tables, so this project needs no files with CPM-Pretrain's names. Importing a
-name that exists only in another form raises ImportError, which names the replacement. docs/reference/imports.md
-shows the tables.
+name that has only a replacement raises ImportError, and the message names the replacement.
+docs/reference/imports.md shows the tables.
 """
 
 import importlib
@@ -26,7 +26,7 @@ _RESUMES = "SIGTERM makes a run save and end, and the same command resumes it"
 _TOKENIZERS = "megatron.tokenizer.load_tokenizer(path)"
 _MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans in advance, megatron.data.t5_dataset on reading"
 
-# Module of CPM-Pretrain -> module here that has its names; None if only HOMES and COUNTERPARTS list these names.
+# Module of CPM-Pretrain -> module of this project with the same names. None: HOMES and COUNTERPARTS list the names.
 MODULES: dict[str, str | None] = {
     "megatron.arguments": None,
     "megatron.data.T5_dataset": "megatron.compat.data",
@@ -55,7 +55,7 @@ MODULES: dict[str, str | None] = {
     "megatron.tokenizer.t5_tokenization": None,
     "megatron.tokenizer.tokenizer": None,
 }
-# Module of CPM-Pretrain that nothing replaces -> reason, which the ImportError shows.
+# Module of CPM-Pretrain without a replacement -> reason, shown by the ImportError.
 GONE_MODULES = {
     "megatron.data.bert_dataset": _BERT,
     "megatron.data.helpers": "the sample index needs no compiled helpers; remove this import",
@@ -87,7 +87,7 @@ _INDEXED = "megatron.data.indexed_dataset.IndexedDataset(prefix)"
 _CASTS = "tds.initialize casts a model as --precision says"
 _WRAPS = "tds.initialize wraps an optimizer as --precision says"
 _METRICS = "--tensorboard writes events; metrics.jsonl has all numbers"
-# Module of CPM-Pretrain -> names that exist only in another form, separated by spaces -> what replaces them.
+# Module of CPM-Pretrain -> names without an identical counterpart, separated by spaces -> their replacement.
 _COUNTERPARTS = {
     "megatron": {
         "get_adlr_autoresume": _RESUMES,
@@ -238,8 +238,8 @@ _EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} -
 def find(module: str, name: str) -> Any:
     """Return this project's object for `module.name` of CPM-Pretrain.
 
-    Raises ImportError, which names the replacement, if the object exists only in another form, and AttributeError
-    for an unknown name.
+    Raises ImportError if the object has only a replacement, which the message names. Raises AttributeError for an
+    unknown name.
     """
     if (module, name) in HOMES:
         return getattr(importlib.import_module(HOMES[module, name]), name)

@@ -1,4 +1,4 @@
-"""Pipeline models with CPM-Pretrain's signatures. They need DeepSpeed, whose import takes seconds."""
+"""Pipeline models with CPM-Pretrain's signatures. Importing this module imports DeepSpeed, which takes seconds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ BatchFunction = Callable[[Any], tuple[Any, Any]]
 
 def _refuse_other_topology(topology: Any) -> None:
     if topology is not None and topology != mpu.get_topology():
-        raise ValueError(f"topology {topology} differs from that of the run; pass mpu.get_topology()")
+        raise ValueError(f"topology {topology} is not the topology of this run; pass mpu.get_topology()")
 
 
 class _TakesMasks:
-    """Pipeline model that accepts attention masks from the `_megatron_batch_fn` that a script sets."""
+    """Mixin of pipeline models: the script's `_megatron_batch_fn` may return attention masks."""
 
     _own_batch_fn: BatchFunction | None = None
 
@@ -28,7 +28,7 @@ class _TakesMasks:
     def _megatron_batch_fn(self) -> BatchFunction:
         function = self._own_batch_fn
         if function is None:
-            raise AttributeError("no _megatron_batch_fn is set")
+            raise AttributeError("_megatron_batch_fn of the model is not set")
 
         def converted(data: Any) -> Any:
             batch = function(data)
@@ -42,7 +42,10 @@ class _TakesMasks:
 
 
 class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
-    """GPT-2 over pipeline stages; see `megatron.model.pipe.GPT2ModelPipe`. config: by default that of `get_args()`."""
+    """GPT-2 over pipeline stages; see `megatron.model.pipe.GPT2ModelPipe`.
+
+    config: by default, the settings of the run (`get_args().config`).
+    """
 
     def __init__(
         self,
@@ -65,7 +68,10 @@ class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
 
 
 class T5ModelPipe(_TakesMasks, pipe.T5ModelPipe):
-    """T5 over pipeline stages; see `megatron.model.pipe.T5ModelPipe`. config: by default that of `get_args()`."""
+    """T5 over pipeline stages; see `megatron.model.pipe.T5ModelPipe`.
+
+    config: by default, the settings of the run (`get_args().config`).
+    """
 
     def __init__(
         self,

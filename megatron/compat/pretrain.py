@@ -25,20 +25,20 @@ def pretrain(
 ) -> None:
     """Train with the settings of the command line; a second call with the same run directory resumes.
 
-    train_valid_test_datasets_provider() -> three datasets, None for an empty one; `dataset[n]` must give a dict
-    of tensors for any n >= 0.
-    model_provider() -> the model: a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0; its
-    `_megatron_batch_fn` turns a batch of the dataset into (inputs, targets).
-    forward_step(data_iterator, model) -> (loss, anything), used without a pipeline. The loss is summed over
-    target tokens if `count_targets` is given, else averaged over them.
+    train_valid_test_datasets_provider() -> the training, validation and test data sets; None instead of an empty
+    data set. `dataset[n]` must return a dict of tensors for any n >= 0.
+    model_provider() -> the model: a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0. The
+    `_megatron_batch_fn` of a `PipelineModule` turns a batch of the data set into (inputs, targets).
+    forward_step(data_iterator, model) -> (loss, anything), used without a pipeline. The loss must be the sum over
+    target tokens if `count_targets` is given, else the mean over target tokens.
     count_targets(batch) -> the number of target tokens of a micro-batch.
     tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
-    args_defaults: defaults that this script changes; flags still override them.
-    argv: the flags, by default those of the command line. exit: whether to end the process with the run.
+    args_defaults: values that replace defaults of settings; flags override these values.
+    argv: the flags, by default those of the command line. exit: whether to end the process when the run ends.
 
-    If the datasets provider takes the numbers of samples, as CPM-Pretrain's do, `forward_step` must return the mean
-    over the targets of a micro-batch, see `megatron.compat.script.ScriptTask`.
-    Raises ValueError for an extra_args_provider: a script parses its own flags and passes the rest as `argv`.
+    As in CPM-Pretrain, the data-set provider may take the numbers of samples as an argument. Then `forward_step` must
+    return the mean over the target tokens of a micro-batch, see `megatron.compat.script.ScriptTask`.
+    Raises ValueError if extra_args_provider is given: a script parses its own flags and passes the rest as `argv`.
     """
     if extra_args_provider is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Tasks that call an entry script's functions.
 
-`FunctionsTask` is for any script, `ScriptTask` for a script in CPM-Pretrain's form, whose provider of data sets takes
-the numbers of samples.
+`FunctionsTask` serves any script. `ScriptTask` serves scripts written for CPM-Pretrain, whose data-set provider takes
+the numbers of samples as an argument.
 """
 
 import inspect
@@ -27,11 +27,11 @@ from .data import T5Samples
 ForwardStep = Callable[[Iterator[Batch] | None, Any], tuple[Tensor, Any]]
 CountTargets = Callable[[Batch | None], Tensor]
 TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
-FAMILIES = {"T5Tokenizer": "t5"}  # model family by the tokenizer type of args_defaults
+FAMILIES = {"T5Tokenizer": "t5"}  # tokenizer_type in args_defaults -> model family
 
 
 def is_original(provider: Callable[..., Any]) -> bool:
-    """Return whether the data-set function `provider` requires an argument, as CPM-Pretrain's numbers of samples."""
+    """Return whether a data-set provider is written for CPM-Pretrain: it requires an argument, the sample counts."""
     try:
         parameters = inspect.signature(provider).parameters.values()
     except (TypeError, ValueError):  # a callable without a signature
@@ -88,7 +88,9 @@ class FunctionsTask(Task):
         """Return the loss that `forward_step` computes. Raises ValueError if it returns no loss."""
         found: Any = self.forward_step(None if batch is None else _one_batch(batch), model)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise ValueError(f"forward_step returns {what(found)}: return (loss, anything), as `return loss, {{}}`")
+            raise ValueError(
+                f"forward_step returns {what(found)}: return (loss, anything), for example `return loss, {{}}`"
+            )
         loss = found[0]
         if not isinstance(loss, Tensor) or loss.dim():
             raise ValueError(f"forward_step returns {what(loss)} as the loss: return a tensor of one number")
@@ -96,7 +98,7 @@ class FunctionsTask(Task):
         return loss
 
     def _note_what_is_not_logged(self, named: Any) -> None:
-        """Print, once, the names of values that `forward_step` returns besides the loss, which are not logged."""
+        """Print, once in a run, that values which `forward_step` returns besides the loss are not logged."""
         if self._noted or not isinstance(named, dict):
             return
         self._noted = True
@@ -108,48 +110,50 @@ class FunctionsTask(Task):
 
 
 def _no_forward_step(batches: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Any]:
-    """Raise ValueError: only a pipeline model, whose loss_fn computes the loss, needs no `forward_step`."""
+    """Raise ValueError, in place of a missing `forward_step`, as a model without a pipeline needs one."""
     raise ValueError(
         "pretrain() has no forward_step, which a model without a pipeline needs: pass it as the third argument"
     )
 
 
 def _one_batch(batch: Batch) -> Iterator[Batch]:
-    """Yield the micro-batch of one call of `forward_step`. Raises ValueError for a second one."""
+    """Yield the micro-batch of one call of `forward_step`. Raises ValueError if the call reads a second batch."""
     yield batch
-    raise ValueError("forward_step reads a second batch in one call: it is called once for each micro-batch")
+    raise ValueError(
+        "forward_step reads a second batch in one call: read only one, as forward_step is called for each micro-batch"
+    )
 
 
 class ScriptTokenizer(SentinelTokenizer):
-    """A tokenizer with sentinels, with the attributes of CPM-Pretrain's T5 tokenizer."""
+    """Tokenizer with sentinels that also has the attributes of CPM-Pretrain's T5 tokenizer."""
 
     @property
     def eod_id(self) -> int:
-        """Id of the end of a document."""
+        """Id of the end-of-document token."""
         return self.eod
 
     @property
     def pad_id(self) -> int:
-        """Id of padding."""
+        """Id of the padding token."""
         return self.pad
 
     def get_sentinel_id(self, number: int) -> int:
-        """Return the id of the sentinel of span `number`, from 0."""
+        """Return the id of the sentinel of span `number`, counted from 0."""
         return self.sentinels[number]
 
 
 class _Counted(NamedTuple):
-    """A micro-batch as the data loader returns it, and its number of targets, a scalar in fp64."""
+    """A micro-batch as the data loader returns it, and its number of target tokens, a scalar in fp64."""
 
     data: Batch | None
     targets: Tensor
 
 
 class ScriptTask(FunctionsTask):
-    """Task that calls the functions of a script whose `forward_step` returns the mean over a micro-batch's targets.
+    """Task that calls the functions of a script whose `forward_step` returns the mean loss over the target tokens.
 
-    If the script uses this project's data sets, a micro-batch is weighted by its number of targets, so the loss is the
-    same in every layout.
+    If the script uses this project's data sets, each micro-batch is weighted by its number of target tokens. The loss
+    is then the same in every parallel layout.
     """
 
     def __init__(
@@ -166,13 +170,13 @@ class ScriptTask(FunctionsTask):
         self._count: Callable[[Batch, Config], Tensor] | None = None
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer; if the family is t5, extended by padding and sentinel tokens."""
+        """Return the tokenizer; for the family t5, padding and sentinel tokens are added to it."""
         if self.family != "t5":
             return tokenizer
         return ScriptTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the provider's data sets for the run's numbers of samples, and an empty list of notes."""
+        """Call the provider with the run's numbers of samples; return its data sets and an empty list of notes."""
         provider: Any = self.datasets_provider
         datasets = provider(numbers_of_samples(config, dist.get_world_size()))
         self._count = _counter(datasets[0]) if isinstance(datasets, (tuple, list)) and datasets else None
@@ -181,7 +185,7 @@ class ScriptTask(FunctionsTask):
         return datasets, []
 
     def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
-        """Return `data`, together with its number of targets if the data sets are this project's."""
+        """Return `data`, together with its number of target tokens if the script uses this project's data sets."""
         if self._count is None:
             return data
         number = None if data is None else {"targets": self._count(data, config).long().view(1)}
@@ -191,14 +195,14 @@ class ScriptTask(FunctionsTask):
     checked_batch = batch
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Return the loss summed over the targets if `batch` has the number of targets, else the script's mean loss."""
+        """Return the loss summed over target tokens if `batch` has their number, else the mean loss of the script."""
         if not isinstance(batch, _Counted):
             return super().loss(model, batch)
         return super().loss(model, batch.data) * batch.targets.float()
 
 
 def _counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
-    """Return a function that counts the targets of a micro-batch of `dataset`, None for a custom data set."""
+    """Return a function that counts the target tokens of a micro-batch; None if `dataset` is a custom data set."""
     members = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     if isinstance(dataset, T5Samples):
         return _t5_targets

@@ -82,7 +82,7 @@ def get_linear_layer(rows: int, columns: int, init_method: Any) -> nn.Linear:
 
 
 def get_params_for_weight_decay_optimization(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two parameter groups: matrices, and biases and weights of norms, which have no weight decay."""
+    """Return two parameter groups: matrices, with weight decay, and biases and norm weights, without weight decay."""
     vectors = [p for p in module.parameters() if p.dim() < 2]
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     return {"params": matrices}, {"params": vectors, "weight_decay": 0.0}

@@ -1,4 +1,4 @@
-"""Settings of a run: their definitions, parsing (command line, JSON, foreign flags) and validation.
+"""Settings of a run: their definitions, parsing (command line, JSON, flags of other frameworks) and validation.
 
 A `Config` is built once, is immutable and is passed explicitly to the code that reads it.
 """

@@ -1,7 +1,7 @@
-"""Fast check of a training script's flags, without the import of torch.
+"""Fast check of a training script's flags, without importing torch.
 
-Run it as `python -m megatron.config.check gpt2 RANKS FLAGS...`. Shell scripts check flags before they prepare a
-corpus, training scripts before they import torch.
+Run it as `python -m megatron.config.check gpt2 RANKS FLAGS...`. Shell scripts check the flags before they prepare a
+corpus. Training scripts check their flags before they import torch.
 """
 
 import os
@@ -18,13 +18,15 @@ from .sections import Config
 
 
 def first_look(family: str) -> Config | None:
-    """Return the settings of a training script before it imports anything heavy; exit on `--help` or invalid flags.
+    """Return the settings of a training script before torch is imported; exit on `--help` or invalid flags.
 
-    Returns None on ranks other than 0, which parse the flags later, in `run`, so that only rank 0 prints an error.
+    Returns None on ranks other than 0: `training.entry.run` parses their flags later, so that only rank 0 prints
+    an error.
     """
     help_if_asked(family)
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():  # an invalid WORLD_SIZE is refused later, by `run`
+    # `training.entry.run` refuses an invalid WORLD_SIZE later.
+    if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():
         return None
     with _one_sentence(Path(sys.argv[0]).name):
         return parse(sys.argv[1:], DEFAULTS[family], int(ranks), print_note)
@@ -39,7 +41,7 @@ def print_note(note: str) -> None:
 
 @contextmanager
 def _one_sentence(script: str) -> Iterator[None]:
-    """Print a ConfigError of the block in one sentence and exit with code 2."""
+    """If the `with` block raises ConfigError, print its message and exit with code 2."""
     try:
         yield
     except ConfigError as error:
@@ -48,7 +50,7 @@ def _one_sentence(script: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Exit with 0 if the flags are valid, else print the training script's error and exit with 2."""
+    """Exit with code 0 if the flags are valid, else print the error of the training script and exit with code 2."""
     family, ranks, *argv = sys.argv[1:]
     with _one_sentence(f"pretrain_{family}.py"):
         config = parse(argv, DEFAULTS[family], int(ranks))

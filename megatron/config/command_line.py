@@ -25,7 +25,7 @@ HOME = {f.name: section for section, _, f in settings()}  # name of a setting ->
 # Former name of a setting -> its new name. Flags, files, checkpoints and `get_args()` accept both for one version.
 RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
-# The value that the word `none` in a file stands for: None, or, for a setting of several words, its default.
+# Setting -> the value that the word `none` stands for in a file: None, or the default if the setting is a tuple.
 _WITHOUT = dict.fromkeys(_MAY_BE_NONE) | {f.name: f.default for _, s, f in settings() if tuple in types_of(s, f.name)}
 
 
@@ -53,10 +53,10 @@ examples:
 
 
 def build_parser(script: str | None = None, family: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser with one flag per setting; flags that are not given are absent from its result.
+    """Return a parser with one flag per setting; its result contains only the flags that are given.
 
-    script, family: the entry script and model family whose `--help` is shown. Settings of other families are
-    hidden.
+    script, family: the entry script and the model family for which `--help` is shown. `--help` hides the settings of
+    other families.
     """
     parser = _Parser(
         prog=script,
@@ -70,7 +70,7 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
         "--config",
         action="append",
         metavar="FILE",
-        help="JSON file with settings by section, or the name of a file in configs/models; may be given several times",
+        help="JSON file with settings by section, or the name of a file in configs/models; may be repeated",
     )
     groups = {name: parser.add_argument_group(name) for name in SECTIONS}
     for name, section, f in settings():
@@ -86,20 +86,23 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
             if kind is tuple:
                 many = {"nargs": "+", "type": str, "action": partial(_Words, none=f.default)}
             groups[name].add_argument(flag(f.name), metavar=_metavar(f, kind), help=text, **many)
-    # Launchers pass this flag to every process, so accept and ignore it: the environment has the rank.
+    # Launchers pass this flag to every process. It is ignored, as the environment has the rank.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     add_to(parser)
     return parser
 
 
 def help_if_asked(family: str | None = None) -> None:
-    """Show the settings that `family` reads (all if None) and exit, if the command line has -h or --help."""
+    """If the command line has -h or --help, print the settings of `family` (all settings if None) and exit."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         build_parser(Path(sys.argv[0]).name, family).parse_args(["--help"])
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
-    """Return a function that converts a word to `kind`, and the word `none` to None, to override a value in a file."""
+    """Return a function that converts a word to `kind`, but the word `none` to None.
+
+    With `none`, a flag removes an optional setting that a file sets.
+    """
 
     def read(word: str) -> Any:
         return None if word == "none" else kind(word)
@@ -109,7 +112,7 @@ def _or_none(kind: type) -> Callable[[str], Any]:
 
 
 class _Words(argparse.Action):
-    """Argument that takes several words, or the single word `none` for the setting's default."""
+    """Argument that takes several words, or the single word `none`, which stands for the setting's default."""
 
     def __init__(self, *args: Any, none: tuple[str, ...] | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,7 +142,7 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _there_are(path: str) -> str:
-    """Return a hint that lists the other sizes of a model if the settings file `path` does not exist."""
+    """Return a hint that lists existing settings files of the same model if the file `path` does not exist."""
     wanted = Path(path)
     folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
     beside = sorted(folder.glob(f"{wanted.stem.rpartition('_')[0]}_*.json")) if "_" in wanted.stem else []
@@ -147,7 +150,7 @@ def _there_are(path: str) -> str:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises ConfigError naming file and line."""
+    """Return the JSON object in the file `path`. Raises ConfigError, which names the file and line."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -169,10 +172,10 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def _named(content: Mapping[str, Any], where: str) -> Translation:
-    """Translate the content of a settings file, with the names of this project or of another one.
+    """Translate the content of a settings file, whose names may be those of this project or of another framework.
 
-    content: sections that hold settings, settings without a section, or both.
-    where: the file's name for messages.
+    content: sections that contain settings, settings without a section, or both.
+    where: the file's name, for messages.
     """
     values: dict[str, Any] = {}
     foreign: dict[str, Any] = {}
@@ -191,7 +194,7 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
                 raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
     for name, value in foreign.items():
-        if value is not None:  # other programs write null for flags that were not set
+        if value is not None:  # other frameworks write null for flags that were not given
             found.add(name, value)
     found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
     return found
@@ -203,11 +206,11 @@ def parse(
     ranks: int = 1,
     tell: Callable[[str], None] = lambda note: None,
 ) -> Config:
-    """Return the configuration that `argv` describes.
+    """Return the configuration that the arguments `argv` describe.
 
-    defaults: the entry script's overrides of field defaults.
-    ranks: world size, on which the translation of some foreign flags depends.
-    tell: called with each note on how a foreign flag was translated.
+    defaults: settings whose defaults the entry script overrides, with their values.
+    ranks: world size, on which the translation of some flags of other frameworks depends.
+    tell: function that is called with each note, e.g. on how a flag of another framework was translated.
     Raises ConfigError with one sentence, or one line per invalid argument.
     """
     words, notes = _with_new_names(argv)
@@ -244,7 +247,7 @@ def parse(
 
 
 def _with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return `argv` with renamed flags under their new names, and a note on each."""
+    """Return `argv` with renamed flags replaced by their new names, and a note for each renamed flag."""
     words, notes = [], []
     for word in argv:
         old, equals, value = word.partition("=")
@@ -256,21 +259,22 @@ def _with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_min_lr(config: Config) -> None:
-    """Raise ConfigError if the minimum learning rate exceeds the peak.
+    """Raise ConfigError if the minimum learning rate exceeds the peak learning rate.
 
-    The section itself does not check this: older runs could have such settings, and their checkpoints must stay
+    `OptimConfig` does not check this: earlier versions accepted such settings, and their checkpoints must stay
     readable.
     """
     o = config.optim
     if o.min_lr > o.lr and o.lr_decay_style != "constant":
-        raise ConfigError(f"--min-lr {o.min_lr:g} is above --lr {o.lr:g}, the peak: give a smaller --min-lr")
+        raise ConfigError(f"--min-lr {o.min_lr:g} exceeds --lr {o.lr:g}, the peak; give a smaller --min-lr")
 
 
 def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tuple[dict[str, Any], list[str]]:
-    """Merge settings of files with those of the command line, which wins; return them with notes on dropped ones.
+    """Merge the settings of files and of the command line; return the merged settings and notes on dropped settings.
 
-    If the command line or a later file changes --rope-scaling, earlier parameters that the new method does not use
-    are dropped, not refused: the user gave them for the old method.
+    The command line overrides files, and later files override earlier files. If the command line or a later file
+    changes --rope-scaling, earlier parameters that the new method does not use are dropped instead of refused, as
+    they were meant for the old method.
     """
     values: dict[str, Any] = {}
     source_of: dict[str, str] = {}
@@ -300,7 +304,7 @@ def _unknown(words: Sequence[str]) -> list[str]:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return `config` with some settings replaced, given by their flat names."""
+    """Return `config` with the settings `values` replaced; `values` is keyed by setting, without section."""
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(HOME[name], {})[name] = value
@@ -309,6 +313,6 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def from_file(path: str) -> Config:
-    """Return the configuration that a run wrote to its folder. Raises ConfigError."""
+    """Return the configuration in a config.json that a run wrote to its folder. Raises ConfigError."""
     found = _named(read_json(path), path)
     return with_values(Config(), with_family({**found.values, **found.follow(found.values)}))

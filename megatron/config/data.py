@@ -11,14 +11,14 @@ OF_DECODERS = ("lm", "sft", "prefix-lm")
 
 
 def objectives_of(family: str | None) -> tuple[str, ...]:
-    """Return a family's objectives, the default first; a custom model (family None) has those of GPT-2 and Llama."""
+    """Return a family's objectives, the default first; a custom model (None) has the objectives of GPT-2 and Llama."""
     return OF_T5 if family == "t5" else OF_DECODERS
 
 
 def prefix_of(word: str) -> str:
-    """Return the prefix of the .bin/.idx pair that `word` names, by its prefix or by one of its files.
+    """Return the prefix of the .bin/.idx pair that `word` names; `word` is the prefix or one of the two files.
 
-    `x`, `x.bin` and `x.idx` give `x`, unless a pair x.bin.bin and x.bin.idx exists.
+    `x`, `x.bin` and `x.idx` all give `x`. But if x.bin.idx exists, `x.bin` is itself a prefix.
     """
     path = Path(word)
     if path.suffix in (".bin", ".idx") and not Path(f"{word}.idx").exists():
@@ -27,9 +27,10 @@ def prefix_of(word: str) -> str:
 
 
 def prefixes_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes that --data-path names, with their weights; two files of one pair (`data/x.*`) count once.
+    """Return the prefixes and weights that the words after --data-path name.
 
-    A single word may itself be a list of weights and prefixes separated by spaces.
+    The two files of a pair (as in `data/x.*`) count as one prefix. A single word may contain several weights and
+    prefixes, separated by spaces.
     """
     found: list[str] = []
     for i, word in enumerate(words):
@@ -49,33 +50,34 @@ class DataConfig(Section):
 
     data_path: tuple[str, ...] | None = opt(
         None,
-        "corpus: the prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or one of its files; "
-        "several corpora with weights: 0.7 a 0.3 b",
+        "corpus: the prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or one of the two files; "
+        "several corpora are given with weights, e.g. 0.7 a 0.3 b",
     )
     train_data_path: tuple[str, ...] | None = opt(None, "corpora for training, instead of --data-path and --split")
-    valid_data_path: tuple[str, ...] | None = opt(None, "corpora for validation, with --train-data-path")
-    test_data_path: tuple[str, ...] | None = opt(None, "corpora for test, with --train-data-path")
+    valid_data_path: tuple[str, ...] | None = opt(None, "corpora for validation; needs --train-data-path")
+    test_data_path: tuple[str, ...] | None = opt(None, "corpora for test; needs --train-data-path")
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
-    vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder that holds one")
+    vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder with such a file")
     tokenizer_type: str = opt(
         "auto",
-        "sentencepiece, cpm, cpm+rjieba, cpm-vocab, cpm-vocab+rjieba, gpt2-bpe or hf; auto decides by the file",
+        "sentencepiece, cpm, cpm+rjieba, cpm-vocab, cpm-vocab+rjieba, gpt2-bpe or hf; auto detects the type from the "
+        "files of --vocab-file",
     )
-    seq_length: int = opt(1024, "tokens of a training sample", at_least(1))
+    seq_length: int = opt(1024, "number of tokens in a training sample", at_least(1))
     enc_seq_length: int | None = opt(
         None, "T5: length of the encoder's sequence in tokens; --seq-length if not given", at_least(8), family=("t5",)
     )
     dec_seq_length: int | None = opt(
         None,
-        "T5: maximum length of the decoder's sequence in tokens; if not given, the length that masked spans need",
+        "T5: maximum length of the decoder's sequence in tokens; by default, long enough for all masked spans",
         at_least(4),
         family=("t5",),
     )
     objective: str | None = opt(
         None,
-        "training objective: lm (each next token; the default), sft (the answers of conversations) or prefix-lm "
-        "(the text after a prefix, which attends in both directions; docs/objectives.md). T5: span-corruption (the "
-        "default) or prefix-lm",
+        "training objective (docs/objectives.md). GPT-2 and Llama: lm (predict each next token; the default), sft "
+        "(predict the answers of conversations) or prefix-lm (predict the text after a prefix with bidirectional "
+        "attention). T5: span-corruption (the default) or prefix-lm",
         one_of(*dict.fromkeys((*OF_DECODERS, *OF_T5))),
     )
     span_convention: str = opt(
@@ -87,24 +89,32 @@ class DataConfig(Section):
     noise_density: float = opt(0.15, "T5: share of the tokens that are masked", between(0.01, 0.9), family=("t5",))
     mean_span_length: float = opt(3.0, "T5: mean number of tokens of a masked span", at_least(1), family=("t5",))
     num_sentinels: int = opt(
-        100, "T5: sentinel tokens that replace masked spans, added to the vocabulary", at_least(1), family=("t5",)
+        100,
+        "T5: number of sentinel tokens, which are added to the vocabulary and replace masked spans",
+        at_least(1),
+        family=("t5",),
     )
     fim_rate: float = opt(
         0.0,
-        "with --objective lm: share of the documents that become fill-in-the-middle documents: their middle is moved "
-        "to the end (docs/objectives.md)",
+        "with --objective lm: share of the documents that are turned into fill-in-the-middle documents, in which the "
+        "middle is moved to the end (docs/objectives.md)",
         between(0, 1),
     )
     fim_spm_rate: float = opt(
-        0.5, "share of the fill-in-the-middle documents in the order suffix, prefix, middle", between(0, 1)
+        0.5,
+        "share of the fill-in-the-middle documents with the order suffix, prefix, middle instead of prefix, suffix, "
+        "middle",
+        between(0, 1),
     )
     fim_tokens: tuple[str, ...] | None = opt(
         None, "special tokens of the tokenizer that mark prefix, middle and suffix, in this order"
     )
-    reset_position_ids: bool = opt(False, "restart positions after each end-of-document token")
+    reset_position_ids: bool = opt(False, "restart positions at 0 after each end-of-document token")
     reset_attention_mask: bool = opt(False, "attend within documents only")
-    eod_mask_loss: bool = opt(False, "exclude the token after an end of document from the loss")
-    num_workers: int = opt(0, "worker processes that read samples ahead; 0 reads in the training process", at_least(0))
+    eod_mask_loss: bool = opt(False, "exclude the token after each end-of-document token from the loss")
+    num_workers: int = opt(
+        0, "number of worker processes that prefetch samples; with 0, the training process reads them", at_least(0)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,20 +125,22 @@ class DataConfig(Section):
     def _problems(self) -> Iterator[str]:
         separate = self.train_data_path or self.valid_data_path or self.test_data_path
         if separate and self.data_path:
-            yield "--data-path is divided by --split; give it or --train-data-path, not both"
+            yield "give either --data-path, which --split divides, or --train-data-path, not both"
         if separate and not self.train_data_path:
             yield "--valid-data-path and --test-data-path need --train-data-path"
 
     @property
     def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-        """Corpora of --data-path, or a dict of corpora by split (train, valid, test).
+        """Corpora of --data-path, or a dict with the corpora of each split (train, valid, test).
 
         Raises ConfigError if no corpus is given.
         """
         if self.data_path:
             return self.data_path
         if not self.train_data_path:
-            raise ConfigError("no corpus: give --data-path, the prefix that tools/preprocess_data.py wrote")
+            raise ConfigError(
+                "no corpus is given: pass --data-path with the prefix that tools/preprocess_data.py wrote"
+            )
         return {
             "train": self.train_data_path,
             "valid": self.valid_data_path or (),

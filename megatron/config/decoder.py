@@ -1,6 +1,6 @@
 """Decoder settings beyond GPT-2: rotary positions, grouped-query attention, QK norm, QKV biases, sliding window.
 
-Llama, Qwen and Mistral are combinations of these settings with those that all models share.
+Llama, Qwen and Mistral combine these settings with the settings that all models share (`ModelConfig`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from .fields import Section, at_least, between, more_than, one_of, opt
 
 LLAMA = ("llama",)
 SCALINGS = ("linear", "llama3", "yarn")
-# Parameters that each --rope-scaling uses, by their field names in `DecoderConfig`.
+# Method of --rope-scaling -> the parameters that the method uses, by their field names in `DecoderConfig`.
 _READ_BY = {
     "linear": ("rope_scaling_factor",),
     "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
@@ -23,27 +23,32 @@ _READ_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Section):
-    """Decoder settings within the section `model`."""
+    """The decoder settings that belong to the section `model`."""
 
     num_key_value_heads: int | None = opt(
         None,
-        "key/value heads of grouped-query attention; --num-attention-heads if not given",
+        "number of key/value heads in grouped-query attention; --num-attention-heads if not given",
         at_least(1),
         family=LLAMA,
     )
     qkv_bias: bool | None = opt(
-        None, "biases in the projections to queries, keys and values; as --hidden-bias if not given", family=LLAMA
+        None,
+        "biases in the projections to queries, keys and values; the value of --hidden-bias if not given",
+        family=LLAMA,
     )
     qk_norm: bool = opt(False, "apply an RMS norm to each head of queries and keys before their rotation", family=LLAMA)
     sliding_window: int | None = opt(
         None,
-        "number of latest tokens, itself included, to which a token attends; all tokens if not given or none",
+        "number of tokens to which a token attends: itself and the tokens just before it; all earlier tokens if not "
+        "given or none",
         at_least(1),
         family=LLAMA,
     )
-    rope_theta: float = opt(10000.0, "rotary positions: base of the wavelengths", at_least(1), family=LLAMA)
+    rope_theta: float = opt(
+        10000.0, "rotary positions: base of the geometric series of wavelengths", at_least(1), family=LLAMA
+    )
     rotary_percent: float = opt(
-        1.0, "rotary positions: share of each head that is rotated", between(0, 1), family=LLAMA
+        1.0, "rotary positions: share of each head's dimensions that are rotated", between(0, 1), family=LLAMA
     )
     rope_scaling: str | None = opt(
         None,
@@ -55,33 +60,38 @@ class DecoderConfig(Section):
         1.0, "factor by which --rope-scaling extends the context length", at_least(1), family=LLAMA
     )
     rope_original_length: int | None = opt(
-        None, "llama3, yarn: context length before scaling", at_least(1), family=LLAMA
+        None, "with --rope-scaling llama3 or yarn: context length before scaling", at_least(1), family=LLAMA
     )
     rope_low_freq_factor: float = opt(
         1.0,
-        "llama3: dimensions with fewer rotations than this within --rope-original-length are scaled fully",
+        "with --rope-scaling llama3: dimensions that rotate fewer times than this over --rope-original-length tokens "
+        "are fully scaled",
         more_than(0),
         family=LLAMA,
     )
     rope_high_freq_factor: float = opt(
         4.0,
-        "llama3: dimensions with more rotations than this within --rope-original-length are not scaled",
+        "with --rope-scaling llama3: dimensions that rotate more times than this over --rope-original-length tokens "
+        "are not scaled",
         at_least(0),
         family=LLAMA,
     )
     rope_beta_fast: float = opt(
         32.0,
-        "yarn: dimensions with more rotations than this within --rope-original-length are not scaled",
+        "with --rope-scaling yarn: dimensions that rotate more times than this over --rope-original-length tokens are "
+        "not scaled",
         family=LLAMA,
     )
     rope_beta_slow: float = opt(
         1.0,
-        "yarn: dimensions with fewer rotations than this within --rope-original-length are scaled fully",
+        "with --rope-scaling yarn: dimensions that rotate fewer times than this over --rope-original-length tokens "
+        "are fully scaled",
         family=LLAMA,
     )
     rope_attention_factor: float | None = opt(
         None,
-        "yarn: factor that multiplies queries and keys; 0.1 ln(--rope-scaling-factor) + 1 if not given",
+        "with --rope-scaling yarn: factor that multiplies queries and keys; 0.1 ln(--rope-scaling-factor) + 1 if not "
+        "given",
         at_least(0),
         family=LLAMA,
     )
@@ -91,7 +101,7 @@ class DecoderConfig(Section):
         read = _READ_BY.get(self.rope_scaling or "", ())
         if strange := unread(vars(self), self.rope_scaling):
             names = ", ".join("--" + name.replace("_", "-") for name in strange)
-            yield f"{names}: not used by --rope-scaling {self.rope_scaling or '(none)'}; leave it out"
+            yield f"{names}: not used by --rope-scaling {self.rope_scaling or '(none)'}; leave out {names}"
         if "rope_original_length" in read and self.rope_original_length is None:
             yield f"--rope-scaling {self.rope_scaling} needs --rope-original-length"
         if self.rope_scaling == "llama3" and self.rope_high_freq_factor <= self.rope_low_freq_factor:
@@ -108,12 +118,12 @@ class DecoderConfig(Section):
             )
 
 
-# Settings that determine the rotary angles, besides the number of rotated dimensions.
+# Settings that, together with the number of rotated dimensions, determine the rotary angles.
 OF_ANGLES = tuple(name for name in DecoderConfig.__dataclass_fields__ if name.startswith("rope_"))
 
 
 def unread(values: Mapping[str, Any], scaling: object) -> list[str]:
-    """Return the --rope-scaling parameters in `values` that differ from their defaults and that `scaling` ignores."""
+    """Return the non-default rotary parameters in `values` that the --rope-scaling method `scaling` ignores."""
     known = DecoderConfig.__dataclass_fields__
     numbers = {name for kind, each in _READ_BY.items() if kind != scaling for name in each}
     numbers -= {name for kind, each in _READ_BY.items() if kind == scaling for name in each}

@@ -1,7 +1,6 @@
-"""Reconciliation of DeepSpeed's JSON with the flags: each value has one source, contradictions are errors.
+"""Reconciliation of DeepSpeed's JSON file with the flags. A contradiction between the two is an error.
 
-If a key is absent or "auto", the flag decides. A key without effect is refused, so every key in the file is
-used.
+If a key is absent or "auto", the flag decides. A key that would have no effect is refused.
 """
 
 import json
@@ -16,7 +15,7 @@ from .sections import Config
 
 # Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
 REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
-# Keys passed through to DeepSpeed. Those in RESOLVED are reconciled with the command-line flags first.
+# Keys that are passed on to DeepSpeed. RESOLVED: keys that are first reconciled with the command-line flags.
 PASSED_ON = REDUCES | {
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler",
     "comms_logger", "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
@@ -46,7 +45,7 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """Settings of a run after the JSON file and the flags are reconciled."""
+    """Settings of a run after reconciling the JSON file with the flags."""
 
     deepspeed: dict[str, Any]  # configuration for `tds.initialize`
     precision: str
@@ -54,16 +53,16 @@ class Resolved:
     clip_grad: float
     log_interval: int
     wall_clock_breakdown: bool
-    overlap_grad_reduce: bool  # without ZeRO: GradReducer all-reduces gradients instead of DeepSpeed
-    distributed_optimizer: bool  # ZeRO 1 by tds' own optimizer instead of DeepSpeed's
-    notes: tuple[str, ...] = ()  # notes on values in the file that a flag overrides without changing results
+    overlap_grad_reduce: bool  # without ZeRO: tds' GradReducer, instead of DeepSpeed, all-reduces gradients
+    distributed_optimizer: bool  # ZeRO 1: use tds' DistributedOptimizer instead of DeepSpeed's optimizer
+    notes: tuple[str, ...] = ()  # notes on values in the file that flags override, where the results stay the same
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     """Read `--deepspeed-config` and reconcile it with the flags.
 
-    fast_bf16: whether `--precision auto` selects bf16 if the file names no precision.
-    Raises ConfigError for unknown keys, and for contradictions, naming both values.
+    fast_bf16: whether `--precision auto` selects bf16 if the file specifies no precision.
+    Raises ConfigError for unknown keys, and for contradictions, whose message has both values.
     """
     path = config.train.deepspeed_config
     given = {k: v for k, v in (read_json(path) if path else {}).items() if v not in ("auto", None)}
@@ -92,23 +91,23 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         "overlap_grad_reduce": p.overlap_grad_reduce,
     }
     ds.setdefault("zero_allow_untested_optimizer", True)
-    # CPU offload uses torch's fused AdamW, which like DeepSpeed's is vectorised, but needs no compiler.
+    # CPU offload uses torch's fused AdamW. It is vectorised like DeepSpeed's CPU Adam, but needs no compiler.
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
-    # training/log.py prints the progress lines. DeepSpeed's own lines would need its logger, which is kept quiet.
+    # training/log.py prints the progress lines. DeepSpeed's logger, which would print its own lines, is kept quiet.
     ds["steps_per_print"] = 10**9
-    # With neither ZeRO nor a pipeline, training/engine.py clips: DeepSpeed would not report its norm.
+    # Without ZeRO and pipeline, training/engine.py clips gradients, as DeepSpeed would not report the gradient norm.
     plain = zero == 0 and p.pipe_parallel_size == 0
     ds["gradient_clipping"] = 0.0 if plain else clip
     if precision in ("fp16", "bf16"):
         ds[precision] = {**given.get(precision, {}), "enabled": True}
     if precision == "bf16":
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
-        # Add each gradient to its fp32 sum at once and free it, else gradient and sum live until the pass ends.
+        # Add each bf16 gradient to its fp32 sum at once and free it; by default, it stays until the pass ends.
         ds["bf16"].setdefault("immediate_grad_update", True)
-        if zero <= 1:  # else DeepSpeed would reduce these fp32 sums between replicas in bf16
+        if zero <= 1:  # without this key, DeepSpeed would reduce these fp32 sums between replicas in bf16
             ds.setdefault("communication_data_type", "fp32")
     overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
-    # If the file sets options of ZeRO or bf16 besides "stage" and "enabled", use DeepSpeed's ZeRO 1, which reads them.
+    # Only DeepSpeed's ZeRO 1 reads options of ZeRO and bf16 besides "stage" and "enabled": use it if there are any.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     overlap &= zero == 0 and p.pipe_parallel_size == 0
@@ -119,13 +118,13 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:
     for key in given:
         if key in INSTEAD:
-            raise ConfigError(f"{path}: {key!r} has no effect here; remove it and use {INSTEAD[key]}")
+            raise ConfigError(f"{path}: {key!r} has no effect in this project; remove it and use {INSTEAD[key]}")
         if key not in PASSED_ON | RESOLVED:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, PASSED_ON | RESOLVED)}")
 
 
 def _check_sections(given: dict[str, Any], path: str) -> None:
-    """Expand booleans and "auto" in sections of the file, in place.
+    """Replace sections that are only true or false by objects, and remove null and "auto" values, in place.
 
     Raises ConfigError for invalid sections and values.
     """
@@ -158,10 +157,10 @@ def _require_overflow_checks(given: dict[str, Any], path: str) -> None:
 
 
 def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: int) -> tuple[dict[str, int], list[str]]:
-    """Return the batch sizes that the flags give, and notes on different ones in the file.
+    """Return the batch sizes that the flags set, and notes on batch sizes in the file that differ from the flags.
 
-    CPM-Pretrain reads the file's sizes only under a pipeline. So a difference raises ConfigError with two or more
-    pipeline stages, and gives a note otherwise.
+    CPM-Pretrain reads the file's batch sizes only if a pipeline is used. Therefore, a different size raises
+    ConfigError if there are two or more pipeline stages, and gives a note otherwise.
     """
     t, p = config.train, config.parallel
     total = config.train_batch_size(world_size)
@@ -177,11 +176,12 @@ def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: i
             continue
         if p.stages == 1:
             notes.append(
-                f"{path} sets {key} = {given[key]}, which has no effect without a pipeline; the flags make it {value}"
+                f"{path} sets {key} = {given[key]}, which has no effect without a pipeline; {key} is {value}, "
+                f"as the flags set it"
             )
             continue
         raise ConfigError(
-            f"{path} sets {key} = {given[key]}, but the flags make it {value}: train_batch_size {total} = "
+            f"{path} sets {key} = {given[key]}, but the flags set {value}: train_batch_size {total} = "
             f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
             f'/ --model-parallel-size {p.model_parallel_size}{context}); change one of them or write "auto"'
         )
@@ -220,15 +220,15 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
     stage = next((s for s in (flag, in_file) if s is not None), 1 if mixed else 0)
     if config.parallel.pipe_parallel_size > 0 and stage > 1:
         raise ConfigError(
-            f"ZeRO stage {stage} cannot run under a pipeline, whose micro-batches would each scatter and gather the "
+            f"ZeRO stage {stage} cannot be used with a pipeline, as each micro-batch would reduce-scatter the "
             f"gradients again; use --zero-stage 1 or --pipe-parallel-size 0"
         )
     if mixed and stage == 0:
         raise ConfigError(
-            f"{precision} needs fp32 master weights and gradients, which come with --zero-stage 1 or more"
+            f"{precision} needs fp32 master weights and gradients; use --zero-stage 1 or higher, which keeps them"
         )
     if precision == "fp64" and stage > 0:
-        raise ConfigError(f"fp64 is for checking numbers and runs with --zero-stage 0 only, not {stage}")
+        raise ConfigError(f"--precision fp64, a mode for numerical checks, needs --zero-stage 0, not {stage}")
     return int(stage)
 
 
@@ -236,7 +236,7 @@ def _refuse_compiled(config: Config, zero: int) -> None:
     """Raise ConfigError if --compile is combined with ZeRO 3 or --pipeline-schedule zb-h1."""
     if config.train.compile and zero == 3:
         raise ConfigError(
-            "--compile cannot be used with ZeRO stage 3, which frees the weights of a layer; use --zero-stage 2"
+            "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage 2"
         )
     if config.train.compile and config.parallel.pipeline_schedule == "zb-h1":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Declaration of settings: each is a field of a frozen dataclass with its help text and its check."""
+"""Declaration of settings: each setting is a field of a frozen dataclass, with a help text and a check."""
 
 import functools
 import itertools
@@ -24,13 +24,13 @@ def describe(error: BaseException) -> str:
 
 
 def first_of(names: Sequence[object], most: int = 8) -> str:
-    """Return the first names, separated by commas, and how many more there are."""
+    """Return the first `most` names, separated by commas, and the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
 
 
 def listed(problems: Sequence[str], title: str) -> str:
-    """Return the problem if there is only one, else `N title:` and one problem per line."""
+    """Return the text of a single problem, or for several problems a line `N title:` and one line per problem."""
     return problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} {title}:", *problems])
 
 
@@ -56,7 +56,7 @@ def between(low: float, high: float) -> Callable[[Any], str | None]:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Check for one of a few choices, which `--help` lists."""
+    """Check that a value is one of a few choices, which `--help` lists."""
 
     choices: tuple[Any, ...]
 
@@ -70,12 +70,12 @@ def one_of(*choices: Any) -> OneOf:
 
 
 def each_of(*choices: Any) -> Callable[[Any], str | None]:
-    """Return a check for settings of several words that gives an error text unless all are in `choices`."""
+    """Return a check that gives an error text unless all words of a value are in `choices`, else None."""
     return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
 
 
 def range_problem(word: str) -> str | None:
-    """Return an error text unless `word` is a number `A` or a range `A-B` with A <= B."""
+    """Return None if `word` is a number `A` or a range `A-B` with A <= B, else an error text."""
     first, dash, last = word.partition("-")
     right = first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
     return None if right else "must be a number or a range such as 10-12"
@@ -90,20 +90,21 @@ def opt(
 ) -> Any:
     """Return a dataclass field for a setting: its default, the help of its flag and a check of its value.
 
-    check: returns an error text or None. family: model families that read the setting, all if None.
-    free: a model setting that may change when a run resumes.
+    check: function that returns an error text for an invalid value, else None.
+    family: model families that read the setting; None for all families.
+    free: for a setting of the model, whether its value may change when a run resumes.
     """
     return field(default=default, metadata={"help": help, "check": check, "family": family, "free": free})
 
 
 def refuse(*checks: Iterable[str]) -> None:
-    """Raise ConfigError with the first problem that the checks yield, if any."""
+    """Raise ConfigError with the first problem that `checks` yield; return if they yield none."""
     for problem in itertools.chain(*checks):
         raise ConfigError(problem)
 
 
 class Section:
-    """Base class of all sections: checks types and values of its fields."""
+    """Base class of the sections of settings; checks the types and values of their fields."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
@@ -136,7 +137,7 @@ def _hints(section: Any) -> dict[str, Any]:
 
 
 def types_of(section: type, name: str) -> tuple[type, ...]:
-    """Return the types that a field may have: `int | None` gives int and NoneType."""
+    """Return the types that a field's value may have, e.g. int and NoneType for `int | None`."""
     hint = _hints(section)[name]
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     return tuple(get_origin(kind) or kind for kind in kinds)

@@ -12,7 +12,7 @@ FAMILIES = ("gpt2", "llama", "t5")
 POSITIONS = {"gpt2": ("learned",), "llama": ("rope",), "t5": ("learned", "relative")}
 ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu", "swiglu")
 GATED = ("gated-gelu", "swiglu")
-# Operations with a fused and a textbook implementation. Both give the same loss up to rounding.
+# Operations with a fused and a reference implementation. Both implementations give the same loss up to rounding.
 FUSED = (
     "biased-attention",
     "cross-entropy",
@@ -31,20 +31,22 @@ class ModelConfig(DecoderConfig):
 
     family: str | None = opt(
         None,
-        f"{', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}, set by the entry script; none for a custom model",
+        f"model family: {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}, set by the entry script; none for a custom model",
         one_of(*FAMILIES),
     )
-    num_layers: int = opt(12, "transformer layers", at_least(1))
+    num_layers: int = opt(12, "number of transformer layers; for T5, of the encoder", at_least(1))
     hidden_size: int = opt(768, "width of the residual stream", at_least(1))
-    num_attention_heads: int = opt(12, "attention heads", at_least(1))
-    kv_hidden_size: int | None = opt(None, "width of one attention head; hidden size / heads if not given", at_least(1))
+    num_attention_heads: int = opt(12, "number of attention heads", at_least(1))
+    kv_hidden_size: int | None = opt(
+        None, "width of one attention head; --hidden-size / --num-attention-heads if not given", at_least(1)
+    )
     num_decoder_layers: int | None = opt(
         None,
-        "layers of T5's decoder; --num-layers, the number of its encoder's layers, if not given",
+        "number of layers of T5's decoder; --num-layers if not given",
         at_least(1),
         family=("t5",),
     )
-    normalization: str = opt("layernorm", "layernorm or rmsnorm", one_of("layernorm", "rmsnorm"))
+    normalization: str = opt("layernorm", "type of the norms: layernorm or rmsnorm", one_of("layernorm", "rmsnorm"))
     activation: str = opt(
         "gelu-tanh", f"activation function of the MLP: {', '.join(ACTIVATIONS)}", one_of(*ACTIVATIONS)
     )
@@ -53,13 +55,19 @@ class ModelConfig(DecoderConfig):
         "position embeddings: learned, relative (T5) or rope (rotary positions, Llama)",
         one_of("learned", "relative", "rope"),
     )
-    relative_attention_num_buckets: int = opt(32, "distance buckets of relative positions", at_least(4), family=("t5",))
+    relative_attention_num_buckets: int = opt(
+        32, "number of distance buckets of relative positions", at_least(4), family=("t5",)
+    )
     relative_attention_max_distance: int = opt(
-        128, "distance in tokens; it and all longer ones share the last bucket", at_least(2), family=("t5",)
+        128,
+        "relative positions: distance in tokens from which on all distances share the last bucket",
+        at_least(2),
+        family=("t5",),
     )
     relative_attention_per_layer: bool = opt(
         False,
-        "give each layer its own table of relative positions, as in UMT5, instead of one for each stack",
+        "give each layer its own table of relative positions, as in UMT5, instead of one table for the encoder and one "
+        "for the decoder",
         family=("t5",),
     )
     scale_attention: bool = opt(
@@ -67,12 +75,18 @@ class ModelConfig(DecoderConfig):
     )
     tie_embeddings: bool = opt(True, "use the embedding matrix in the output layer, too")
     scale_tied_logits: bool = opt(
-        False, "multiply logits by hidden size ** -0.5, as T5 of 2019 does with its tied matrix", family=("t5",)
+        False,
+        "multiply logits by --hidden-size ** -0.5, as the original T5 (2019) does, whose embeddings are tied",
+        family=("t5",),
     )
-    ff_hidden_size: int | None = opt(None, "width inside the MLP; 4 x hidden size if not given", at_least(1))
+    ff_hidden_size: int | None = opt(None, "inner width of the MLP; 4 x --hidden-size if not given", at_least(1))
     hidden_bias: bool = opt(True, "biases in the linear layers")
-    max_position_embeddings: int | None = opt(None, "longest sequence the model can read; --seq-length if not given")
-    vocab_size: int | None = opt(None, "number of tokens; taken from the tokenizer if not given", at_least(1))
+    max_position_embeddings: int | None = opt(
+        None, "longest sequence that the model can read, in tokens; --seq-length if not given"
+    )
+    vocab_size: int | None = opt(
+        None, "number of tokens in the vocabulary; taken from the tokenizer if not given", at_least(1)
+    )
     make_vocab_size_divisible_by: int = opt(
         128,
         "pad the rows of the embedding table to a multiple of this number times --model-parallel-size",
@@ -91,37 +105,37 @@ class ModelConfig(DecoderConfig):
     recompute_modules: tuple[str, ...] = opt(
         (),
         "modules whose outputs are recomputed in the backward pass: norm, qkv (queries, keys and values), activation; "
-        "meant for fused attention, which keeps no scores",
+        "meant for fused attention, which stores no attention scores",
         each_of("norm", "qkv", "activation"),
         free=True,
     )
     offload_activations: bool = opt(
         False,
-        "keep activations in the host's memory instead of the accelerator's",
+        "keep activations in host memory instead of accelerator memory between forward and backward pass",
         free=True,
     )
     logits_chunk_size: int = opt(
         0,
-        "compute logits and loss of a micro-batch in chunks of this many tokens; 0 computes all at once. Chunks "
-        "save memory only if a micro-batch has more tokens than --hidden-size plus this number, because the forward "
-        "pass then also computes the output matrix's gradient and keeps it in fp32. Wide models become slower. No "
-        "effect with --reference-ops cross-entropy",
+        "compute logits and loss of a micro-batch in chunks of this many tokens; 0 computes all tokens at once. "
+        "Chunks save memory only if a micro-batch has more tokens than --hidden-size plus this number, because the "
+        "forward pass then also computes the gradient of the output matrix and keeps this gradient in fp32. Chunks "
+        "slow down wide models. No effect with --reference-ops cross-entropy",
         at_least(0),
         free=True,
     )
     reference_ops: tuple[str, ...] = opt(
         (),
-        f"operations to compute by textbook formulas and torch's autograd, slower, for checks: {', '.join(FUSED)}",
+        f"operations to compute by slow reference formulas with torch's autograd, for checks: {', '.join(FUSED)}",
         each_of(*FUSED),
         free=True,
     )
     kernels: str = opt(
         "auto",
-        "implementation of norms and Adam: torch or apex; auto is apex if installed",
+        "implementation of norms and Adam: torch or apex; auto uses apex if it is installed",
         one_of("auto", "torch", "apex"),
         free=True,
     )
-    layernorm_epsilon: float = opt(1e-5, "epsilon of the layer norms", between(0, 1))
+    layernorm_epsilon: float = opt(1e-5, "epsilon of the norms, layernorm or rmsnorm", between(0, 1))
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), free=True)
 
     def _problems(self) -> Iterator[str]:
@@ -168,7 +182,7 @@ class ModelConfig(DecoderConfig):
 
     @property
     def key_value_heads(self) -> int:
-        """Number of key/value heads. If there are fewer of them than attention heads, each serves a group of these."""
+        """Number of key/value heads. If it is below the number of attention heads, attention is grouped-query."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
@@ -193,14 +207,14 @@ class ModelConfig(DecoderConfig):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings with `family` filled in; files older than the setting `family` describe a gpt2 or a t5."""
+    """Return flat settings with `family` filled in. Settings files without `family` are old: gpt2 or t5."""
     return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 
 
 def without_t5s_objective(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's flat settings without an objective that does not belong to its family.
+    """Return a file's flat settings; drop the objective `span-corruption` if the family is not t5.
 
-    Older versions stored T5's default objective in the settings of all families.
+    Older versions stored this default objective of T5 in the settings of all families.
     """
     strange = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
     return {name: value for name, value in values.items() if not (strange and name == "objective")}

@@ -6,9 +6,9 @@ from .fields import Section, at_least, between, one_of, opt
 
 
 def share_of(share: float, total: int) -> int:
-    """Return `share` of `total` as whole iterations, rounded down.
+    """Return `share` x `total` as a whole number of iterations, rounded down.
 
-    A product that floating-point errors put just below a whole number counts as that number: 0.29 of 100 is 29.
+    Floating-point errors are corrected: 0.29 x 100 is 29, although the product of the floats is just below 29.
     """
     product = share * total
     nearest = round(product)
@@ -17,36 +17,40 @@ def share_of(share: float, total: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    """Settings of the optimizer and its learning rate."""
+    """Settings of the optimizer and the learning-rate schedule."""
 
-    optimizer: str = opt("adam", "adam (AdamW) or sgd (with momentum 0.9)", one_of("adam", "sgd"))
+    optimizer: str = opt("adam", "optimizer: adam (AdamW) or sgd (with momentum 0.9)", one_of("adam", "sgd"))
     lr: float = opt(1.5e-4, "peak learning rate", at_least(0))
-    min_lr: float = opt(0.0, "learning rate at the end of the decay", at_least(0))
+    min_lr: float = opt(0.0, "learning rate at the end of the learning-rate decay", at_least(0))
     lr_decay_style: str = opt(
         "cosine",
-        "decay of the learning rate after the warm-up: cosine, linear, constant, or wsd (constant, then a decay at "
-        "the end)",
+        "learning rate after the warm-up: cosine or linear decay, constant, or wsd (constant, then a decay at the end)",
         one_of("cosine", "linear", "constant", "wsd"),
     )
-    lr_decay_iters: int | None = opt(None, "iteration at which the decay ends; --train-iters if not given", at_least(1))
+    lr_decay_iters: int | None = opt(
+        None, "iteration at which the learning-rate decay ends; --train-iters if not given", at_least(1)
+    )
     lr_wsd_decay_iters: int | None = opt(
-        None, "wsd: iterations of the decay at the end; a tenth of the decay iterations if not given", at_least(1)
+        None,
+        "with --lr-decay-style wsd: number of iterations of the decay at the end; a tenth of --lr-decay-iters if not "
+        "given",
+        at_least(1),
     )
     lr_wsd_decay_style: str = opt(
         "minus-sqrt",
-        "wsd: shape of the decay: minus-sqrt, linear, cosine or exponential",
+        "with --lr-decay-style wsd: shape of the decay at the end: minus-sqrt, linear, cosine or exponential",
         one_of("minus-sqrt", "linear", "cosine", "exponential"),
     )
-    warmup: float = opt(0.01, "warm-up, as a share of the decay iterations", between(0, 1))
+    warmup: float = opt(0.01, "length of the learning-rate warm-up, as a fraction of --lr-decay-iters", between(0, 1))
     override_lr_schedule: bool = opt(
         False,
-        "after loading, use the learning-rate schedule of these flags instead of the checkpoint's",
+        "after loading a checkpoint, use the learning-rate schedule of the flags instead of the checkpoint's",
     )
     weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
     embedding_weight_decay: bool = opt(True, "apply weight decay to the embeddings of tokens and positions, too")
     clip_grad: float | None = opt(
         None,
-        "gradient clipping: maximum norm of all gradients together, 0 for no limit; if not given, that of "
+        "gradient clipping: maximum global gradient norm; 0 for no clipping; if not given, gradient_clipping of "
         "--deepspeed-config, or 1.0",
         at_least(0),
     )

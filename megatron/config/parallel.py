@@ -1,4 +1,4 @@
-"""Settings of the layout over ranks; the other sections are in `sections.py`."""
+"""Settings of the parallel layout; the other sections are in `sections.py`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,28 +8,32 @@ from .fields import ConfigError, Section, at_least, between, one_of, opt
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """Settings of the layout over ranks."""
+    """Settings of the parallel layout: how model and data are divided over the ranks."""
 
-    model_parallel_size: int = opt(1, "ranks that split every layer (tensor parallelism)", at_least(1))
+    model_parallel_size: int = opt(1, "number of ranks that split every layer (tensor parallelism)", at_least(1))
     sequence_parallel: bool | None = opt(
         None,
-        "also shard hidden states along the sequence over the model-parallel ranks: saves memory without sending "
-        "more bytes; if not given, on for GPT-2, Llama and T5 on accelerators if the sequences split evenly",
+        "sequence parallelism: also shard hidden states along the sequence over the model-parallel ranks, which saves "
+        "memory without sending more bytes; if not given, on for GPT-2, Llama and T5 on accelerators if the sequence "
+        "length is divisible",
     )
     async_tensor_model_parallel_allreduce: bool = opt(
         True, "all-reduce the gradient of a layer's input while the gradient of its weight is computed"
     )
     context_parallel_size: int = opt(
         1,
-        "ranks that shard the tokens of each sample, for long samples; attention gathers all keys and values",
+        "number of ranks that shard the tokens of each sample, for long samples (context parallelism); attention "
+        "all-gathers keys and values",
         at_least(1),
         family=("gpt2", "llama"),
     )
-    pipe_parallel_size: int = opt(0, "pipeline stages; 0 is no pipeline, 1 a pipeline of one stage", at_least(0))
+    pipe_parallel_size: int = opt(
+        0, "number of pipeline stages; 0 for no pipeline, 1 for a pipeline of one stage", at_least(0)
+    )
     partition_method: str = opt(
         "balanced",
         "how layers are divided into stages: balanced (by FLOPs, embedding and logits included), measured (by times "
-        "measured at startup), type:REGEX, uniform, parameters, or the first layer of each stage, e.g. 0,4,8",
+        "measured at startup), type:REGEX, uniform, parameters, or a list of each stage's first layer, e.g. 0,4,8",
     )
     pipeline_schedule: str = opt(
         "1f1b",
@@ -37,40 +41,45 @@ class ParallelConfig(Section):
         one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
     )
     virtual_pipeline_size: int = opt(
-        1, "groups of layers on each pipeline stage, for --pipeline-schedule interleaved", at_least(1)
+        1,
+        "with --pipeline-schedule interleaved: number of groups of layers (virtual stages) on each pipeline stage",
+        at_least(1),
     )
     pipeline_extra_warmup: int = opt(
         0,
-        "a value of n makes a stage of 1f1b run 1 + n times as many warm-up forward passes (at most all of a step), to "
-        "hide message latency; this costs memory, which tools/draw_schedule.py shows",
+        "with --pipeline-schedule 1f1b: a value of n multiplies the warm-up forward passes of each stage by 1 + n (at "
+        "most to all passes of a step), which hides message latency; this costs memory, which tools/draw_schedule.py "
+        "shows",
         at_least(0),
     )
     pipeline_timeout: float = opt(
         600.0,
-        "seconds that one pass or message of a pipeline may take before all ranks end with a report",
+        "with a pipeline: seconds that one pass or message may take before all ranks end with a report",
         at_least(0.1),
     )
     zero_stage: int | None = opt(
         None,
-        "ZeRO stage; if not given, that of --deepspeed-config, or 0 in fp32 and 1 in mixed precision",
+        "ZeRO stage; if not given, the stage in --deepspeed-config, else 0 in fp32 and 1 in mixed precision",
         between(0, 3),
     )
     overlap_grad_reduce: bool = opt(
         True,
-        "reduce gradients over replicas during the last backward pass of a step instead of after it; for runs without "
-        "ZeRO, and for ZeRO 1 in fp32 and bf16. With --no-overlap-grad-reduce, ZeRO 1 is DeepSpeed's own",
+        "reduce gradients over replicas during the last backward pass of a step instead of after it; works without "
+        "ZeRO, and with ZeRO 1 in fp32 and bf16. With --no-overlap-grad-reduce, ZeRO 1 uses DeepSpeed's optimizer",
     )
-    checkpoint_activations: bool = opt(False, "keep only layer inputs and recompute activations in the backward pass")
+    checkpoint_activations: bool = opt(False, "store only layer inputs and recompute activations in the backward pass")
     checkpoint_num_layers: int = opt(
-        1, "with --checkpoint-activations: number of layers that are recomputed from one kept input", at_least(1)
+        1, "with --checkpoint-activations: number of layers that are recomputed from one stored input", at_least(1)
     )
     startup_timeout_minutes: float = opt(
-        30.0, "minutes that ranks wait for each other before the first step, e.g. while a model loads", at_least(0.01)
+        30.0,
+        "timeout in minutes for ranks that wait for each other before the first step, e.g. while a model loads",
+        at_least(0.01),
     )
     distributed_timeout_minutes: float = opt(
         10.0,
-        "minutes that a collective (without a pipeline: a micro-batch) may take from the first step on, before the "
-        "run ends with a report",
+        "timeout in minutes, from the first step on: if a collective (without a pipeline: a micro-batch) takes longer, "
+        "the run ends with a report",
         at_least(0.01),
     )
 
@@ -94,7 +103,10 @@ class ParallelConfig(Section):
         return max(self.pipe_parallel_size, 1)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of data-parallel replicas. Raises ConfigError if the grid does not fit `world_size`."""
+        """Return the number of data-parallel replicas.
+
+        Raises ConfigError if `world_size` is not divisible by the number of ranks of a replica.
+        """
         context = f" x --context-parallel-size {self.context_parallel_size}" if self.context_parallel_size > 1 else ""
         cell = self.stages * self.model_parallel_size * self.context_parallel_size
         if world_size % cell:

@@ -1,6 +1,6 @@
-"""The settings of a run: all sections, checks across them, and values derived from several of them.
+"""The settings of a run: all sections, checks across sections, and values derived from several sections.
 
-Flags and the JSON reader in `command_line.py` are generated from the fields of the sections.
+The flags and the JSON keys that `command_line.py` accepts follow from the fields of the sections.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Config:
         split = f"cannot be split over --model-parallel-size {ranks}"
         if m.num_attention_heads % ranks:
             yield f"--num-attention-heads {m.num_attention_heads} {split}"
-        heads = m.key_value_heads  # with fewer heads than ranks, several ranks hold a part of each head
+        heads = m.key_value_heads  # if there are fewer heads than ranks, several ranks share a head
         if heads % ranks and ranks % heads:
             yield f"--num-key-value-heads {heads} {split}: one must be a multiple of the other"
         if ranks > heads and 2 * heads * m.head_size % ranks:
@@ -79,7 +79,7 @@ class Config:
             )
 
     def _settings_of_other_families(self) -> Iterator[str]:
-        """Yield an error text if settings that this model family ignores differ from their defaults."""
+        """Yield an error text if the user changed settings that only other model families read."""
         family = self.model.family
         ignored = [
             (flag(f.name), f.metadata["family"])
@@ -172,9 +172,10 @@ class Config:
             )
 
     def splits_sequences(self, accelerated: bool) -> bool:
-        """Return True if model-parallel ranks split the sequence between their layers (sequence parallelism).
+        """Return whether the run uses sequence parallelism.
 
-        accelerated: False on a CPU, where sequence parallelism is slower and therefore off by default.
+        accelerated: whether the device is an accelerator. On a CPU, sequence parallelism is slower and therefore off
+        by default.
         """
         asked, ranks, d = self.parallel.sequence_parallel, self.parallel.model_parallel_size, self.data
         if asked is not None:
@@ -184,13 +185,13 @@ class Config:
 
     @property
     def positions(self) -> int:
-        """Longest sequence in tokens; with learned positions, the size of their table."""
+        """Longest sequence in tokens. This is also the size of the table of learned positions."""
         d = self.data
         return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
 
     @property
     def objective(self) -> str:
-        """Training objective, resolved to the family's default."""
+        """Training objective; by default, that of the model family."""
         return self.data.objective or objectives_of(self.model.family)[0]
 
     @property
@@ -200,7 +201,7 @@ class Config:
 
     @property
     def recomputed_layers(self) -> int:
-        """Number of layers that are recomputed from one kept input; 0 keeps all activations instead."""
+        """Number of layers that are recomputed from one stored input; 0 without --checkpoint-activations."""
         return self.parallel.checkpoint_num_layers if self.parallel.checkpoint_activations else 0
 
     @property
@@ -209,11 +210,11 @@ class Config:
         return self.optim.lr_decay_iters or max(self.train.train_iters, 1)
 
     def train_batch_size(self, world_size: int) -> int:
-        """Return the samples of one iteration: batch size x accumulation steps x data-parallel replicas."""
+        """Return the global batch size: --batch-size x --gas x data-parallel replicas."""
         return self.train.batch_size * self.train.gas * self.parallel.data_parallel_size(world_size)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return all settings by section, in the form of config.json."""
+        """Return all settings by section, as in config.json."""
         return {
             name: {f.name: getattr(getattr(self, name), f.name) for f in fields(section)}
             for name, section in SECTIONS.items()

@@ -12,9 +12,9 @@ from megatron.config.optim import share_of
 def lr_at(iteration: int, config: Config) -> float:
     """Return the learning rate of optimizer step `iteration`, counted from 0.
 
-    The rate rises linearly to --lr over the warm-up, then falls so that the last iteration of the decay has exactly
-    --min-lr. With --lr-decay-style constant it stays at --lr; with wsd it stays at --lr until the final decay
-    (Hu et al. 2024).
+    The learning rate rises linearly to --lr over the warm-up and then decays. In the last iteration of the decay it is
+    exactly --min-lr. With --lr-decay-style constant, it stays at --lr. With wsd, it stays at --lr until the decay at
+    the end (Hu et al. 2024).
     """
     o, total = config.optim, config.lr_decay_iters
     warmup = share_of(o.warmup, total)
@@ -28,7 +28,7 @@ def lr_at(iteration: int, config: Config) -> float:
     return o.min_lr + (o.lr - o.min_lr) * LEFT[style](done)
 
 
-# Fraction of lr - min_lr that remains, given the fraction of the decay that is done.
+# Shape of the decay -> function from the completed fraction of the decay to the remaining fraction of lr - min_lr.
 LEFT: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -38,12 +38,12 @@ LEFT: dict[str, Callable[[float], float]] = {
 
 
 def _falling(config: Config) -> int:
-    """Return the number of iterations of the final decay of --lr-decay-style wsd."""
+    """Return the number of iterations of the decay at the end of --lr-decay-style wsd."""
     return config.optim.lr_wsd_decay_iters or max(config.lr_decay_iters // 10, 1)
 
 
 def _schedule(config: Config) -> dict[str, Any]:
-    """Return all settings that determine the learning rate at an iteration."""
+    """Return the settings that determine the learning-rate schedule."""
     wsd = config.optim.lr_decay_style == "wsd"
     names = ("lr", "min_lr", "lr_decay_style", "warmup", *(("lr_wsd_decay_style",) if wsd else ()))
     schedule = {**{name: getattr(config.optim, name) for name in names}, "lr_decay_iters": config.lr_decay_iters}
@@ -51,7 +51,7 @@ def _schedule(config: Config) -> dict[str, Any]:
 
 
 def describe(config: Config) -> str:
-    """Return a description of the schedule for messages."""
+    """Return a description of the learning-rate schedule, for messages."""
     o, total = config.optim, config.lr_decay_iters
     rise = f"up to {o.lr:g} over {share_of(o.warmup, total)} iterations"
     if o.lr_decay_style == "constant":
@@ -63,10 +63,11 @@ def describe(config: Config) -> str:
 
 
 def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
-    """Return the settings to continue with, and a message if the checkpoint's schedule differs from the flags.
+    """Return the settings of a resumed run, and a message if the checkpoint's learning-rate schedule differs from them.
 
-    saved: the settings of the checkpoint. Without --override-lr-schedule the checkpoint's schedule stays, even if
-    --train-iters changes, so that the learning rate does not jump in the middle of a run.
+    Without --override-lr-schedule, the run keeps the checkpoint's schedule even if --train-iters changes, so that the
+    learning rate does not jump in the middle of a run.
+    config, saved: settings of the flags and of the checkpoint.
     """
     of_checkpoint = _schedule(saved)
     if of_checkpoint == _schedule(config):

@@ -14,9 +14,9 @@ from megatron.mpu import spec_of
 def parameter_groups(
     module: nn.Module, weight_decay: float, spared: Collection[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Return parameter groups with weight decay for matrices, and without it for biases and norms (one dimension).
+    """Return two parameter groups: matrices, with weight decay, and one-dimensional weights, without weight decay.
 
-    spared: matrices that get no weight decay.
+    One-dimensional weights are biases and the weights of norms. spared: matrices that get no weight decay, either.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     spared = set(spared)
@@ -24,18 +24,21 @@ def parameter_groups(
         {"params": [p for p in parameters if _is_matrix(p) and p not in spared], "weight_decay": weight_decay},
         {"params": [p for p in parameters if not _is_matrix(p) or p in spared], "weight_decay": 0.0},
     ]
-    # A pipeline stage may hold no parameters, but an optimizer needs at least one.
+    # A pipeline stage may have no parameters, but torch's optimizers need at least one.
     return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}]
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    return len(spec_of(parameter).local_shape) > 1  # not parameter.shape, which ZeRO-3 replaces
+    return len(spec_of(parameter).local_shape) > 1  # parameter.shape is wrong here: ZeRO 3 replaces it
 
 
 def build_optimizer(
     module: nn.Module, config: OptimConfig, kernels: str = "torch", spared: Collection[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """Build AdamW or SGD with momentum. kernels: the value of --kernels. spared: matrices that get no weight decay."""
+    """Build the optimizer of --optimizer: AdamW, or SGD with momentum.
+
+    kernels: the value of --kernels. spared: matrices that get no weight decay.
+    """
     groups = parameter_groups(module, config.weight_decay, spared)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)

@@ -1,1 +1,1 @@
-"""The processes of a run: device, rendezvous, agreement between ranks, shared errors and signals."""
+"""The processes (ranks) of a run: device, rendezvous, consistency checks between ranks, errors and signals."""

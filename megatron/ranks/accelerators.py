@@ -1,6 +1,6 @@
 """Count this machine's accelerators: `python -m megatron.ranks.accelerators` prints the number for scripts.
 
-Importing torch takes seconds, so it is skipped if neither torch's build nor an installed package supports
+Importing torch takes seconds. The import is skipped if neither torch's build nor an installed package supports
 accelerators.
 """
 
@@ -14,7 +14,7 @@ def may_have_accelerator() -> bool:
     """Return whether torch was built for accelerators (CUDA, ROCm, XPU) or a package adds a backend (NPU)."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return True  # importing torch will report what is wrong
+        return True  # the import of torch will then report what is wrong
     build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return any(build.get(kind) for kind in ("cuda", "hip", "xpu")) or bool(entry_points(group="torch.backends"))
 

@@ -1,4 +1,4 @@
-"""Checks that ranks agree: settings and versions at startup, copies of weights at every save."""
+"""Checks that ranks are consistent: settings and versions at startup, copies of weights at every save."""
 
 import hashlib
 import platform
@@ -31,11 +31,12 @@ AT_ONCE = 1 << 20  # elements hashed at a time
 
 @contextmanager
 def all_ranks() -> Iterator[None]:
-    """Raise one RunError on all ranks if the block fails on any of them, so that none hangs.
+    """Raise the same RunError on all ranks if the `with` block fails on any rank, so that no rank hangs.
 
-    The end of the block is a collective. The block itself must not contain a collective that a rank could miss by
-    failing before it. The RunError has the message of the lowest rank that failed. Only ValueError and OSError, which
-    user input causes, are handled: other exceptions are bugs and propagate on the rank that raised them.
+    All ranks must enter the block; its end is a collective. The block must not contain a collective that a rank
+    could miss by failing before it. The RunError has the message of the lowest rank that failed. Only ValueError and
+    OSError, the errors that user input causes, are handled. Other exceptions are bugs and propagate on the rank that
+    raised them.
     """
     problem = None
     try:
@@ -62,15 +63,16 @@ def settings_and_versions(config: Config) -> dict[str, str]:
 
 
 def source_files() -> list[Path]:
-    """Return all Python files of megatron and tds, from the folders that this process imported them from."""
+    """Return all Python files of the packages megatron and tds that this process has imported."""
     return sorted(file for package in (megatron, tds) for file in Path(str(package.__file__)).parent.rglob("*.py"))
 
 
 def same_everywhere(values: Mapping[str, str] | None) -> None:
-    """Raise RunError on all ranks, with the name and the values, if any value differs between ranks. A collective.
+    """Raise RunError on all ranks if a value differs between ranks; the message has its name and the values.
 
-    Ranks exchange a hash of the values, and the values themselves only if the hashes differ.
-    values: None on a rank that has nothing to compare.
+    All ranks must call this. The ranks exchange a hash of the values; only if the hashes differ, they exchange the
+    values themselves.
+    values: values by name; None on a rank that has nothing to compare.
     """
     if dist.get_world_size() == 1:
         return
@@ -104,10 +106,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Return a hash of the bits of `x`: a scalar, int64, on the device of `x`. Flipping any single bit changes it.
+    """Return a hash of the bits of `x`, an int64 scalar on the device of `x`.
 
-    The hash sums the bits, read as integers, times odd numbers that depend on the position, modulo 2^64. It
-    detects every single-bit flip because an odd number times a power of two is never 0 modulo 2^64.
+    The hash is the sum of all elements of `x`, read as integers, times odd numbers that depend on the element's
+    position, modulo 2^64. Flipping any single bit of `x` changes the hash, because an odd number times a power of two
+    is never 0 modulo 2^64.
     """
     bits = (
         x.detach()
@@ -123,10 +126,10 @@ def fingerprint(x: Tensor) -> Tensor:
 
 
 def check_replicas(engine: Any) -> None:
-    """Raise RunError on all ranks, naming a weight and its ranks, if copies of a weight differ by a bit. A collective.
+    """Raise RunError on all ranks if copies of a weight differ by a bit; the message names the weight and its ranks.
 
-    Copies are weights that the forward pass reads on several ranks: all weights on data-parallel ranks (except
-    under ZeRO 3, which shards them), unsplit weights on model-parallel ranks, and tied weights on pipeline stages.
+    All ranks must call this. Copies are weights that several ranks hold: all weights on data-parallel ranks (except
+    with ZeRO 3, which shards them), unsplit weights on model-parallel ranks, and tied weights on pipeline stages.
     engine: DeepSpeed's engine, or the pipeline engine of `tds`.
     """
     if dist.get_world_size() == 1:
@@ -151,7 +154,7 @@ Key = tuple[
 
 
 def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key, int]]:
-    """Return (key, fingerprint) of every weight of this rank, read from the device in one transfer."""
+    """Return (key, fingerprint) of every weight of this rank. All fingerprints come to the host in one transfer."""
     mesh, found = mpu.get_mesh(), {}
     for name, p in global_parameters(model):
         own = local_piece(p)
@@ -184,7 +187,7 @@ def _alike(number: int, axis: mpu.Axis, device: torch.device) -> bool:
 
 
 def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
-    """Describe the first weight whose copies differ, and the ranks whose copy is not the most frequent one."""
+    """Describe the first weight whose copies differ, and the ranks whose copy differs from the most frequent copy."""
     stage = mpu.get_mesh().pipe.rank
     own: dict[Hashable, int] = {(key if key[0] in ties else (*key, stage)): value for key, value in mine.items()}
     everywhere = gather_objects(own)
@@ -195,9 +198,9 @@ def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
             usual, others = _usual_and_others(values)
             name = key[0]  # type: ignore[index]
             return (
-                f"the weight {name} on {_ranks([ranks[at] for at in others])} differs from that on rank "
-                f"{ranks[values.index(usual)]}, though they hold copies of it: the hardware is faulty, or a layer "
+                f"the weight {name} on {_ranks([ranks[at] for at in others])} differs from its copy on rank "
+                f"{ranks[values.index(usual)]}, although copies must be equal: the hardware is faulty, or a layer "
                 "draws other random numbers or skips a reduction on some ranks; nothing was saved or deleted. If the "
                 "weight is split over tensor-parallel ranks, set weight.model_parallel = True where it is made"
             )
-    return "copies of weights differ between ranks, but not when compared again: the hardware is faulty"
+    return "copies of weights differed between ranks, but were equal when compared again: the hardware is faulty"

@@ -15,9 +15,9 @@ _begun: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
 
 
 class BufferCopy(NamedTuple):
-    """One rank's copy of a buffer, as its grid position and fingerprint.
+    """One rank's copy of a buffer: the rank's position in the grid, and the fingerprint of the copy.
 
-    changed: whether it has changed since the run began or was resumed.
+    changed: whether the copy has changed since the run began or was resumed.
     """
 
     pipe: int
@@ -28,12 +28,12 @@ class BufferCopy(NamedTuple):
 
 
 def remember(model: nn.Module) -> None:
-    """Record fingerprints of the buffers of `model`, so that a save knows which stage has changed a buffer since."""
+    """Record fingerprints of the buffers of `model`, so that a later save can tell which stages changed a buffer."""
     _begun[model] = _fingerprints(model, lambda buffer: not buffer.is_quantized)
 
 
 def fingerprint_buffers(model: nn.Module, savable: Callable[[Tensor], bool]) -> dict[str, BufferCopy]:
-    """Return the fingerprints of this rank's savable buffers, which all ranks exchange before a save."""
+    """Return a `BufferCopy` for each savable buffer of this rank, by name. All ranks exchange them before a save."""
     mesh, before = mpu.get_mesh(), _begun.get(model, {})
     place = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
     return {

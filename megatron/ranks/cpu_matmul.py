@@ -1,7 +1,7 @@
 """Choose the faster library for fp32 matmuls on a CPU, torch's BLAS or oneDNN, by a short benchmark once per machine.
 
-Torch's builds come with MKL, whose best kernels are for Intel CPUs only. On other CPUs oneDNN may be faster, by
-a factor that varies from one CPU to the next.
+Torch's builds come with MKL, whose best kernels are for Intel CPUs only. On other CPUs, oneDNN may be faster, by a
+factor that varies between CPUs.
 """
 
 import contextlib
@@ -22,11 +22,14 @@ from .objects import from_rank_0
 from .rank_0 import is_rank_0
 
 ROWS, WIDTH, ROUNDS = 256, 512, 15
-WORTH = 1.1  # minimum speedup of oneDNN; with less, torch's own BLAS is kept, the default of torch programs
+WORTH = 1.1  # minimum speedup of oneDNN; below it, torch's own BLAS is used, as in any torch program
 
 
 def by_onednn(wanted: str, device: torch.device) -> bool:
-    """Return whether `--cpu-matmul` selects oneDNN, alike on all ranks. Raises ConfigError if torch has no oneDNN."""
+    """Return whether `--cpu-matmul`, whose value is `wanted`, selects oneDNN. The result is the same on all ranks.
+
+    Raises ConfigError if onednn is wanted, but torch has no oneDNN.
+    """
     if wanted == "onednn" and not mpu.onednn_is_there():
         raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
     if wanted != "auto" or device.type != "cpu" or not mpu.onednn_is_there():
@@ -35,7 +38,7 @@ def by_onednn(wanted: str, device: torch.device) -> bool:
 
 
 def speedup() -> float:
-    """Return oneDNN's speedup over torch's BLAS: the median over rounds that time both."""
+    """Return oneDNN's speedup over torch's BLAS: the median over several rounds, each of which times both libraries."""
     x, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
     ratios = []
     for _ in range(ROUNDS):
@@ -48,9 +51,9 @@ def speedup() -> float:
 
 
 def remembered(path: Path, key: str, measure: Callable[[], float]) -> float:
-    """Return the cached measurement for `key`; measure and cache it if there is none.
+    """Return the measurement for `key` from the cache file `path`; if it is missing, measure and cache it.
 
-    A cache file that cannot be read or written only costs a new measurement.
+    If the cache file cannot be read or written, the only cost is a new measurement.
     """
     known: dict[str, float] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -65,19 +68,19 @@ def remembered(path: Path, key: str, measure: Callable[[], float]) -> float:
 
 
 def cache_file() -> Path:
-    """Return the cache file: in the user's cache folder, or among the temporary files if there is no home directory."""
+    """Return the path of the cache file: in the user's cache folder or, without a home directory, a temporary one."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
         try:
             folder = own_folder("megatron-cache")
         except ValueError:
-            folder = Path(os.devnull)  # reads and writes both fail, so each run measures again
+            folder = Path(os.devnull)  # without a usable folder, reads and writes fail and each run measures again
     return folder / "megatron-cpu-matmul.json"
 
 
 def this_cpu() -> str:
-    """Return a cache key: CPU, torch version and threads, as several machines may share a home directory."""
+    """Return the cache key of this machine: CPU, torch version and threads. Machines may share a home directory."""
     name = "an unknown CPU"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""The device of this process; the only module that asks torch about accelerators."""
+"""The device of this process. No other module queries torch about accelerators."""
 
 import ctypes
 import os
@@ -13,13 +13,13 @@ from .._torch import amx_tiles
 
 
 def available() -> bool:
-    """Return whether there is an accelerator (CUDA, ROCm, NPU, XPU)."""
+    """Return whether torch can use an accelerator (CUDA, ROCm, NPU, XPU) on this machine."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type not in ("cpu", "mps")
 
 
 def current() -> torch.device:
-    """Return this rank's device: the accelerator numbered LOCAL_RANK, or the CPU."""
+    """Return this rank's device: the accelerator with the index LOCAL_RANK, or the CPU."""
     if not available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -43,19 +43,19 @@ def backend(device: torch.device) -> str:
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Return whether bf16 is faster than fp32 on `device` for models of any size; a CPU needs AMX tiles for that.
+    """Return whether bf16 is faster than fp32 on `device` for models of any size. Among CPUs, this requires AMX tiles.
 
-    On CPUs with AVX512_BF16 but no AMX, bf16 is faster only for large models (docs/benchmarks.md). On CPUs with
-    neither, it is never faster.
+    On CPUs with AVX512_BF16 but without AMX, bf16 is faster only for large models (docs/benchmarks.md). On CPUs
+    without AVX512_BF16 and AMX, bf16 is never faster.
     """
     if device.type == "cpu":
         return amx_tiles()
-    # V100 and T4 only emulate bf16, slowly.
+    # V100 and T4 only emulate bf16, which is slow.
     return bool(torch.cuda.is_bf16_supported(including_emulation=False)) if device.type == "cuda" else True
 
 
 def precision_note(device: torch.device, precision: str) -> str | None:
-    """Return a note for the user on the speed of `precision` on this device, None if there is nothing to say."""
+    """Return a note for the user if fp32 matmuls on this CUDA device run without TF32, else None."""
     if precision != "fp32" or device.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
         return None
     return (
@@ -76,9 +76,9 @@ def sent(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def start_reading(x: Tensor) -> Callable[[], list[int]]:
-    """Return a function that returns the present values of x [n], a tensor on an accelerator.
+    """Queue a copy of x [n], a tensor on an accelerator, to the host; return a function that returns the values.
 
-    The copy to the host is queued now. The function waits only until the device has made that copy.
+    The returned function waits only until the device has made the copy.
     """
     host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     event = torch.Event(x.device)
@@ -100,7 +100,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def memory(device: torch.device) -> float | None:
-    """Return the bytes of memory of the accelerator, or of RAM plus swap on a CPU; None if unknown."""
+    """Return the memory size in bytes: of the accelerator, or of RAM plus swap on a CPU; None if unknown."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         return float(module.mem_get_info(device)[1]) if hasattr(module, "mem_get_info") else None
@@ -113,15 +113,15 @@ def memory(device: torch.device) -> float | None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Keep glibc from returning freed memory to the kernel, which zeroes every page before it hands it out again.
+    """Keep glibc from returning freed memory to the kernel, which zeroes every page before the next use.
 
-    This saves time because every step frees and allocates its activations and logits. Only CPUs need it: torch has a
-    caching allocator for accelerators.
+    This saves time because every step allocates and frees its activations and logits. Only the CPU needs this: for
+    accelerators, torch has a caching allocator.
     """
     if device.type != "cpu" or not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):  # absent from other C libraries
+    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):  # only glibc has both functions
         libc.malloc_trim(0)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
@@ -129,7 +129,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # constants of mallopt, from malloc.h
 
-# Dense bf16 peaks in TFLOP/s, from the vendors' data sheets; other devices report no MFU.
+# Peak dense bf16 TFLOP/s (V100: fp16) from the vendors' data sheets. On other devices, no MFU is reported.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "A800": 312.0, "H800": 989.0, "V100": 125.0}
 
 

@@ -1,4 +1,4 @@
-"""Errors that end a run alike on all ranks, each described in one sentence, and the exit of the process."""
+"""Errors that end a run on all ranks, their one-line description, and the exit of the process."""
 
 import contextlib
 import multiprocessing
@@ -17,7 +17,7 @@ _LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
 
 
 class RunError(RuntimeError):
-    """A failure on some rank, raised alike on all ranks."""
+    """A failure on at least one rank; the same error is raised on all ranks."""
 
 
 def complaint(error: BaseException) -> str:
@@ -33,12 +33,13 @@ def complaint(error: BaseException) -> str:
 def exit_now(code: int) -> NoReturn:
     """Flush the standard streams, kill worker processes and end the process at once.
 
-    It skips Python's shutdown, during which a gloo thread that frees a tensor aborts the process in about one exit
-    of thirty.
+    This skips Python's shutdown, during which a gloo thread that frees a tensor aborts the process in about one of
+    thirty exits.
     """
     for worker in multiprocessing.active_children():
         worker.kill()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream may be closed, or its reader gone
+        # The stream may be None or closed, or the process that reads it may have ended.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)

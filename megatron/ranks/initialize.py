@@ -18,8 +18,8 @@ from . import device as device_module
 from .agreement import same_everywhere, settings_and_versions
 from .cpu_matmul import by_onednn
 
-AFTER_THE_WATCHDOG = 30.0  # seconds that collectives wait longer than the watchdog
-FLAGS = {  # the flags that error messages of `tds` advise, in place of the ds_config keys in tds/messages.py
+AFTER_THE_WATCHDOG = 30.0  # seconds by which the timeout of collectives exceeds the time limit of the watchdogs
+FLAGS = {  # flags that error messages of `tds` advise, instead of the ds_config keys in tds/messages.py
     "overlap": "--no-overlap-grad-reduce",
     "no ZeRO": "--zero-stage 0",
     "no pipeline": "--pipe-parallel-size 0",
@@ -33,9 +33,9 @@ def world_size() -> int:
 
 
 def ranks_here(world: int) -> int | None:
-    """Return the number of ranks on this machine, as torchrun or DeepSpeed's launcher sets it; None if unknown.
+    """Return the number of ranks on this machine, which torchrun and DeepSpeed's launcher set; None if unknown.
 
-    world: ranks of the whole run.
+    world: number of ranks of the whole run.
     """
     known = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(known) if known else 1 if world == 1 else None
@@ -50,7 +50,7 @@ def initialize_megatron(config: Config) -> torch.device:
     config.parallel.data_parallel_size(world_size())
     messages.ways |= FLAGS
     if "RANK" not in os.environ:
-        # Without a launcher, this process is the only rank.
+        # Without a launcher, this process is the only rank. Find a free port for its rendezvous.
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -71,7 +71,10 @@ def initialize_megatron(config: Config) -> torch.device:
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(describe_rendezvous_error(error)) from None
     if dist.get_world_size() != world_size():
-        raise ConfigError(f"{dist.get_world_size()} ranks are running, but the launcher announced {world_size()}")
+        raise ConfigError(
+            f"{dist.get_world_size()} ranks are running, but the launcher set WORLD_SIZE={world_size()}; "
+            "start all ranks with the same launcher"
+        )
     same_everywhere(settings_and_versions(config))
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
@@ -89,7 +92,7 @@ def initialize_megatron(config: Config) -> torch.device:
 def use_step_timeout(config: Config) -> None:
     """Switch the timeout of collectives from startup to training steps.
 
-    The new timeout exceeds the time limits of the watchdogs, so that the watchdogs fire first: their reports say more.
+    The new timeout exceeds the time limits of the watchdogs, so that the watchdogs, whose reports say more, fire first.
     """
     p = config.parallel
     seconds = 60 * p.distributed_timeout_minutes

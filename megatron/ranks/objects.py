@@ -1,4 +1,4 @@
-"""Exchange of Python objects between ranks; a run of one rank needs no torch.distributed."""
+"""Exchange of Python objects between ranks. With a single rank, torch.distributed is not needed."""
 
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, axis: Axis | None = None) -> list[T]:
-    """Return the `value` of each rank of `axis`, or of all ranks. A collective."""
+    """Return the `value` of each rank of `axis`, or of all ranks if `axis` is None. These ranks must all call this."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     found: list[Any] = [value] * (axis.size if axis else world)
     if len(found) > 1:
@@ -19,7 +19,7 @@ def gather_objects(value: T, axis: Axis | None = None) -> list[T]:
 
 
 def from_rank_0(value: T) -> T:
-    """Return rank 0's `value` on all ranks. A collective."""
+    """Return rank 0's `value` on all ranks. All ranks must call this."""
     found = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(found)

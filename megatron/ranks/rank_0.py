@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 
 def is_rank_0() -> bool:
-    """Return whether this process is rank 0, or runs without torch.distributed."""
+    """Return whether this process is rank 0 or torch.distributed is not initialized."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -1,7 +1,7 @@
-"""Orderly end of a run: on a signal or after a time limit every rank saves and stops at the same iteration.
+"""Orderly end of a run: on a signal or after a time limit, every rank saves and stops after the same iteration.
 
 SIGTERM, --exit-duration-in-mins    save, then exit with code 0
-Ctrl-C (SIGINT)                     same as SIGTERM; a second one exits at once
+Ctrl-C (SIGINT)                     same as SIGTERM; a second Ctrl-C exits at once
 SIGUSR1                             save and continue
 """
 
@@ -23,7 +23,7 @@ from . import device as device_module
 from .errors import exit_now
 
 BEGIN = time.monotonic()
-# Signals within this time are one request: a terminal signals the whole process group, and the launcher then signals
+# SIGINTs within this time are one Ctrl-C: the terminal signals the whole process group, and the launcher then signals
 # its ranks again.
 ONE_REQUEST_SECONDS = 0.5
 INTERRUPTED = 130  # exit code that shells report for a process ended by Ctrl-C
@@ -32,12 +32,12 @@ INTERRUPTED = 130  # exit code that shells report for a process ended by Ctrl-C
 def _print(words: str) -> None:
     """Write a line to stderr on rank 0. Signal handlers must not use Python's file objects, so this uses os.write."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # an exception in a handler would end the run before it has saved
+        with contextlib.suppress(OSError):  # an exception in a signal handler would end the run without a save
             os.write(2, f"{os.path.basename(sys.argv[0])}: {words}\n".encode())
 
 
 class StopSignal(IntEnum):
-    """Request that a signal makes; if ranks receive different requests, the one with the greatest value wins."""
+    """Request made by a signal. If ranks receive different requests, the request with the greatest value wins."""
 
     NOTHING = 0
     SAVE = 1
@@ -46,11 +46,12 @@ class StopSignal(IntEnum):
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Restore the signal handlers when the context ends; ignore SIGUSR1 until the loop installs its own handlers.
+    """Restore the signal handlers at the end of the `with` block; ignore SIGUSR1 until `StopSignals` handles signals.
 
-    Before the loop there is nothing to save, so SIGTERM and Ctrl-C end the process as usual.
+    Before the training loop there is nothing to save, so SIGTERM and Ctrl-C end the process as usual.
     """
-    if threading.current_thread() is not threading.main_thread():  # Python lets only the main thread set handlers
+    # Only the main thread can set signal handlers in Python.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
@@ -63,12 +64,13 @@ def restored_signals() -> Iterator[None]:
 
 
 class StopSignals:
-    """Context manager around the loop that handles signals; call `agree()` after every iteration, on every rank.
+    """Context manager that handles signals during the training loop.
 
-    After a successful loop the handlers stay installed, so that no signal ends the process during the final save.
+    Every rank must call `agree()` after every iteration. After a successful loop the handlers stay installed, so that
+    no signal ends the process during the final save.
 
-    minutes: stop after this run time of the process; None for no limit.
-    device: holds the tensors that the ranks exchange.
+    minutes: run time of the process after which to save and stop; None for no limit.
+    device: device of the tensors that the ranks exchange.
     """
 
     def __init__(self, minutes: float | None, device: torch.device) -> None:
@@ -81,7 +83,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self._note(StopSignal.SAVE_AND_STOP))
             signal.signal(signal.SIGUSR1, lambda *_: self._note(StopSignal.SAVE))
-            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # else the launcher handles it for all ranks
+            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # if ignored, the launcher handles Ctrl-C
                 signal.signal(signal.SIGINT, self._interrupt)
         return self
 
@@ -92,7 +94,7 @@ class StopSignals:
             if self._reports is not None:
                 self._reports()
         elif threading.current_thread() is threading.main_thread():
-            # After an error nothing will be saved, other ranks may be gone, and the launcher must be able to end
+            # After an error, nothing will be saved and other ranks may have ended. The launcher must be able to end
             # this process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -104,17 +106,17 @@ class StopSignals:
         if self._interrupted is None:
             self._interrupted = now
             self._note(StopSignal.SAVE_AND_STOP)
-            _print("Ctrl-C: saves after this iteration and ends; press it again to end at once")
+            _print("Ctrl-C: the run saves after this iteration and ends; press Ctrl-C again to end at once")
         elif now - self._interrupted > ONE_REQUEST_SECONDS:
-            _print("Ctrl-C again: ended at once")
+            _print("second Ctrl-C: the run ends at once, without saving")
             exit_now(INTERRUPTED)
 
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
-        """Return (strongest request of any rank, whether all ranks are `done`), alike on all ranks.
+        """Return (greatest request of any rank, whether all ranks are `done`); the result is the same on all ranks.
 
-        With several ranks, the result is what the ranks reported at the previous call. The present reports are
-        all-reduced asynchronously on the default process group while the ranks compute, so no iteration waits for them.
-        On an accelerator the host waits only for the all-reduce that the previous call has queued.
+        With several ranks, the result comes from the arguments and requests of the previous call. Those of this call
+        are all-reduced asynchronously on the default process group while the ranks compute, so that no iteration waits.
+        On an accelerator, the host waits only for the all-reduce that the previous call has queued.
         """
         request, self._request = self._request, StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
@@ -138,5 +140,5 @@ class StopSignals:
                 return sent.tolist()
 
             return received
-        work.wait()  # blocks the device's stream, not the host
+        work.wait()  # makes the device's stream wait, not the host
         return device_module.start_reading(sent)

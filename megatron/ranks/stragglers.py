@@ -1,7 +1,7 @@
-"""Detection of a straggler: the rank that spends the most time on its own work.
+"""Detection of a straggler: a rank that works much longer than its peers.
 
-Iterations take equally long on all ranks, as ranks wait for each other. Only the time that a rank works, without
-waiting, shows which rank is slow.
+Iterations take equally long on all ranks, as ranks wait for each other. A rank's working time, which excludes
+waiting, shows whether the rank is slow.
 """
 
 import statistics
@@ -13,24 +13,25 @@ import torch.distributed as dist
 
 from .. import mpu
 
-# A straggler's time exceeds its peers' median by the factor FACTOR, and also by SHARE of the iteration's time.
+# A straggler's working time exceeds FACTOR times the median of its peers, and exceeds this median by more than SHARE
+# of the iteration time.
 FACTOR = 1.5
 SHARE = 0.1
 
 
 class Straggler(NamedTuple):
-    """A rank, and its working time as a multiple of the median of its peers."""
+    """A slow rank, and its working time as a multiple of its peers' median."""
 
     rank: int
     factor: float
 
 
 def straggler(seconds: float, iteration: float, device: torch.device) -> Straggler | None:
-    """Return the slowest rank of the last interval if it is far slower than its peers, else None. A collective.
+    """Return the slowest rank of the last log interval if it is much slower than its peers, else None.
 
-    All ranks get the same answer. A rank's peers are the ranks of its pipeline stage, as stages differ in their
-    layers. If there are more than two stages of one rank each, a rank's peers are all ranks.
-    seconds: time per iteration in which this rank read data and computed.
+    All ranks must call this and get the same result. A rank's peers are the ranks of its pipeline stage, as stages
+    have different layers. If there are more than two stages of one rank each, a rank's peers are all ranks.
+    seconds: seconds per iteration in which this rank read data and computed.
     iteration: duration of an iteration in seconds.
     """
     world, mesh = dist.get_world_size(), mpu.get_mesh()
@@ -44,14 +45,15 @@ def straggler(seconds: float, iteration: float, device: torch.device) -> Straggl
 
 
 def slowest(every: list[tuple[float, int]], iteration: float) -> Straggler | None:
-    """Return the rank that exceeds the median of its peers by the largest factor; None if no rank is a straggler.
+    """Return the straggler that exceeds the median of its peers by the largest factor; None without a straggler.
 
-    every: (seconds, stage) by rank.
+    every: (working time in seconds, pipeline stage) of each rank. iteration: duration of an iteration in seconds.
     """
     peers: defaultdict[int, list[float]] = defaultdict(list)
     for seconds, stage in every:
         peers[stage].append(seconds)
-    if len(every) == len(peers) > 2:  # the slower of two stages may just have more layers
+    # With one rank per stage, compare all ranks. But of two stages, the slower one may just have more layers.
+    if len(every) == len(peers) > 2:
         peers = defaultdict(lambda: [seconds for seconds, _ in every])
     found = []
     for rank, (seconds, stage) in enumerate(every):

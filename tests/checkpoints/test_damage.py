@@ -71,7 +71,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         assert path.name in refusal(folder)
         path.write_bytes(good)
     shutil.rmtree(folder / "iter_0000002")
-    assert "names iter_0000002, but there is no checkpoint of that name next to it" in refusal(folder)
+    assert "names iter_0000002, but there is no checkpoint of that name in its folder" in refusal(folder)
     (folder / "latest").write_text("iter_0000001\n")  # the message advises the user to write this
     assert refusal(folder) == ""
 
@@ -118,7 +118,7 @@ def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_da
     assert len(lines) == 1, done.stderr
     if obstacle == "full":
         assert f"could not save {disk}/iter_0000004: No space left on device" in lines[0]
-        assert "earlier checkpoints are as they were" in lines[0]
+        assert "earlier checkpoints are unchanged" in lines[0]
     else:
         assert f"cannot write to the folder of checkpoints {disk}: Read-only file system" in lines[0]
     assert sorted(path.name for path in after.iterdir()) == ["iter_0000002", "latest", "tokenizer"]

@@ -132,8 +132,8 @@ def test_ctrl_c_in_a_process_started_by_hand(
         os.kill(os.getpid(), signal.SIGTERM)  # simulates a signal that arrives during the final save
     assert left == [130]
     assert [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()] == [
-        "Ctrl-C: saves after this iteration and ends; press it again to end at once",
-        "Ctrl-C again: ended at once",
+        "Ctrl-C: the run saves after this iteration and ends; press Ctrl-C again to end at once",
+        "second Ctrl-C: the run ends at once, without saving",
     ]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
 

@@ -287,7 +287,7 @@ MISTAKES = {
     "forward_step = lambda batches, model: torch.zeros(())": (
         0,
         1,
-        r"forward_step returns a tensor of shape \[\]: return \(loss, anything\), as `return loss, \{\}`",
+        r"forward_step returns a tensor of shape \[\]: return \(loss, anything\), for example `return loss, \{\}`",
     ),
     "forward_step = lambda batches, model: (torch.zeros(3), None)": (
         0,

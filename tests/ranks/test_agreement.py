@@ -188,9 +188,9 @@ def test_copies_that_differ_by_a_bit_are_not_saved(
     for told in on_ranks(2, _flip, names, str(tmp_path), tiny_data, vocab_file, timeout=300):
         for name in names:
             for sentence in told[name]:
-                assert sentence.startswith(f"the weight {LAYOUTS[name][1]} on rank 1 differs from that on rank 0"), (
-                    sentence
-                )
+                assert sentence.startswith(
+                    f"the weight {LAYOUTS[name][1]} on rank 1 differs from its copy on rank 0"
+                ), sentence
     for name in names:
         left = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
         assert left == ["iter_0000003", "iter_0000004", "latest"]
@@ -214,7 +214,7 @@ def test_of_three_the_one_that_differs_is_named() -> None:
     for told in on_ranks(3, _minority):
         for victim, sentence in enumerate(told):
             assert sentence.startswith(
-                f"the weight bias on rank {victim} differs from that on rank {int(victim == 0)},"
+                f"the weight bias on rank {victim} differs from its copy on rank {int(victim == 0)},"
             )
 
 

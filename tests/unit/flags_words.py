@@ -2,9 +2,9 @@
 
 CHINESE = {
     # Notes on foreign flags that are translated to a flag of this project.
-    "1 means no pipeline in Megatron-LM; this project writes 0": "Megatron-LM 用 1 表示没有流水线，本项目用 0",
+    "no pipeline is 1 in Megatron-LM and 0 in this project": "Megatron-LM 用 1 表示没有流水线，本项目用 0",
     "Megatron-LM counts iterations from 0, this project from 1": "Megatron-LM 的迭代从 0 数起，本项目从 1 数起",
-    "Megatron-LM's fused GELU uses tanh, its unfused one erf": "Megatron-LM 融合的 GELU 用 tanh，不融合的用 erf",
+    "Megatron-LM's fused GELU uses tanh, its unfused GELU erf": "Megatron-LM 融合的 GELU 用 tanh，不融合的用 erf",
     "--gas, computed from --batch-size and the number of replicas": "--gas，由 --batch-size 和副本数算出",
     "--pipeline-schedule interleaved "
     "--virtual-pipeline-size, computed from --num-layers": "--pipeline-schedule interleaved "
@@ -23,7 +23,8 @@ CHINESE = {
     "always uniform: one input is kept for every --checkpoint-num-layers "
     "layers": "本来如此：每 --checkpoint-num-layers 层保留一个输入",
     "all layers are recomputed, --checkpoint-num-layers at a time": "所有层都会重算，--checkpoint-num-layers 是每次重算的层数",
-    "always on in fp32 and bf16; refused in fp16": "在 fp32 和 bf16 下本来如此，不起作用；在 fp16 下拒绝",
+    "always on with fp32, fp64, and bf16 up to ZeRO 1; refused "
+    "otherwise": "用 fp32、fp64 或 ZeRO 1 以内的 bf16 时本来如此，不起作用；否则拒绝",
     "--train-iters, computed from the global batch size": "--train-iters，由全局批大小算出",
     "--lr-decay-iters, computed from the global batch size": "--lr-decay-iters，由全局批大小算出",
     "--warmup, as a fraction of the decay's iterations": "--warmup，由衰减的迭代次数算出",
@@ -37,19 +38,19 @@ CHINESE = {
     "the sample order is always shuffled by --seed": "样本只有一种顺序，由 --seed 打乱",
     # Reasons why a flag has no effect.
     "DeepSpeed always does this": "DeepSpeed 本来就这样做",
-    "an optimizer on the CPU is always torch's": "CPU 上的优化器本来就是 torch 的",
+    "on the CPU, the optimizer is always torch's implementation": "CPU 上的优化器本来就是 torch 的",
     "the device decides: NCCL between GPUs, gloo between CPUs": "由设备决定：GPU 之间用 NCCL，CPU 之间用 gloo",
     "--overlap-grad-reduce decides how replicas reduce gradients": "副本间怎样累加梯度，由 --overlap-grad-reduce 决定",
     "the loss is the same; every rank always sends only its slice of a message": "损失不变；每个进程各传消息的一份",
     "the loss is the same; attention is a fused kernel and "
     "--compile fuses the rest": "这里损失不变；torch 的注意力是一个核函数，其余可融合的由 --compile 融合",
-    "freed memory stays with the process": "释放的内存留在进程里",
+    "freed memory stays in PyTorch's cache": "释放的内存留在进程里",
     "--manual-gc-interval decides when garbage is collected": "何时回收垃圾由 --manual-gc-interval 决定",
     "initial weights depend on --seed and the parameter names, not on the device": "初始权重在任何设备上都由 --seed 和参数名决定",
     "each model has one implementation": "每个模型只有一种写法",
-    "--checkpoint-activations is all that is needed": "只需要 --checkpoint-activations",
+    "--checkpoint-activations alone enables checkpointing": "只需要 --checkpoint-activations",
     "checkpointed inputs are not copied into one buffer": "保存的输入不会复制到一个连续的缓冲区",
-    "it only slows a run down": "它只会让运行变慢",
+    "synchronizing each layer would only slow the run down": "它只会让运行变慢",
     "attention kernels always accumulate in fp32": "注意力的核函数本来就用 fp32 累加",
     "always on without --override-lr-schedule": "没有 --override-lr-schedule 时本来如此",
     "pages of the files are loaded on demand": "文件在用到时才读",
@@ -59,15 +60,15 @@ CHINESE = {
     "metrics.jsonl and TensorBoard get every metric at "
     "each --log-interval": "metrics.jsonl 和 TensorBoard 每 --log-interval 次迭代得到全部数值",
     "SIGTERM always saves and ends the run": "SIGTERM 总会保存并结束运行",
-    "--partition-method balanced counts the embedding and the loss": "--partition-method balanced 已计入词嵌入和损失",
+    "--partition-method balanced takes embedding and loss into account": "--partition-method balanced 已计入词嵌入和损失",
     "the loss is the same; --zero-stage 1 gathers weights at the end of a step": "损失不变；--zero-stage 1 在一步结束时收集权重",
-    "--async-tensor-model-parallel-allreduce does the "
-    "overlap and is on by default": "重叠由 --async-tensor-model-parallel-allreduce 负责，默认打开",
+    "--async-tensor-model-parallel-allreduce overlaps this communication "
+    "and is on by default": "重叠由 --async-tensor-model-parallel-allreduce 负责，默认打开",
     "context parallelism always all-gathers keys and values": "只有一种方式：收集键和值",
     "always on: the loss is the mean over all target tokens": "本来如此：损失是所有目标词元的均值",
-    "always on: samples have no masks": "本来如此：样本里没有掩码",
+    "always on: samples contain no attention masks": "本来如此：样本里没有掩码",
     "always on: --load without a checkpoint is an error": "本来如此：--load 找不到检查点就是错误",
-    "checkpoints have one format, which every layout reads": "检查点只有一种格式，任何布局都能读",
+    "checkpoints have a single format, which every parallel layout can read": "检查点只有一种格式，任何布局都能读",
     "metrics.jsonl has all timings": "已有的计时都在 metrics.jsonl 里",
     # Advice for refused flags.
     "the batch size is constant": "批大小自始至终不变",
@@ -89,7 +90,7 @@ CHINESE = {
     "tools/convert_checkpoint.py, and from there to ONNX": "tools/convert_checkpoint.py 导出为 Hugging Face 格式，由后者导出 ONNX",
     "weights are drawn from a normal distribution; see --init-method-std": "权重取正态分布，见 --init-method-std",
     "see --activation for the choices": "有哪几种见 --activation",
-    "norm weights are stored as they are, not minus 1": "归一化直接乘以它的权重",
+    "norm weights are stored unchanged, without subtracting 1": "归一化直接乘以它的权重",
     "--qk-norm always has a learned weight": "--qk-norm 带有权重",
     "rotary embeddings pair the two halves of a head, as in Hugging Face": "旋转的是一个头的前后两半，与 Hugging Face 相同",
     "all layers have one --sliding-window": "所有层用同一个 --sliding-window",

@@ -87,7 +87,7 @@ def test_all_faults_of_flags_and_files(examined: Callable[..., Any], tmp_path: P
     check("layout", "3 ranks cannot be divided", "--ranks", "3", "--model-parallel-size", "2")
     refused = tmp_path / "ds.json"
     refused.write_text('{"scheduler": {}}')
-    check("ds_config", "'scheduler' has no effect here", "--deepspeed-config", str(refused))
+    check("ds_config", "'scheduler' has no effect in this project", "--deepspeed-config", str(refused))
     check("tokens", "a sample needs 4097", "--seq-length", "4096", state="warning")
     check("tokens", "a sample needs 100001", "--seq-length", "100000")
     check("data", "there is no", data=str(tmp_path / "nowhere"))

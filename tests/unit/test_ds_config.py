@@ -68,7 +68,7 @@ def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: st
         ({"zero_optimization": True}, ("--zero-stage", "2"), "ZeRO stage 1, but --zero-stage is 2"),
         ({"train_batchsize": 1}, (), "unknown key 'train_batchsize'; did you mean train_batch_size?"),
         ({"bf16": {"check_grad_overflow": False}}, (), "which would apply NaN or Inf gradients; remove it"),
-        ({"optimizer": {}}, (), "'optimizer' has no effect here; remove it and use --optimizer, --lr"),
+        ({"optimizer": {}}, (), "'optimizer' has no effect in this project; remove it and use --optimizer, --lr"),
         ({"gradient_clipping": 0.5}, ("--clip-grad", "1"), "gradient_clipping = 0.5, but --clip-grad is 1.0"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, (), "enables both fp16 and bf16"),
         ({"fp16": {"enabled": True}}, ("--precision", "fp32"), "enables fp16, but --precision is fp32"),
@@ -76,10 +76,10 @@ def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: st
         (
             {"zero_optimization": {"stage": 2}},
             ("--pipe-parallel-size", "2"),
-            "ZeRO stage 2 cannot run under a pipeline",
+            "ZeRO stage 2 cannot be used with a pipeline",
         ),
         ({}, ("--precision", "fp16", "--zero-stage", "0"), "fp16 needs fp32 master weights"),
-        ({}, ("--precision", "fp64", "--zero-stage", "1"), "fp64 is for checking numbers"),
+        ({}, ("--precision", "fp64", "--zero-stage", "1"), "--precision fp64, a mode for numerical checks"),
         ({}, ("--model-parallel-size", "3"), "4 ranks cannot be divided"),
     ],
 )

@@ -128,7 +128,7 @@ def test_megatrons_line_is_ours() -> None:
     assert found == ours and none == []
     assert "--global-batch-size 16 translated to --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
     assert (
-        "--merge-file v/merges.txt has no effect: merges are always read from this place next to --vocab-file" in notes
+        "--merge-file v/merges.txt has no effect: merges are always read from this file next to --vocab-file" in notes
     )
     for vocab in ("v", "v/gpt2-vocab.json"):
         assert "has no effect" in taken(f"--vocab-file {vocab} --merge-file v/gpt2-merges.txt")[1][0]
@@ -230,7 +230,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         (
             "--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2",
             2,
-            "--num-layers 12 must be a multiple, at least twice, of --pipe-parallel-size 2 x 5",
+            "--num-layers 12 must be 2, 3 or more times --pipe-parallel-size 2 x 5 layers",
         ),
         ("--data-impl fast", 1, "--data-impl fast is not accepted: choose one of mmap, infer, lazy, cached"),
         ("--merge-file a/b --vocab-file v/vocab.json", 1, "copy the file there"),
@@ -318,9 +318,9 @@ def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
     """--no-bias-gelu-fusion selects the exact (erf) GELU, unless another flag sets the activation."""
     config, notes = taken(f"--no-bias-gelu-fusion {more}")
     assert config.model.activation == activation
-    taken_for = "translated to --activation gelu (Megatron-LM's fused GELU uses tanh, its unfused one erf)"
+    taken_for = "translated to --activation gelu (Megatron-LM's fused GELU uses tanh, its unfused GELU erf)"
     assert (
-        f"--no-bias-gelu-fusion {f'has no effect: the run has --activation {activation}' if more else taken_for}"
+        f"--no-bias-gelu-fusion {f'has no effect: the run uses --activation {activation}' if more else taken_for}"
         in notes
     )
 

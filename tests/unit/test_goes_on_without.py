@@ -83,7 +83,7 @@ def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(notes) == 4
     assert notes[0] == (
         "note: could not save there/iter_1: No space left on device; training continues, and the next save tries "
-        "again (1 of 2)"
+        "again (failed saves in a row: 1, tolerated: 2)"
     )
     with pytest.raises(SaveError, match="iter_6"):  # the third failure in a row, but only two are allowed
         saver.save(TrainState(6))

@@ -1,1 +1,1 @@
-"""Flags and configuration keys of other projects, translated to this project's settings or refused by name."""
+"""Flags and configuration keys of other frameworks: their translation to this project's settings, or their refusal."""

@@ -1,12 +1,12 @@
-"""Flags of Megatron Core that Megatron-LM 1 and 2 lack, and other spellings of layout sizes.
+"""Flags of Megatron Core that Megatron-LM 1 and 2 lack, and alternative names for sizes of the parallel layout.
 
-flags.py adds these rows to its table.
+flags.py adds the rows of this module to its table.
 """
 
 from .outcomes import SAME_LOSS, Means, NoEffect, Refused, Row, given, in_json, same
 
 _NO_EXPERTS = Refused("there are no experts; all tokens share one MLP")
-_ONE_FORMAT = NoEffect("checkpoints have one format, which every layout reads")
+_ONE_FORMAT = NoEffect("checkpoints have a single format, which every parallel layout can read")
 _CUTS = Refused("--partition-method decides how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
 _NO_FP8 = Refused("FP8 is not supported; see --precision for the choices")
@@ -17,7 +17,7 @@ ROWS = (
         "--pipeline-parallel-size --pp-size",
         Means(
             {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
-            "1 means no pipeline in Megatron-LM; this project writes 0",
+            "no pipeline is 1 in Megatron-LM and 0 in this project",
         ),
         int,
     ),
@@ -31,7 +31,7 @@ ROWS = (
     Row("--pipeline-model-parallel-layout", _CUTS, str),
     Row(
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-        NoEffect("--partition-method balanced counts the embedding and the loss"),
+        NoEffect("--partition-method balanced takes embedding and loss into account"),
     ),
     Row(
         "--expert-model-parallel-size --expert-tensor-parallel-size --moe-router-topk --moe-ffn-hidden-size",
@@ -45,7 +45,10 @@ ROWS = (
     Row(
         "--overlap-param-gather", NoEffect("the loss is the same; --zero-stage 1 gathers weights at the end of a step")
     ),
-    Row("--tp-comm-overlap", NoEffect("--async-tensor-model-parallel-allreduce does the overlap and is on by default")),
+    Row(
+        "--tp-comm-overlap",
+        NoEffect("--async-tensor-model-parallel-allreduce overlaps this communication and is on by default"),
+    ),
     Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
     Row("--optimizer-cpu-offload", in_json("zero_optimization", "offload_optimizer")),
     Row("--cpu-offloading-num-layers", Refused("--offload-activations offloads the activations of all layers"), int),
@@ -63,7 +66,7 @@ ROWS = (
         str,
     ),
     Row("--no-mmap-bin-files", NoEffect(".bin and .idx files are always memory-mapped")),
-    Row("--no-create-attention-mask-in-dataloader", NoEffect("always on: samples have no masks")),
+    Row("--no-create-attention-mask-in-dataloader", NoEffect("always on: samples contain no attention masks")),
     Row("--pretrained-checkpoint", Means({"load": given, "finetune": True}), str),
     Row("--use-checkpoint-args", Refused("give the config.json of the checkpoint's run with --config")),
     Row("--exit-on-missing-checkpoint", NoEffect("always on: --load without a checkpoint is an error")),

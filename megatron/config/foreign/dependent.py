@@ -1,6 +1,6 @@
-"""Translation of foreign flags whose meaning depends on other settings.
+"""Translation of other frameworks' flags whose meaning depends on other settings.
 
-Each function takes the settings so far, the given value and the number of ranks.
+Each function takes the settings without this flag, the value of the flag and the number of ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ def _replicas(config: Config, ranks: int) -> int:
 
 
 def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
-    """Translate a global batch of `total` samples to --gas for this --batch-size."""
+    """Translate a global batch size of `total` samples to --gas, given --batch-size."""
     each, replicas = config.train.batch_size, _replicas(config, ranks)
     if total < 1 or total % (each * replicas):
         return Refused(f"it must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
@@ -24,7 +24,7 @@ def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
 
 
 def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
-    """Return a function that translates a number of samples to iterations for `setting`."""
+    """Return a function that translates a number of samples to a number of iterations, the value of `setting`."""
 
     def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
         batch = config.train_batch_size(ranks)
@@ -38,7 +38,7 @@ def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
 def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | Refused:
     if not 0 <= rising <= of:
         return Refused(f"it must lie between 0 and the {of} {unit} of the learning-rate decay")
-    return Means({"warmup": rising / of}, f"{rising} of the {of} {unit} of the decay")
+    return Means({"warmup": rising / of}, f"{rising} of the {of} {unit} of the learning-rate decay")
 
 
 def warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:
@@ -52,35 +52,35 @@ def warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
 
 
 def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
-    """Translate `layers` per virtual stage to an interleaved schedule with a virtual pipeline size."""
+    """Translate the number of layers of a virtual stage to --pipeline-schedule interleaved --virtual-pipeline-size."""
     stages, total = config.parallel.stages, config.model.num_layers
     if layers < 1 or total % (stages * layers) or total == stages * layers:
         return Refused(
-            f"--num-layers {total} must be a multiple, at least twice, of --pipe-parallel-size {stages} x {layers}"
+            f"--num-layers {total} must be 2, 3 or more times --pipe-parallel-size {stages} x {layers} layers"
         )
     return Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
 
 
 def merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
-    """Accept a merges file that the tokenizer reads, because it is next to --vocab-file; refuse any other."""
+    """Accept a merges file next to --vocab-file, which the tokenizer reads anyway; refuse other merges files."""
     vocab = config.data.vocab_file
     if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
-        return NoEffect("merges are always read from this place next to --vocab-file")
+        return NoEffect("merges are always read from this file next to --vocab-file")
     return Refused("merges are read from merges.txt next to --vocab-file; copy the file there")
 
 
 def _merges_beside(vocab: Path) -> list[Path]:
-    """Return the places where merges are looked for: next to the vocabulary file, or inside a --vocab-file folder."""
+    """Return the paths at which the tokenizer finds merges: next to the file --vocab-file, or inside the folder."""
     own = vocab.name.replace("vocab.json", "merges.txt")
     return [vocab.with_name("merges.txt"), vocab.with_name(own), vocab / "merges.txt", vocab / "gpt2-merges.txt"]
 
 
 def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
-    """Accept fp32 gradient accumulation and reduction where the precision already implies them, else refuse."""
+    """Accept fp32 gradient accumulation and reduction if --precision and --zero-stage imply them, else refuse."""
     if config.train.precision in ("fp32", "fp64") or (
         config.train.precision == "bf16" and (config.parallel.zero_stage or 0) <= 1
     ):
-        return NoEffect(f"{config.train.precision} always reduces gradients in fp32 or better")
+        return NoEffect(f"--precision {config.train.precision} always reduces gradients in fp32 or fp64")
     return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or use --precision bf16')
 
 
@@ -96,21 +96,21 @@ def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
 def gated_width(values: Mapping[str, Any]) -> int | None:
     """Return Megatron-LM's default inner size of a gated MLP, int(8/3 hidden_size / 64) * 64.
 
-    Returns None if hidden_size is not an int; validation refuses it later.
+    Returns None if hidden_size is not an int; the validation of settings refuses such a value later.
     """
     h = values["hidden_size"]
     return h // 24 * 64 if type(h) is int else None
 
 
 def groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
-    """Translate --group-query-attention without --num-query-groups to one group, as Megatron-LM does."""
+    """Translate --group-query-attention: without --num-query-groups, it means one group, as in Megatron-LM."""
     if config.model.num_key_value_heads is not None:
         return NoEffect("--num-key-value-heads sets the number of groups")
     return Means({"num_key_value_heads": 1}, "one group, Megatron-LM's default")
 
 
 def norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:
-    """Translate query and key norms to --qk-norm; refuse them unless --normalization is rmsnorm."""
+    """Translate a flag for query and key norms to --qk-norm; refuse the flag if --normalization is not rmsnorm."""
     if config.model.normalization == "rmsnorm":
         return Means({"qk_norm": True})
     return Refused("query and key norms are always RMSNorm; use --normalization rmsnorm for all norms")
@@ -120,12 +120,12 @@ def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refus
     """Accept --no-position-embedding if positions are not learned, else refuse."""
     kind = config.model.position_embedding
     if kind != "learned":
-        return NoEffect(f"--position-embedding {kind} learns no positions")
+        return NoEffect(f"--position-embedding {kind} has no learned positions")
     return Refused("every model uses position embeddings; see --position-embedding")
 
 
 def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
-    """Translate Megatron's window `N,0` to --sliding-window N + 1, as --sliding-window counts the token itself, too."""
+    """Translate Megatron's --window-size N,0 to --sliding-window N + 1, which also counts the token itself."""
     before, _, after = sides.strip("()").replace(" ", "").partition(",")
     if not before.isdigit() or after != "0":
         return Refused(

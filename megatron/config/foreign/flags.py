@@ -1,7 +1,7 @@
-"""Foreign flags of CPM-Pretrain and Megatron-LM (1 and 2): their translation, or why they are refused.
+"""Flags of CPM-Pretrain and Megatron-LM (1 and 2): their translation, or the reason why they are refused.
 
-`ROWS` also includes Megatron Core (core.py) and keys of JSON files (keys.py).
-`translate.py` translates and suggests flags by this table, and docs/migration.md shows it.
+`ROWS` also includes flags of Megatron Core (core.py) and keys of JSON files (keys.py).
+`translate.py` uses this table to translate and suggest flags. docs/migration.md shows the table.
 """
 
 import re
@@ -37,9 +37,9 @@ _ROPE = Means({"position_embedding": "rope"})
 
 
 def counted_from_1(words: Sequence[Any]) -> list[str]:
-    """Convert zero-based iterations, or ranges A-B of them, to one-based.
+    """Convert zero-based iterations and ranges A-B of iterations to one-based.
 
-    The setting's own check refuses words that contain no number.
+    Words without a number stay as they are; the check of --skip-iterations refuses them.
     """
     return [re.sub(r"\d+", lambda number: str(int(number[0]) + 1), str(word)) for word in words]
 
@@ -51,7 +51,7 @@ MEGATRON = (
         "--pipeline-model-parallel-size",
         Means(
             {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
-            "1 means no pipeline in Megatron-LM; this project writes 0",
+            "no pipeline is 1 in Megatron-LM and 0 in this project",
         ),
         int,
     ),
@@ -78,7 +78,7 @@ MEGATRON = (
     Row("--zero-reduce-bucket-size", in_json("zero_optimization", "reduce_bucket_size"), int),
     Row("--zero-allgather-bucket-size", in_json("zero_optimization", "allgather_bucket_size"), int),
     Row("--cpu-optimizer", in_json("zero_optimization", "offload_optimizer")),
-    Row("--cpu_torch_adam", NoEffect("an optimizer on the CPU is always torch's")),
+    Row("--cpu_torch_adam", NoEffect("on the CPU, the optimizer is always torch's implementation")),
     Row("--distributed-backend", NoEffect("the device decides: NCCL between GPUs, gloo between CPUs"), str),
     Row("--DDP-impl", NoEffect("--overlap-grad-reduce decides how replicas reduce gradients"), str),
     Row(
@@ -89,7 +89,7 @@ MEGATRON = (
         NoEffect("the loss is the same; every rank always sends only its slice of a message"),
     ),
     Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", SAME_LOSS),
-    Row("--empty-unused-memory-level", NoEffect("freed memory stays with the process"), int),
+    Row("--empty-unused-memory-level", NoEffect("freed memory stays in PyTorch's cache"), int),
     Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval decides when garbage is collected")),
     Row("--lazy-mpu-init", Refused("process groups are created after all ranks have joined; leave this flag out"), str),
     Row(
@@ -137,7 +137,7 @@ MEGATRON = (
         ),
     ),
     Row("--squared-relu --quick-geglu", Refused("see --activation for the choices")),
-    Row("--apply-layernorm-1p", Refused("norm weights are stored as they are, not minus 1")),
+    Row("--apply-layernorm-1p", Refused("norm weights are stored unchanged, without subtracting 1")),
     Row("--qk-layernorm", Depends(norms_of_heads, "--qk-norm with --normalization rmsnorm, refused otherwise")),
     Row("--qk-l2-norm", Refused("--qk-norm always has a learned weight")),
     Row("--add-qkv-bias", Means({"qkv_bias": True})),
@@ -191,10 +191,10 @@ MEGATRON = (
         "--distribute-checkpointed-activations --distribute-saved-activations --partition-activations",
         NoEffect("with --sequence-parallel each model-parallel rank stores only its slice of the checkpointed inputs"),
     ),
-    Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations is all that is needed")),
+    Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations alone enables checkpointing")),
     Row("--contigious-checkpointing", NoEffect("checkpointed inputs are not copied into one buffer")),
     Row("--checkpoint-in-cpu", Refused("use --offload-activations instead of --checkpoint-activations")),
-    Row("--synchronize-each-layer", NoEffect("it only slows a run down")),
+    Row("--synchronize-each-layer", NoEffect("synchronizing each layer would only slow the run down")),
     Row(
         "--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures the backward pass')
     ),
@@ -208,7 +208,7 @@ MEGATRON = (
     Row("--hysteresis", in_json("fp16", "hysteresis"), int),
     Row(
         "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
-        Depends(fp32_sums, "always on in fp32 and bf16; refused in fp16"),
+        Depends(fp32_sums, "always on with fp32, fp64, and bf16 up to ZeRO 1; refused otherwise"),
     ),
     Row("--apply-query-key-layer-scaling --no-query-key-layer-scaling --attention-softmax-in-fp32", _IN_FP32),
     Row("--fp16-lm-cross-entropy", Refused("the loss is computed in fp32")),
@@ -223,9 +223,9 @@ MEGATRON = (
     ),
     Row(
         "--no-bias-gelu-fusion",
-        Means({}, "Megatron-LM's fused GELU uses tanh, its unfused one erf", {"activation": "gelu"}),
+        Means({}, "Megatron-LM's fused GELU uses tanh, its unfused GELU erf", {"activation": "gelu"}),
     ),
-    # length of the run and learning rate
+    # run length and learning rate
     Row(
         "--train-samples", Depends(iterations("train_iters"), "--train-iters, computed from the global batch size"), int
     ),
@@ -275,7 +275,7 @@ MEGATRON = (
         ByValue({"single": NoEffect("always on"), "cyclic": Refused("the sample order is always shuffled by --seed")}),
         str,
     ),
-    # checkpoints, logs, the end of a run
+    # checkpoints, logs and ending a run
     Row(
         "--no-save-optim",
         NoEffect("checkpoints always contain the optimizer; --no-load-optim skips it on loading"),
@@ -302,7 +302,7 @@ MEGATRON = (
 ROWS = (*MEGATRON, *foreign_core.ROWS, *foreign_keys.ROWS)
 FLAGS = {name: row for row in ROWS for name in row.names.split()}
 
-# Translation of values that other projects use for a flag that has the same name in this project.
+# Setting -> other frameworks' values of the flag of the same name -> this project's values.
 VALUES: Mapping[str, Mapping[str, str]] = {
     "tokenizer_type": {
         "GPT2BPETokenizer": "auto",

@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's JSON and of Hugging Face's config.json, which are accepted as flags and in --config files."""
+"""Keys of DeepSpeed's JSON file and of Hugging Face's config.json, accepted as flags and in --config files."""
 
 from .dependent import accumulation, warmup_iterations
 from .outcomes import ByValue, Depends, Means, Refused, Row, given, same

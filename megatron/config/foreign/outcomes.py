@@ -1,4 +1,4 @@
-"""Outcomes of another project's flag: settings of this project, no effect, or a refusal with advice."""
+"""Possible outcomes of another framework's flag: settings of this project, no effect, or a refusal with advice."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from ..sections import Config
 
 
 def given(value: Any) -> Any:
-    """Return `value` unchanged; in the tables it stands for the value that the user gave."""
+    """Return `value` unchanged; in the tables, this function stands for the value that the user gave."""
     return value
 
 
@@ -16,10 +16,10 @@ def given(value: Any) -> Any:
 class Means:
     """Translation to settings of this project.
 
-    settings: each value is a constant or a function of the value that the user gave.
-    but: note on what differs from the original project; with `unless`, it describes the settings of `unless`.
-    unless: further settings that apply only where the user leaves them at their defaults. Each value is a constant
-    or a function of all flat settings.
+    settings: setting -> constant, or function of the value that the user gave.
+    but: note on the difference from the other framework; if there is `unless`, a note on the settings in `unless`.
+    unless: further settings, which apply only if the user does not change them from their defaults: setting ->
+    constant, or function of the dict of all settings.
     """
 
     settings: Mapping[str, Any]
@@ -29,14 +29,14 @@ class Means:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Flag without effect in this project; `why` is the explanation shown."""
+    """Flag without effect in this project; `why` is the reason that the user is shown."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Flag without a counterpart in this project; `advice` is the text shown."""
+    """Flag without a counterpart in this project; `advice` is the text that the user is shown."""
 
     advice: str
 
@@ -45,7 +45,7 @@ class Refused:
 class ByValue:
     """Outcome that depends on the flag's value.
 
-    other: outcome for values that are not in `values`; None refuses them.
+    other: outcome for a value that is not in `values`; if None, such a value is refused.
     """
 
     values: "Mapping[str, Means | NoEffect | Refused]"
@@ -54,9 +54,9 @@ class ByValue:
 
 @dataclass(frozen=True)
 class Depends:
-    """Outcome that depends on the other settings and the world size: on(config, value, ranks).
+    """Outcome that depends on other settings and the world size.
 
-    says: summary for the documentation.
+    on: function (config, value, ranks) -> outcome. says: summary for the documentation.
     """
 
     on: "Callable[[Config, Any, int], Means | NoEffect | Refused]"
@@ -70,8 +70,8 @@ Outcome = Means | NoEffect | Refused | ByValue | Depends
 class Row:
     """Row of the translation table.
 
-    names: flags, separated by spaces.
-    takes: type of the value; None for a flag without value, list for several words, object for an optional value.
+    names: equivalent flags, separated by spaces.
+    takes: type of the flag's value; None for no value, list for several words, object for an optional value.
     """
 
     names: str
@@ -80,12 +80,12 @@ class Row:
 
 
 def same(setting: str, but: str = "") -> Means:
-    """Return a translation to the setting `setting` with the value unchanged."""
+    """Return a translation to `setting` that keeps the value unchanged."""
     return Means({setting: given}, but)
 
 
 def in_json(section: str, key: str) -> Refused:
-    """Return a refusal that advises to set `section.key` in DeepSpeed's JSON."""
+    """Return a refusal that advises setting `section.key` in DeepSpeed's JSON file."""
     return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
 
 

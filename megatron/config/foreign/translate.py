@@ -1,4 +1,4 @@
-"""Translation of other projects' flags to this project's settings, by the tables of flags.py."""
+"""Translation of foreign flags (of other frameworks) to this project's settings, by the tables of flags.py."""
 
 import argparse
 import difflib
@@ -14,11 +14,11 @@ from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
 Change = Callable[[Config, Mapping[str, Any]], Config]
 _USUAL = {f.name: f.default for _, _, f in settings()}
 
-SAID = {"true": True, "false": False}  # Some launchers write these words after a flag without value.
+SAID = {"true": True, "false": False}  # some launchers write these words after a flag that takes no value
 
 
 class _Keep(argparse.Action):
-    """Argument that stores a foreign flag in the dict `foreign`, keyed by its name in the table."""
+    """Action that stores the value of a foreign flag in the dict `foreign`, keyed by the flag's name in the table."""
 
     def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,7 +35,7 @@ class _Keep(argparse.Action):
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Let `parser` accept foreign flags, hidden from its help; their values go to the dict `foreign`.
+    """Let `parser` accept foreign flags, which its help does not show, and store their values in the dict `foreign`.
 
     Each flag is also accepted with `_` in place of `-`.
     """
@@ -55,15 +55,15 @@ def _underlined(name: str) -> str:
 
 
 def flag_of(key: str) -> str | None:
-    """Return the foreign flag that a JSON key names, or None."""
+    """Return the foreign flag that has the same name as a JSON key, or None."""
     return next((name for name in FLAGS if key == _underlined(name)[2:]), None)
 
 
 def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
-    """Return `; did you mean --x?` for an unknown flag, or an empty string.
+    """Return `; did you mean --x?` for an unknown flag, or an empty string if no known flag is similar.
 
-    ours: flags of this project to choose from, besides the foreign flags. If the closest flag is a foreign one, the
-    flag that replaces it here is suggested.
+    The closest flag among `ours` and the foreign flags is suggested; for a foreign flag, this project's replacement.
+    ours: flags of this project to choose from.
     strange: also consider foreign flags whose replacement is not in `ours`.
     """
     dashed = "--" + name.lstrip("-").replace("_", "-")
@@ -83,12 +83,12 @@ def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
 
 
 def _flags_for(theirs: str) -> set[str]:
-    """Return this project's flags that replace a foreign flag; {""}, which matches no flag, if there are none."""
+    """Return the flags of this project that replace a foreign flag; without any, {""}, which matches no flag."""
     return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
 
 
 def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
-    """Return what to suggest for a foreign flag: the flags that replace it, or its name and why it is refused."""
+    """Return the suggestion for a foreign flag: its replacement, or its name and the reason why it is refused."""
     outcome = FLAGS[theirs].outcome
     if isinstance(outcome, ByValue):
         found = [each for each in [*outcome.values.values(), outcome.other] if isinstance(each, Means)]
@@ -102,20 +102,20 @@ def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
 
 
 def settings_for(key: str) -> list[str]:
-    """Return the names of this project's settings to which a foreign setting translates."""
+    """Return the names of this project's settings to which the foreign key `key` translates."""
     name = flag_of(key)
     outcome = FLAGS[name].outcome if name else None
     return list(outcome.settings) if isinstance(outcome, Means) else []
 
 
 def _is_switch(name: str) -> bool:
-    """Return True if a foreign flag only switches on settings of this project."""
+    """Return whether all that a foreign flag does is set settings of this project to True."""
     row = FLAGS[name]
     return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
 
 
 def written(name: str, value: Any) -> str:
-    """Return a flag with its value as it is typed on a command line."""
+    """Return a flag and its value as typed on a command line."""
     if isinstance(value, bool):
         return name if value else f"--no-{name[2:]}"
     if value is None:
@@ -126,8 +126,8 @@ def written(name: str, value: Any) -> str:
 class Translation:
     """Translation of one source (file or command line): resulting settings, notes and problems.
 
-    own: settings that the source gives under this project's names. `values` starts with these settings, and gains
-    the translated ones.
+    own: settings that the source gives under this project's names. `values` starts with these settings; translated
+    settings are added to `values`.
     """
 
     def __init__(self, own: Mapping[str, Any]) -> None:
@@ -144,10 +144,10 @@ class Translation:
                 self.notes.append(f"{written(flag(setting), there)} translated to {written(flag(setting), ours)}")
 
     def add(self, name: str, value: Any) -> None:
-        """Translate a flag of FLAGS; one that depends on other settings is deferred to `settle`.
+        """Translate a foreign flag. If its translation depends on other settings, it is deferred to `settle`.
 
-        False turns off the settings that a switch would turn on. For other flags, False is the other project's
-        default and is ignored.
+        The value False turns off the settings that a switch would turn on. For other flags, False is the default of
+        the other framework and is ignored.
         """
         outcome = FLAGS[name].outcome
         if value is False:
@@ -159,14 +159,14 @@ class Translation:
             self._take(name, value, outcome)
 
     def waiting(self) -> list[str]:
-        """Return the foreign flags that still await `settle`."""
+        """Return the foreign flags whose translation is deferred to `settle`."""
         return list(self._waiting)
 
     def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
-        """Return the settings that follow from translated flags (`Means.unless`) and add a note on each flag.
+        """Return the settings that translated flags imply (`Means.unless`), and add a note on each flag.
 
-        values: all settings so far; one that differs from its default is kept.
-        said: settings given with higher precedence, which are not overridden.
+        values: all settings so far. A setting that differs from its default is kept.
+        said: settings given with higher precedence. They are not overridden.
         """
         found: dict[str, Any] = {}
         for given, new, outcome in self._open:
@@ -181,12 +181,12 @@ class Translation:
                 self.notes.append(_taken(given, taken, outcome.but if more else ""))
             else:
                 settled = " and ".join(written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless)
-                self.notes.append(f"{given} has no effect: the run has {settled}")
+                self.notes.append(f"{given} has no effect: the run uses {settled}")
             found |= more
         return found
 
     def settle(self, config: Config, ranks: int, change: Change) -> Config:
-        """Return `config` with the deferred flags applied, in the order of the table.
+        """Apply the deferred flags to `config`, in the order of the table, and return the result.
 
         change: function that returns a Config with some settings replaced.
         """
