@@ -7,77 +7,94 @@ A, B, C = "tests/checkpoints/test_", "tests/ranks/test_", "tests/cli/test_"
 U = "tests/unit/test_"
 FAULTS: dict[str, tuple[str, ...]] = {
     "a rank is killed": (f"{A}kills.py::test_a_few_kills", f"{B}faults.py::test_all_ranks_end_with_a_report"),
-    "a rank freezes in a pipeline": (f"{B}faults.py::test_all_ranks_end_with_a_report",),
-    "the process that keeps the store freezes": (f"{B}one_report.py::test_a_frozen_process_that_keeps_the_store",),
-    "a rank freezes without a pipeline": (
+    "a rank freezes in a run with a pipeline": (f"{B}faults.py::test_all_ranks_end_with_a_report",),
+    "the process that hosts torch's TCPStore freezes": (
+        f"{B}one_report.py::test_a_frozen_process_that_keeps_the_store",
+    ),
+    "a rank freezes in a run without a pipeline": (
         f"{B}initialize.py::test_a_run_without_a_pipeline_says_where_each_rank_stands",
     ),
-    "a rank never comes": (f"{B}initialize.py::test_a_rank_that_does_not_come_ends_the_wait",),
-    "a layer raises": (f"{B}one_report.py::test_a_layer_that_raises_is_reported_once",),
+    "a rank never joins the run": (f"{B}initialize.py::test_a_rank_that_does_not_come_ends_the_wait",),
+    "a layer raises an exception": (f"{B}one_report.py::test_a_layer_that_raises_is_reported_once",),
     "memory runs out": (
         f"{B}one_report.py::test_want_of_memory_is_one_line",
         f"{B}initialize.py::test_want_of_memory_has_a_sentence",
     ),
-    "SIGTERM": (f"{C}pretrain.py::test_signals_save_and_stop_in_order",),
-    "SIGUSR1": (f"{C}pretrain.py::test_signals_save_and_stop_in_order",),
-    "Ctrl-C": (f"{B}one_report.py::test_ctrl_c_is_one_line", f"{C}launch.py::test_ctrl_c_in_a_process_started_by_hand"),
+    "the ranks get SIGTERM": (f"{C}pretrain.py::test_signals_save_and_stop_in_order",),
+    "the ranks get SIGUSR1": (f"{C}pretrain.py::test_signals_save_and_stop_in_order",),
+    "the user presses Ctrl-C": (
+        f"{B}one_report.py::test_ctrl_c_is_one_line",
+        f"{C}launch.py::test_ctrl_c_in_a_process_started_by_hand",
+    ),
     "the launcher gets a signal": (
         f"{C}launch.py::test_ranks_save_and_end",
         f"{C}launch.py::test_ranks_that_do_not_end_are_ended",
     ),
     "the launcher is killed": (f"{B}orphans.py",),
-    "a rank dies under --max-restarts": (
+    "a rank dies, and --max-restarts is given": (
         f"{C}launch.py::test_a_run_goes_on_by_itself",
         f"{C}launch.py::test_a_new_attempt_does_not_read_what_the_one_before_has_left",
     ),
-    "a port in use, a missing node": (f"{C}launch.py::test_a_port_in_use_and_a_missing_node_are_a_sentence",),
-    "a second run in one directory": (
+    "a port is in use, or a node is missing": (f"{C}launch.py::test_a_port_in_use_and_a_missing_node_are_a_sentence",),
+    "a second run starts in the directory of a running one": (
         f"{U}run_lock.py::test_a_run_that_lives_keeps_its_directory",
         f"{U}run_lock.py::test_who_is_faster_wins",
     ),
-    "a lock that a crash left": (f"{U}run_lock.py::test_what_a_crash_left_is_taken_over_with_a_note",),
-    "a forgotten --save": (f"{U}run_lock.py::test_a_forgotten_save_is_noticed",),
-    "a run that begins again": (f"{U}run_lock.py::test_a_run_that_begins_again_keeps_the_lines_of_the_one_before",),
-    "ranks started with other settings": (f"{B}agreement.py::test_ranks_that_were_started_differently_say_so",),
-    "copies of a weight differ": (
+    "a crashed run has left its run.lock": (f"{U}run_lock.py::test_what_a_crash_left_is_taken_over_with_a_note",),
+    "a run is resumed without its --save": (f"{U}run_lock.py::test_a_forgotten_save_is_noticed",),
+    "a run starts again from iteration 0": (
+        f"{U}run_lock.py::test_a_run_that_begins_again_keeps_the_lines_of_the_one_before",
+    ),
+    "ranks of one run are started with different settings": (
+        f"{B}agreement.py::test_ranks_that_were_started_differently_say_so",
+    ),
+    "copies of a weight differ between replicas": (
         f"{B}agreement.py::test_copies_that_differ_by_a_bit_are_not_saved",
         f"{B}agreement.py::test_of_three_the_one_that_differs_is_named",
     ),
-    "a slow rank": (f"{B}agreement.py::test_the_rank_that_others_wait_for_is_in_the_line",),
-    "a gradient that is not finite": (f"{B}bad_gradients.py::test_no_rank_applies_a_step_that_is_bad_on_one",),
-    "one bad step after the other": (
+    "a rank is slow": (f"{B}agreement.py::test_the_rank_that_others_wait_for_is_in_the_line",),
+    "a gradient is NaN or Inf": (f"{B}bad_gradients.py::test_no_rank_applies_a_step_that_is_bad_on_one",),
+    "steps in a row are skipped": (
         f"{B}bad_gradients.py::test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint",
     ),
-    "a bad batch": (f"{B}bad_gradients.py::test_passing_over_a_batch_is_what_leaving_out_its_step_is",),
-    "fp16 at its least loss scale": (f"{U}health.py::test_fp16_may_search_for_its_scale_and_ends_at_the_least_one",),
+    "a batch causes skipped steps": (
+        f"{B}bad_gradients.py::test_passing_over_a_batch_is_what_leaving_out_its_step_is",
+    ),
+    "fp16 gradients overflow at the smallest loss scale": (
+        f"{U}health.py::test_fp16_may_search_for_its_scale_and_ends_at_the_least_one",
+    ),
     "the loss jumps": (f"{U}health.py::test_jumps_are_named_and_noise_is_not",),
-    "a writer of a save dies": (f"{A}incomplete.py::test_every_error_of_a_writer_ends_the_save_and_nothing_else",),
+    "a process that writes a checkpoint dies": (
+        f"{A}incomplete.py::test_every_error_of_a_writer_ends_the_save_and_nothing_else",
+    ),
     "new checkpoints are damaged": (f"{A}incomplete.py::test_the_newest_whole_checkpoint_stays",),
     "the disk of the checkpoints is full": (
         f"{A}damage.py::test_a_disk_that_takes_no_more",
         f"{U}goes_on_without.py::test_a_failed_save_is_tried_again",
     ),
-    "standard output or error cannot be written": (f"{U}streams.py::test_a_run_trains_and_saves",),
+    "standard output or standard error cannot be written": (f"{U}streams.py::test_a_run_trains_and_saves",),
     "a save takes longer than 5 minutes": (f"{U}hostile_input.py::test_a_save_that_hangs_is_named",),
-    "metrics.jsonl holds a line that no run has written": (
+    "metrics.jsonl has a line that no run can have written": (
         f"{U}hostile_input.py::test_a_strange_line_of_metrics_is_dropped_by_name_when_a_run_resumes",
         f"{U}hostile_input.py::test_a_report_names_file_and_line",
     ),
-    "an output of the run directory is a link": (f"{U}outputs.py",),
+    "an output file in the run directory is a link": (f"{U}outputs.py",),
     "the disk of the run directory is full": (f"{U}goes_on_without.py::test_metrics_wait_for_a_disk_with_space",),
     "an old checkpoint cannot be deleted": (f"{U}goes_on_without.py::test_an_old_checkpoint_that_cannot_be_deleted",),
-    "a report cannot be drawn": (f"{U}goes_on_without.py::test_a_report_that_cannot_be_drawn",),
-    "a crash between two saves of an iteration": (
+    "the plot of a report cannot be drawn": (f"{U}goes_on_without.py::test_a_report_that_cannot_be_drawn",),
+    "a run crashes while it saves the same iteration again": (
         f"{A}damage.py::test_a_crash_while_the_same_iteration_is_saved_again",
     ),
-    "a flipped byte in a checkpoint": (f"{A}damage.py::test_any_flipped_byte_is_found_and_the_file_is_named",),
-    "a cut or missing file of a checkpoint": (f"{A}damage.py::test_any_cut_or_missing_file_is_found_and_named",),
-    "a checkpoint of another model": (f"{C}pretrain.py::test_a_checkpoint_of_another_model_is_refused",),
-    "a corpus that was cut short": (f"{C}pretrain.py::test_a_truncated_corpus",),
-    "a corpus of another tokenizer": (f"{C}pretrain.py::test_data_of_another_tokenizer",),
-    "a damaged id in a corpus": (f"{C}pretrain.py::test_a_damaged_id_stops_the_run",),
-    "the preprocessor is killed": (f"{C}tools.py::test_a_killed_run_goes_on",),
-    "the preprocessor loses a worker, its disk or its input": (
+    "a byte of a checkpoint file has changed": (f"{A}damage.py::test_any_flipped_byte_is_found_and_the_file_is_named",),
+    "a file of a checkpoint is truncated or missing": (
+        f"{A}damage.py::test_any_cut_or_missing_file_is_found_and_named",
+    ),
+    "a checkpoint belongs to another model": (f"{C}pretrain.py::test_a_checkpoint_of_another_model_is_refused",),
+    "a file of a corpus is truncated": (f"{C}pretrain.py::test_a_truncated_corpus",),
+    "a corpus was made with another tokenizer": (f"{C}pretrain.py::test_data_of_another_tokenizer",),
+    "a token id in a corpus is damaged": (f"{C}pretrain.py::test_a_damaged_id_stops_the_run",),
+    "tools/preprocess_data.py is killed": (f"{C}tools.py::test_a_killed_run_goes_on",),
+    "tools/preprocess_data.py loses a worker process, or can no longer write its output or read its input": (
         f"{U}going_on.py::test_only_success_removes_what_is_done",
     ),
 }  # fmt: skip

@@ -21,7 +21,8 @@ def main() -> None:
         ways = [Way(variant) for variant in NAMES]
         wanted = [expected(way, data, vocab_file) for way in ways]
         found = {grid: losses(grid, ways, data, vocab_file) for grid in GRIDS}
-        print(f"| variant | layout | step 1 | step {STEPS} | largest relative difference of {STEPS} |")
+        heads = f"loss at step 1 | loss at step {STEPS} | largest relative difference in {STEPS} steps"
+        print(f"| variant | layout | {heads} |")
         print("| --- | --- | --- | --- | --- |")
         for i, way in enumerate(ways):
             name = NAMES[way.variant]

@@ -24,7 +24,8 @@ def main() -> None:
         vocab_file = small_tokenizer(where)
         data = random_corpus(where, vocab_file)
         expected = plain(data, vocab_file, steps=SHOWN[-1])
-        print("| layout | " + " | ".join(f"step {step}" for step in SHOWN) + " | largest relative difference of 20 |")
+        heads = " | ".join(f"loss at step {step}" for step in SHOWN)
+        print(f"| layout | {heads} | largest relative difference in {SHOWN[-1]} steps |")
         print("| --- |" + " --- |" * (len(SHOWN) + 1))
         print(row("plain torch, one process", expected, expected))
         for layout in LAYOUTS:

@@ -24,22 +24,35 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
 
     stop, colon = ("；", "：") if chinese else ("; ", ": ")
     if isinstance(outcome, Means) and outcome.unless:
-        why = f"（{say(outcome.but)}）" if chinese else f" ({outcome.but})"
-        more = "，没有另外给出时还有" if chinese else ", and unless given explicitly"
-        if not outcome.settings:
-            return (
-                f"{'没有另外给出时为' if chinese else 'unless given explicitly'} "
-                f"`{_ours(outcome.unless)}`{why if outcome.but else ''}"
-            )
-        return f"`{_ours(outcome.settings)}`{more} `{_ours(outcome.unless)}`{why if outcome.but else ''}"
+        implied, why = f"`{_ours(outcome.unless)}`", f"{stop}{say(outcome.but)}" if outcome.but else ""
+        if chinese:
+            also = f"`{_ours(outcome.settings)}`，没有另外给出时还有" if outcome.settings else "没有另外给出时为"
+            return f"{also} {implied}{why}"
+        also = f"`{_ours(outcome.settings)}`, and also " if outcome.settings else ""
+        return f"{also}{implied} unless set explicitly{why}"
     if isinstance(outcome, Means):
         return f"`{_ours(outcome.settings)}`" + (f"{stop}{say(outcome.but)}" if outcome.but else "")
     if isinstance(outcome, ByValue):
-        cases = {**outcome.values, **({"其他" if chinese else "else": outcome.other} if outcome.other else {})}
-        return stop.join(f"{value}{colon}{_outcome(each, chinese)}" for value, each in cases.items())
+        values: dict[str, list[str]] = {}  # effect -> the values with this effect
+        for value, each in outcome.values.items():
+            values.setdefault(_effect(each, chinese), []).append(f"`{value}`")
+        if outcome.other:
+            values.setdefault(_effect(outcome.other, chinese), []).append("其他" if chinese else "other values")
+        return stop.join(f"{('、' if chinese else ', ').join(each)}{colon}{effect}" for effect, each in values.items())
     if isinstance(outcome, Depends):
         return say(outcome.says)
     return say(outcome.why if isinstance(outcome, NoEffect) else outcome.advice)
+
+
+def _effect(outcome: Means | NoEffect | Refused, chinese: bool) -> str:
+    """Return the effect of one value of a flag; `_outcome` alone would not show that a value is refused or unused."""
+    if isinstance(outcome, Means):
+        note = (CHINESE[outcome.but] if chinese else outcome.but) if outcome.but else ""
+        return f"`{_ours(outcome.settings)}`" + (f"（{note}）" if note and chinese else f" ({note})" if note else "")
+    said = _outcome(outcome, chinese)
+    if chinese:
+        return f"{'不起作用' if isinstance(outcome, NoEffect) else '拒绝'}（{said}）"
+    return f"{'no effect' if isinstance(outcome, NoEffect) else 'refused'} ({said})"
 
 
 def _rows(
@@ -73,20 +86,28 @@ def _values() -> dict[str, list[str]]:
 
 def english() -> list[str]:
     return [
-        _table("flag", "translated to", _rows((Means, ByValue, Depends)) | _values()),
+        _table("flag", "translated to (N: the value of the flag)", _rows((Means, ByValue, Depends)) | _values()),
         _table("flag", "has no effect, because", _rows((NoEffect,))),
-        _table("flag", "is refused with this advice", _rows((Refused,))),
-        _table("name", "here", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS)),
+        _table("flag", "is refused; reason or alternative", _rows((Refused,))),
+        _table(
+            "key",
+            "translated to (N: the value of the key)",
+            _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS),
+        ),
     ]
 
 
 def chinese() -> list[str]:
     """Return the tables of foreign flags in Chinese. Raises KeyError if flags_words.py lacks a text's translation."""
     return [
-        _table("参数", "翻译为", _rows((Means, ByValue, Depends), chinese=True) | _values()),
+        _table("参数", "翻译为（N：参数的值）", _rows((Means, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),
         _table("参数", "被拒绝，建议是", _rows((Refused,), chinese=True)),
-        _table("名称", "这里", _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS, chinese=True)),
+        _table(
+            "名称",
+            "翻译为（N：它的值）",
+            _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS, chinese=True),
+        ),
     ]
 
 

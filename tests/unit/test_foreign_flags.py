@@ -90,7 +90,7 @@ def test_the_original_run_scripts_start(tmp_path: Path) -> None:
     assert (config.train_batch_size(4), config.model.hidden_bias) == (64, True)
     assert notes == [
         "--data-impl mmap has no effect: .bin and .idx files are always memory-mapped",
-        "--distributed-backend nccl has no effect: the device decides: NCCL between GPUs, gloo between CPUs",
+        "--distributed-backend nccl has no effect: the device determines the backend, NCCL for GPUs and gloo for CPUs",
         "--fp16 translated to --precision fp16",
         "--deepspeed has no effect: every run uses DeepSpeed",
         "--deepspeed_config ds_config.json translated to --deepspeed-config ds_config.json",
@@ -173,7 +173,7 @@ def test_a_gated_mlp_is_as_wide_as_megatrons(hidden: int) -> None:
     sizes = f"--hidden-size {hidden} --num-attention-heads 4"
     config, notes = taken(f"--swiglu {sizes}")
     assert (config.model.activation, config.model.ff_size) == ("swiglu", width)
-    why = "8/3 of --hidden-size, rounded down to a multiple of 64, as in Megatron-LM"
+    why = "the MLP width is 8/3 of --hidden-size, rounded down to a multiple of 64, as in Megatron-LM"
     assert notes == [f"--swiglu translated to --activation swiglu --ff-hidden-size {width} ({why})"]
     for given in ("--ffn-hidden-size 640", "--ff-hidden-size 640"):
         config, notes = taken(f"--swiglu {given} {sizes}")
@@ -318,7 +318,9 @@ def test_gelu_that_is_not_fused_goes_by_erf(more: str, activation: str) -> None:
     """--no-bias-gelu-fusion selects the exact (erf) GELU, unless another flag sets the activation."""
     config, notes = taken(f"--no-bias-gelu-fusion {more}")
     assert config.model.activation == activation
-    taken_for = "translated to --activation gelu (Megatron-LM's fused GELU uses tanh, its unfused GELU erf)"
+    taken_for = (
+        "translated to --activation gelu (Megatron-LM's fused GELU is the tanh form, its unfused GELU the erf form)"
+    )
     assert (
         f"--no-bias-gelu-fusion {f'has no effect: the run uses --activation {activation}' if more else taken_for}"
         in notes

@@ -6,8 +6,8 @@ flags.py adds the rows of this module to its table.
 from .outcomes import SAME_LOSS, Means, NoEffect, Refused, Row, given, in_json, same
 
 _NO_EXPERTS = Refused("there are no experts; all tokens share one MLP")
-_ONE_FORMAT = NoEffect("checkpoints have a single format, which every parallel layout can read")
-_CUTS = Refused("--partition-method decides how layers are split into stages")
+_ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can load")
+_CUTS = Refused("--partition-method sets how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
 _NO_FP8 = Refused("FP8 is not supported; see --precision for the choices")
 
@@ -17,7 +17,7 @@ ROWS = (
         "--pipeline-parallel-size --pp-size",
         Means(
             {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
-            "no pipeline is 1 in Megatron-LM and 0 in this project",
+            "size 1, which means no pipeline in Megatron-LM, becomes 0",
         ),
         int,
     ),
@@ -31,7 +31,7 @@ ROWS = (
     Row("--pipeline-model-parallel-layout", _CUTS, str),
     Row(
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-        NoEffect("--partition-method balanced takes embedding and loss into account"),
+        NoEffect("--partition-method balanced always counts the work of the embedding and the loss"),
     ),
     Row(
         "--expert-model-parallel-size --expert-tensor-parallel-size --moe-router-topk --moe-ffn-hidden-size",
@@ -43,22 +43,27 @@ ROWS = (
     Row("--moe-grouped-gemm --moe-permute-fusion", _NO_EXPERTS),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
     Row(
-        "--overlap-param-gather", NoEffect("the loss is the same; --zero-stage 1 gathers weights at the end of a step")
+        "--overlap-param-gather",
+        NoEffect("it does not change the loss; --zero-stage 1 gathers weights at the end of a step"),
     ),
     Row(
         "--tp-comm-overlap",
-        NoEffect("--async-tensor-model-parallel-allreduce overlaps this communication and is on by default"),
+        NoEffect("--async-tensor-model-parallel-allreduce overlaps communication and is on by default"),
     ),
     Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
     Row("--optimizer-cpu-offload", in_json("zero_optimization", "offload_optimizer")),
-    Row("--cpu-offloading-num-layers", Refused("--offload-activations offloads the activations of all layers"), int),
+    Row(
+        "--cpu-offloading-num-layers",
+        Refused("use --offload-activations, which offloads the activations of all layers"),
+        int,
+    ),
     Row("--cross-entropy-loss-fusion --enable-cuda-graph --external-cuda-graph --te-rng-tracker", SAME_LOSS),
     Row("--cross-entropy-fusion-impl", SAME_LOSS, str),
-    Row("--calculate-per-token-loss", NoEffect("always on: the loss is the mean over all target tokens")),
+    Row("--calculate-per-token-loss", NoEffect("the loss is always the mean over all target tokens")),
     Row("--no-check-for-nan-in-loss-and-grad", Refused("steps with a NaN or Inf gradient are always skipped")),
     Row("--fp8-format --fp8-recipe", _NO_FP8, str),
     Row("--fp8-param-gather", _NO_FP8),
-    Row("--lr-warmup-init", Refused("warmup always starts from 0"), float),
+    Row("--lr-warmup-init", Refused("the warmup of the learning rate always starts from 0"), float),
     Row("--mock-data", Refused("give --data-path; to try a run, preprocess corpus/sample.jsonl")),
     Row(
         "--data-args-path --per-split-data-args-path",
@@ -66,17 +71,17 @@ ROWS = (
         str,
     ),
     Row("--no-mmap-bin-files", NoEffect(".bin and .idx files are always memory-mapped")),
-    Row("--no-create-attention-mask-in-dataloader", NoEffect("always on: samples contain no attention masks")),
+    Row("--no-create-attention-mask-in-dataloader", NoEffect("samples never contain attention masks")),
     Row("--pretrained-checkpoint", Means({"load": given, "finetune": True}), str),
-    Row("--use-checkpoint-args", Refused("give the config.json of the checkpoint's run with --config")),
-    Row("--exit-on-missing-checkpoint", NoEffect("always on: --load without a checkpoint is an error")),
+    Row("--use-checkpoint-args", Refused("pass --config with the config.json of the run that wrote the checkpoint")),
+    Row("--exit-on-missing-checkpoint", NoEffect("--load always fails if it finds no checkpoint")),
     Row("--ckpt-format --dist-ckpt-format", _ONE_FORMAT, str),
     Row(
         "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load "
         "--ckpt-assume-constant-structure",
         _ONE_FORMAT,
     ),
-    Row("--log-throughput", NoEffect("always on")),
+    Row("--log-throughput", NoEffect("the throughput is always logged")),
     Row("--timing-log-level", NoEffect("metrics.jsonl has all timings"), int),
     Row("--timing-log-option", NoEffect("metrics.jsonl has all timings"), str),
 )

@@ -28,7 +28,7 @@ from .dependent import (
 from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
 
 _IN_FP32 = NoEffect("attention kernels always accumulate in fp32")
-_EVENTS = NoEffect("metrics.jsonl and TensorBoard get every metric at each --log-interval")
+_EVENTS = NoEffect("metrics.jsonl and TensorBoard get all metrics every --log-interval iterations")
 _WHOLE_LAYERS = Means({"checkpoint_activations": True})
 _SELECTIVE = Means({"checkpoint_attention": True})
 _ALWAYS = NoEffect("every run uses DeepSpeed")
@@ -51,7 +51,7 @@ MEGATRON = (
         "--pipeline-model-parallel-size",
         Means(
             {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
-            "no pipeline is 1 in Megatron-LM and 0 in this project",
+            "size 1, which means no pipeline in Megatron-LM, becomes 0",
         ),
         int,
     ),
@@ -61,7 +61,7 @@ MEGATRON = (
         Depends(accumulation, "--gas, computed from --batch-size and the number of replicas"),
         int,
     ),
-    Row("--rampup-batch-size", Refused("the batch size is constant"), list),
+    Row("--rampup-batch-size", Refused("the global batch size is constant"), list),
     Row(
         "--num-layers-per-virtual-pipeline-stage",
         Depends(stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, computed from --num-layers"),
@@ -69,29 +69,31 @@ MEGATRON = (
     ),
     Row(
         "--pipeline-model-parallel-split-rank",
-        Refused("--partition-method decides how layers are split into stages"),
+        Refused("--partition-method sets how layers are split into stages"),
         int,
     ),
-    Row("--standalone-embedding-stage", Refused("--partition-method decides how layers are split into stages")),
+    Row("--standalone-embedding-stage", Refused("--partition-method sets how layers are split into stages")),
     Row("--use-distributed-optimizer", Means({"zero_stage": 1})),
     Row("--zero-reduce-scatter --zero-contigious-gradients", NoEffect("DeepSpeed always does this")),
     Row("--zero-reduce-bucket-size", in_json("zero_optimization", "reduce_bucket_size"), int),
     Row("--zero-allgather-bucket-size", in_json("zero_optimization", "allgather_bucket_size"), int),
     Row("--cpu-optimizer", in_json("zero_optimization", "offload_optimizer")),
-    Row("--cpu_torch_adam", NoEffect("on the CPU, the optimizer is always torch's implementation")),
-    Row("--distributed-backend", NoEffect("the device decides: NCCL between GPUs, gloo between CPUs"), str),
-    Row("--DDP-impl", NoEffect("--overlap-grad-reduce decides how replicas reduce gradients"), str),
-    Row(
-        "--no-contiguous-buffers-in-local-ddp", NoEffect("--overlap-grad-reduce decides how replicas reduce gradients")
-    ),
+    Row("--cpu_torch_adam", NoEffect("on CPUs, the optimizer is always torch's")),
+    Row("--distributed-backend", NoEffect("the device determines the backend, NCCL for GPUs and gloo for CPUs"), str),
+    Row("--DDP-impl", NoEffect("--overlap-grad-reduce sets how replicas reduce gradients"), str),
+    Row("--no-contiguous-buffers-in-local-ddp", NoEffect("--overlap-grad-reduce sets how replicas reduce gradients")),
     Row(
         "--no-scatter-gather-tensors-in-pipeline",
-        NoEffect("the loss is the same; every rank always sends only its slice of a message"),
+        NoEffect("it does not change the loss; each rank always sends only its slice of a tensor"),
     ),
     Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", SAME_LOSS),
-    Row("--empty-unused-memory-level", NoEffect("freed memory stays in PyTorch's cache"), int),
-    Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval decides when garbage is collected")),
-    Row("--lazy-mpu-init", Refused("process groups are created after all ranks have joined; leave this flag out"), str),
+    Row("--empty-unused-memory-level", NoEffect("a run never releases the memory that torch's allocator caches"), int),
+    Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval sets when garbage is collected")),
+    Row(
+        "--lazy-mpu-init",
+        Refused("process groups are always created after all ranks have joined; leave this flag out"),
+        str,
+    ),
     Row(
         "--use-cpu-initialization",
         NoEffect("initial weights depend on --seed and the parameter names, not on the device"),
@@ -112,7 +114,7 @@ MEGATRON = (
     Row("--num-unique-layers", Refused("layers do not share weights"), int),
     Row("--param-sharing-style", Refused("layers do not share weights"), str),
     Row("--num-experts", Refused("there are no experts; all tokens share one MLP"), int),
-    Row("--apply-residual-connection-post-layernorm", Refused("norms come before attention and MLP (pre-LN)")),
+    Row("--apply-residual-connection-post-layernorm", Refused("norms always come before attention and MLP (pre-LN)")),
     Row("--bert-no-binary-head", Refused("there is no BERT model")),
     Row("--onnx-safe", Refused("export to Hugging Face with tools/convert_checkpoint.py, and from there to ONNX"), str),
     Row(
@@ -126,20 +128,24 @@ MEGATRON = (
     # Llama
     Row("--num-query-groups", same("num_key_value_heads"), int),
     Row(
-        "--group-query-attention", Depends(groups, "no effect with --num-key-value-heads, else --num-key-value-heads 1")
+        "--group-query-attention",
+        Depends(groups, "no effect if --num-key-value-heads is given, otherwise --num-key-value-heads 1"),
     ),
     Row(
         "--swiglu",
         Means(
             {"activation": "swiglu"},
-            "8/3 of --hidden-size, rounded down to a multiple of 64, as in Megatron-LM",
+            "the MLP width is 8/3 of --hidden-size, rounded down to a multiple of 64, as in Megatron-LM",
             {"ff_hidden_size": gated_width},
         ),
     ),
-    Row("--squared-relu --quick-geglu", Refused("see --activation for the choices")),
-    Row("--apply-layernorm-1p", Refused("norm weights are stored unchanged, without subtracting 1")),
-    Row("--qk-layernorm", Depends(norms_of_heads, "--qk-norm with --normalization rmsnorm, refused otherwise")),
-    Row("--qk-l2-norm", Refused("--qk-norm always has a learned weight")),
+    Row(
+        "--squared-relu --quick-geglu",
+        Refused("this activation is not supported; see --activation for the supported ones"),
+    ),
+    Row("--apply-layernorm-1p", Refused("norm weights are always stored as they are, without subtracting 1")),
+    Row("--qk-layernorm", Depends(norms_of_heads, "--qk-norm if --normalization is rmsnorm, refused otherwise")),
+    Row("--qk-l2-norm", Refused("the norms of --qk-norm always have a learned weight")),
     Row("--add-qkv-bias", Means({"qkv_bias": True})),
     Row("--use-rotary-position-embeddings", _ROPE),
     Row(
@@ -149,15 +155,18 @@ MEGATRON = (
                 "rope": _ROPE,
                 "learned_absolute": Means({"position_embedding": "learned"}),
                 "relative": Means({"position_embedding": "relative"}),
-                "yarn": Refused("use --position-embedding rope --rope-scaling yarn and its settings"),
-                **dict.fromkeys(("mrope", "none"), Refused("see --position-embedding for the choices")),
+                "yarn": Refused("use --position-embedding rope --rope-scaling yarn and the settings of yarn"),
+                **dict.fromkeys(
+                    ("mrope", "none"),
+                    Refused("this value is not supported; see --position-embedding for the supported values"),
+                ),
             }
         ),
         str,
     ),
     Row(
         "--no-position-embedding",
-        Depends(no_learned_positions, "no effect with --position-embedding rope, refused otherwise"),
+        Depends(no_learned_positions, "refused if --position-embedding is learned, otherwise no effect"),
     ),
     Row("--rotary-base", same("rope_theta"), int),
     Row("--rotary-interleaved", Refused("rotary embeddings pair the two halves of a head, as in Hugging Face")),
@@ -166,8 +175,8 @@ MEGATRON = (
         "--use-rope-scaling",
         Means({"rope_scaling": "llama3"}, unless={"rope_scaling_factor": 8.0, "rope_original_length": 8192}),
     ),
-    Row("--window-size", Depends(window, "--sliding-window N + 1, for N,0"), str),
-    Row("--window-attn-skip-freq", Refused("all layers have one --sliding-window"), str),
+    Row("--window-size", Depends(window, "--sliding-window N + 1 if the value is N,0, refused otherwise"), str),
+    Row("--window-attn-skip-freq", Refused("all layers use the same --sliding-window"), str),
     Row("--multi-latent-attention", Refused("use --num-key-value-heads to shrink keys and values")),
     # memory
     Row(
@@ -180,8 +189,10 @@ MEGATRON = (
         "--checkpoint-method --recompute-method",
         ByValue(
             {
-                "uniform": NoEffect("always uniform: one input is kept for every --checkpoint-num-layers layers"),
-                "block": Refused("all layers are recomputed, --checkpoint-num-layers at a time"),
+                "uniform": NoEffect(
+                    "recomputation is always uniform, with one stored input for every --checkpoint-num-layers layers"
+                ),
+                "block": Refused("recomputation always covers all layers, --checkpoint-num-layers at a time"),
             }
         ),
         str,
@@ -191,10 +202,10 @@ MEGATRON = (
         "--distribute-checkpointed-activations --distribute-saved-activations --partition-activations",
         NoEffect("with --sequence-parallel each model-parallel rank stores only its slice of the checkpointed inputs"),
     ),
-    Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations alone enables checkpointing")),
+    Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations alone turns recomputation on")),
     Row("--contigious-checkpointing", NoEffect("checkpointed inputs are not copied into one buffer")),
     Row("--checkpoint-in-cpu", Refused("use --offload-activations instead of --checkpoint-activations")),
-    Row("--synchronize-each-layer", NoEffect("synchronizing each layer would only slow the run down")),
+    Row("--synchronize-each-layer", NoEffect("it would only slow the run down")),
     Row(
         "--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures the backward pass')
     ),
@@ -208,10 +219,10 @@ MEGATRON = (
     Row("--hysteresis", in_json("fp16", "hysteresis"), int),
     Row(
         "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
-        Depends(fp32_sums, "always on with fp32, fp64, and bf16 up to ZeRO 1; refused otherwise"),
+        Depends(fp32_sums, "no effect in fp32, in fp64, and in bf16 with ZeRO 1; refused otherwise"),
     ),
     Row("--apply-query-key-layer-scaling --no-query-key-layer-scaling --attention-softmax-in-fp32", _IN_FP32),
-    Row("--fp16-lm-cross-entropy", Refused("the loss is computed in fp32")),
+    Row("--fp16-lm-cross-entropy", Refused("the loss is always computed in fp32")),
     Row(
         "--fp32-residual-connection",
         Refused("hidden states have the dtype of --precision; for fp32 hidden states, pass --precision fp32"),
@@ -223,7 +234,7 @@ MEGATRON = (
     ),
     Row(
         "--no-bias-gelu-fusion",
-        Means({}, "Megatron-LM's fused GELU uses tanh, its unfused GELU erf", {"activation": "gelu"}),
+        Means({}, "Megatron-LM's fused GELU is the tanh form, its unfused GELU the erf form", {"activation": "gelu"}),
     ),
     # run length and learning rate
     Row(
@@ -235,12 +246,16 @@ MEGATRON = (
         int,
     ),
     Row("--lr-warmup-fraction", same("warmup"), float),
-    Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, as a fraction of the decay's iterations"), int),
-    Row("--lr-warmup-samples", Depends(warmup_samples, "--warmup, as a fraction of the decay's samples"), int),
+    Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters"), int),
+    Row(
+        "--lr-warmup-samples",
+        Depends(warmup_samples, "--warmup, computed as a fraction of the samples in --lr-decay-iters"),
+        int,
+    ),
     Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
     Row(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
-        NoEffect("always on without --override-lr-schedule"),
+        NoEffect("a resumed run keeps its checkpoint's schedule unless --override-lr-schedule is given"),
     ),
     Row(
         "--iterations-to-skip",
@@ -248,17 +263,21 @@ MEGATRON = (
         list,
     ),
     Row("--check-weight-hash-across-dp-replicas-interval", same("check_replicas"), int),
-    Row("--sgd-momentum", Depends(momentum, "no effect if 0.9, refused otherwise"), float),
+    Row("--sgd-momentum", Depends(momentum, "no effect if the value is 0.9, refused otherwise"), float),
     Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is constant"), float),
     Row("--weight-decay-incr-style", Refused("--weight-decay is constant"), str),
     # data
     Row("--encoder-seq-length", same("enc_seq_length"), int),
     Row("--decoder-seq-length", same("dec_seq_length"), int),
     Row("--tokenizer-model", same("vocab_file"), str),
-    Row("--merge-file", Depends(merges, "no effect if it is merges.txt next to --vocab-file, refused elsewhere"), str),
+    Row(
+        "--merge-file",
+        Depends(merges, "no effect if the file is merges.txt next to --vocab-file, refused otherwise"),
+        str,
+    ),
     Row("--vocab-extra-ids", same("num_sentinels"), int),
     Row("--mask-prob", same("noise_density"), float),
-    Row("--short-seq-prob", Refused("all samples have the full length"), float),
+    Row("--short-seq-prob", Refused("all samples have the full sequence length"), float),
     Row(
         "--data-impl",
         ByValue(
@@ -269,18 +288,26 @@ MEGATRON = (
         ),
         str,
     ),
-    Row("--mmap-warmup", NoEffect("pages of the files are loaded on demand")),
+    Row("--mmap-warmup", NoEffect("the memory-mapped files are read on demand")),
     Row(
         "--dataloader-type",
-        ByValue({"single": NoEffect("always on"), "cyclic": Refused("the sample order is always shuffled by --seed")}),
+        ByValue(
+            {
+                "single": NoEffect("the data loader always works like this"),
+                "cyclic": Refused("samples are always shuffled by --seed, not by the data loader"),
+            }
+        ),
         str,
     ),
     # checkpoints, logs and ending a run
     Row(
         "--no-save-optim",
-        NoEffect("checkpoints always contain the optimizer; --no-load-optim skips it on loading"),
+        NoEffect("checkpoints always contain the optimizer state; --no-load-optim ignores it when loading"),
     ),
-    Row("--no-save-rng", NoEffect("dropout depends on --seed and the iteration; no random generator state is saved")),
+    Row(
+        "--no-save-rng",
+        NoEffect("dropout depends only on --seed and the iteration, so checkpoints contain no random state"),
+    ),
     Row("--tensorboard-log-interval --tensorboard-queue-size", _EVENTS, int),
     Row(
         "--log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard "
@@ -288,7 +315,7 @@ MEGATRON = (
         _EVENTS,
     ),
     Row("--log-params-norm --log-num-zeros-in-grad", Refused("only the gradient norm is logged")),
-    Row("--exit-signal-handler", NoEffect("SIGTERM always saves and ends the run")),
+    Row("--exit-signal-handler", NoEffect("on SIGTERM, a run always saves a checkpoint and ends")),
     Row("--adlr-autoresume", Refused("on SIGTERM the run saves and exits; the same command resumes it")),
     Row("--adlr-autoresume-interval", Refused("on SIGTERM the run saves and exits; the same command resumes it"), int),
     # REALM

@@ -89,4 +89,6 @@ def in_json(section: str, key: str) -> Refused:
     return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
 
 
-SAME_LOSS = NoEffect("the loss is the same; attention is a fused kernel and --compile fuses the rest")
+SAME_LOSS = NoEffect(
+    "it does not change the loss; attention is always one fused kernel, and --compile fuses other operations"
+)
