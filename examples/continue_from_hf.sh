@@ -2,8 +2,10 @@
 # Continued pretraining: import a Hugging Face model, train it on your text and export it to Hugging Face again.
 #   bash examples/continue_from_hf.sh FOLDER corpus.jsonl runs/more    a downloaded Llama, Qwen or Mistral
 #   bash examples/continue_from_hf.sh                                  a small random Llama, to try it
-# It shows the three commands; --verify runs the same tokens through both models at import and export. It prints the
-# largest difference between their logits, the training losses, and the path of the exported folder. RANKS=8 FLAGS="--model-parallel-size 2" trains on more ranks.
+# The example shows the commands for import, training and export. At import and export, --verify runs the same tokens
+# through the Hugging Face model and through ours. The example prints the largest difference between the logits of the
+# two models, the training losses, and the path of the exported folder.
+# RANKS=8 FLAGS="--model-parallel-size 2" trains on eight ranks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
@@ -29,7 +31,7 @@ fi
 # Tokenize the text with the tokenizer of the model.
 [ -f "$run/data_text_document.idx" ] ||
     $python tools/preprocess_data.py --input "$corpus" --vocab-file "$model/tokenizer.json" --output-prefix "$run/data"
-# Train in any layout; the same command resumes.
+# Train; RANKS and FLAGS choose the parallel layout. Running the script again resumes the training.
 # shellcheck disable=SC2086
 $python tools/launch.py --standalone --nproc-per-node "${RANKS:-1}" pretrain_llama.py \
     --config "$run/start/settings.json" --load "$run/start" --data-path "$run/data_text_document" \

@@ -5,9 +5,9 @@
         --vocab-file runs/sums/tokenizer.model --run-dir runs/sums --num-layers 2 --hidden-size 64 \
         --num-attention-heads 2 --seq-length 32 --train-iters 200 --lr 3e-3
 
-It shows the requirement on a dataset: sample n depends on n alone. If so, the layout, resuming and the number of reader
-processes never change which samples are read. It prints the training log, in which the loss falls as the model learns
-what sums look like.
+The example shows the one requirement on a dataset: sample n depends on n alone. Then the training samples are equal for
+every parallel layout, after a resume, and for any number of reader processes. The example prints the training log. The loss
+falls as the model learns what sums look like.
 """
 
 import random
@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports from the checkout, no installation needed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # import megatron from this checkout
 
 from megatron.tasks import GPT2
 from megatron.training import run
 
 
 class Sums:
-    """Dataset with sample n = {"text": [s + 1]}: sums such as `37+48=85`, until the window is full."""
+    """Dataset of sums such as `37+48=85`; sample n is {"text": token ids [s + 1]} for sequence length s."""
 
     def __init__(self, tokenizer, length, seed):
         self.tokenizer, self.length, self.seed = tokenizer, length, seed
 
-    def __getitem__(self, n):  # any n >= 0; the dataset decides what an epoch is
-        drawn = random.Random(f"{self.seed} {n}")  # depends on n alone, never on samples read before
+    def __getitem__(self, n):  # n may be any number >= 0; this dataset never repeats
+        drawn = random.Random(f"{self.seed} {n}")  # the random state depends on n alone, not on samples read before
         ids = []
         while len(ids) <= self.length:
             a, b = drawn.randrange(100), drawn.randrange(100)
@@ -43,7 +43,7 @@ class OwnData(GPT2):
     name = "sums"
 
     def datasets(self, config, tokenizer):
-        """Return ((training, validation, test), notes to print); a dataset may be None."""
+        """Return ((training, validation, test datasets), notes to print); None stands for no dataset."""
         length = config.data.seq_length
         return (Sums(tokenizer, length, "train"), Sums(tokenizer, length, "valid"), None), [
             "sums of two numbers below 100"

@@ -1,9 +1,10 @@
-"""A custom pipeline schedule: GPipe in waves of two micro-batches, so a stage keeps activations of at most two.
+"""A custom pipeline schedule: GPipe in waves of two micro-batches.
 
     python tools/launch.py --standalone --nproc-per-node 2 examples/own_schedule.py
 
-It shows that a schedule is a list of passes, which tds checks, draws and runs. It prints the timetable, how many
-micro-batches each stage keeps, and the losses of four steps under 1f1b and under the new schedule, which are equal.
+A stage keeps the activations of at most two micro-batches. The example shows that a schedule is only a list of forward
+and backward passes; tds checks and runs the list. The example prints each stage's passes, the bubble, and how many
+micro-batches each stage keeps. It then prints the losses of four steps, which are equal under 1f1b and the new schedule.
 """
 
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports from the checkout, no installation needed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # import tds from this checkout
 
 import tds
 from tds.pipe import LayerSpec, PipelineModule
@@ -23,9 +24,9 @@ MICROS, WAVE = 6, 2
 
 
 def waves(stage, stages, micros):
-    """Return a stage's schedule: for each wave of micro-batches the forward passes, then the backward passes.
+    """Return a stage's schedule: all forward passes of a wave of micro-batches, then all its backward passes.
 
-    tds inserts the messages between stages.
+    `with_messages` adds the sends and receives between stages.
     """
     order = []
     for first in range(0, micros, WAVE):
@@ -35,9 +36,9 @@ def waves(stage, stages, micros):
 
 
 def show(stages):
-    """Check the schedule without any tensor, and print its timetable, bubble and memory."""
+    """Check the schedule without running it, and print each stage's passes, the bubble and micro-batches in memory."""
     plan = [list(waves(stage, stages, MICROS)) for stage in range(stages)]
-    check(plan, MICROS)  # raises ScheduleError, naming stage and instruction, if the schedule is invalid
+    check(plan, MICROS)  # raises ScheduleError with the stage and instruction of an error
     for stage, instructions in enumerate(plan):
         passes = (f"{type(each).__name__[0]}{each.micro}" for each in instructions if type(each) in (Forward, Backward))
         print(f"stage {stage} | {' '.join(passes)}")

@@ -2,8 +2,9 @@
 
     python examples/prepare_on_ray.py --input corpus/sample.jsonl --output runs/prepared --vocab-size 4000
 
-It shows three steps: clean the text, train a tokenizer, tokenize. Cleaning and tokenizing, the long steps, run
-with `--ray`. It prints the output of each step, where the work was done, and the SHA-256 of the tokens.
+The example shows three steps: clean the text, train a tokenizer, and tokenize the text. The two long steps, cleaning
+and tokenizing, run on the Ray cluster. The example prints the output of each step, where the workers ran, and the
+SHA-256 of the tokens.
 """
 
 import argparse
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def cluster():
-    """Return the value for the tools' --ray flag: RAY_ADDRESS, else "local"; None if Ray is not installed."""
+    """Return the value of the --ray flag: $RAY_ADDRESS or "local"; None if Ray is not installed."""
     try:
         import ray  # an optional package: pip install ray
     except ImportError:
@@ -32,8 +33,13 @@ def tool(name, *words):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, help="input of tools/clean_corpus.py")
-    parser.add_argument("--output", type=Path, required=True, help="folder that all machines of the cluster share")
+    parser.add_argument("--input", nargs="+", required=True, help="files to clean, as for tools/clean_corpus.py")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="output folder, on a file system that all machines of the cluster share",
+    )
     parser.add_argument("--vocab-size", default="30000")
     parser.add_argument("--workers", default=str(min(os.cpu_count() or 1, 8)))
     args = parser.parse_args()

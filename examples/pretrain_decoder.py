@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # imports from the checkout, no installation needed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # import megatron and tds from this checkout
 
 from megatron import get_args, get_tokenizer, mpu, print_rank_0
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
@@ -42,7 +42,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Attention in which each rank has n/t whole heads."""
+    """Tensor-parallel attention: each of the t ranks computes n/t of the n heads."""
 
     def __init__(self, hidden_size, num_heads):
         super().__init__()
@@ -53,8 +53,8 @@ class ParallelAttention(nn.Module):
     def forward(self, hidden, mask):  # [s, b, h]; [1 or b, 1, s, s], True where attention is masked out
         mixed, _ = self.query_key_value(hidden)
         s, b, _ = mixed.shape
-        # Each head's query, key and value rows are contiguous, so a rank's shard of the rows is a set of whole
-        # heads.
+        # The weight's rows are ordered by head: query, key and value of head 0, then of head 1 and so on. A rank's
+        # shard of the rows thus holds whole heads.
         query, key, value = mixed.view(s, b, -1, 3, self.head_size).permute(3, 1, 2, 0, 4)  # [b, n/t, s, d] each
         context = F.scaled_dot_product_attention(query, key, value, attn_mask=~mask)
         output, _ = self.dense(context.permute(2, 0, 1, 3).reshape(s, b, -1))
@@ -74,8 +74,9 @@ class TransformerBlock(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-# ---------------------------------------------------------------------- as a list of layers
-# Each layer's output is the next layer's input: (hidden, mask). Only the first input and the last output differ.
+# ---------------------------------------------------------------------- the model as a list of layers
+# Each layer receives (hidden, mask) and passes (hidden, mask) on. There are two exceptions: the first layer receives
+# (tokens, position ids, mask), and the last layer returns logits.
 
 
 class EmbeddingPipe(nn.Module):
@@ -129,7 +130,7 @@ def loss_of(vocab_size):
     return loss
 
 
-# --------------------------------------------------------------- what pretrain() asks for
+# --------------------------------------------------------------- the functions that pretrain() calls
 
 
 def train_valid_test_datasets_provider():
@@ -174,8 +175,8 @@ def model_provider():
         return SequentialModule(layers)
     model = PipelineModule(layers, topology=mpu.get_topology(), loss_fn=loss_of(args.vocab_size))
     model._megatron_batch_fn = get_batch_pipe
-    # Declare the tensors that cross stage boundaries, (hidden, mask): whether each has a gradient, its kind, and
-    # whether it is sharded over model-parallel ranks.
+    # Describe the two tensors (hidden, mask) that cross a stage boundary: whether each has a gradient, is float or
+    # bool, and is sharded over the model-parallel ranks while it is sent.
     model._input_grad = [True, False]
     model._input_type = ["float", "bool"]
     model._input_pipe_partitioned = [True, False]

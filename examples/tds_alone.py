@@ -2,10 +2,10 @@
 
     python tools/launch.py --standalone --nproc-per-node 2 examples/tds_alone.py
 
-It shows what changes if a plain torch loop trains with two stages: the model becomes a list of layers,
-`engine.train_batch` replaces forward, backward and step, and a whole batch is evaluated with one call. It prints the
-loss of every 20th step, the accuracy on held-out points, and the number of stages. Loss and accuracy are the same with
-any number of stages up to six.
+The example shows how a plain torch loop changes for pipeline training. The model becomes a list of layers.
+`engine.train_batch` replaces forward, backward and step. `engine.eval_batch` evaluates a whole batch.
+The example prints the loss of every 20th step, the accuracy on held-out points, and the number of stages. Loss and
+accuracy are the same with any number of stages up to six.
 """
 
 import math
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # copying tds/ next to your script also works
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # to use tds elsewhere, copy tds/ next to your script
 
 import tds as deepspeed
 from tds.pipe import LayerSpec, PipelineModule, seeded_layers
@@ -34,7 +34,7 @@ def points(seed):
 
 
 def main():
-    deepspeed.init_distributed()  # gloo on CPUs, NCCL on GPUs
+    deepspeed.init_distributed()  # uses gloo on CPUs, NCCL on GPUs
     rank, stages = torch.distributed.get_rank(), torch.distributed.get_world_size()
     layers = [LayerSpec(nn.Linear, 2, 64), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 64, 64), LayerSpec(nn.Tanh),
               LayerSpec(nn.Linear, 64, 64), LayerSpec(nn.Linear, 64, 2)]  # fmt: skip
@@ -57,7 +57,7 @@ def main():
         if step % 20 == 0:
             printed.append(f"step {step} loss {loss.item():.4f}")
     held_out = points(seed=0)
-    found = engine.eval_batch(iter(held_out), compute_loss=False, reduce_output=None)  # logits, on the last stage
+    found = engine.eval_batch(iter(held_out), compute_loss=False, reduce_output=None)  # the last stage gets logits
     right = torch.zeros(1)
     if engine.is_last_stage():
         right += sum(

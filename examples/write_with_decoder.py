@@ -1,4 +1,4 @@
-"""Generate text with the model of pretrain_decoder.py, in one process, from a checkpoint of any layout.
+"""Generate text in one process with a model that pretrain_decoder.py trained in any parallel layout.
 
 python examples/write_with_decoder.py runs/decoder "春天"
 """
@@ -27,12 +27,12 @@ def main(folder, prompt):
 
     known = tokenizer.encode(prompt) or [tokenizer.eod]
     if len(known) >= length:
-        sys.exit(f"the prompt has {len(known)} tokens, but the model reads at most {length - 1}; use a shorter one")
+        sys.exit(f"the prompt has {len(known)} tokens, but the model reads at most {length - 1}; shorten the prompt")
 
     def logits(tokens):  # [b, s] -> [b, s, v]
         s = tokens.shape[1]
         mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
-        found = model((tokens, torch.arange(s).expand_as(tokens), mask))  # [s, b, v] of the padded vocabulary
+        found = model((tokens, torch.arange(s).expand_as(tokens), mask))  # [s, b, padded vocabulary]
         return mpu.gather_from_model_parallel_region(found).transpose(0, 1)[..., : m.vocab_size]
 
     stepper = ModelStepper(logits, known, length)

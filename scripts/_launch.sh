@@ -12,19 +12,20 @@ launch() {
         run_with_signals python "${AT}tools/launch.py" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
             --nproc-per-node "$GPUS_PER_NODE" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" "$@"
     else
-        # Without MASTER_PORT the launcher finds a free one, so that several runs can share a machine.
+        # If MASTER_PORT is not set, the launcher finds a free port, so that several runs can share a machine.
         local rendezvous=(--standalone)
         if [ -n "$MASTER_PORT" ]; then rendezvous=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"); fi
         run_with_signals python "${AT}tools/launch.py" "${rendezvous[@]}" --nproc-per-node "$GPUS_PER_NODE" "$@"
     fi
 }
 
-# run_slurm.sh sets SLURM_START: `node` starts our launcher on each node, `rank` starts each rank as a task of srun.
-# With --kill-on-bad-exit=0 and --wait=0, srun does not kill ranks that are still saving when other ranks have exited.
+# Start all ranks with srun. run_slurm.sh sets SLURM_START: `node` starts tools/launch.py on each node, `rank` starts
+# each rank as a task of srun. With --kill-on-bad-exit=0 and --wait=0, srun does not kill ranks that are still saving
+# when other ranks have exited.
 launch_on_slurm() {
     local step=(srun --nodes "$NNODES" --kill-on-bad-exit=0 --wait=0)
     export MASTER_ADDR MASTER_PORT
-    # shellcheck disable=SC2016  # expanded in each task, with that task's numbers
+    # shellcheck disable=SC2016  # each srun task expands the variables in single quotes, such as SLURM_PROCID
     if [ "$SLURM_START" = node ]; then
         run_with_signals "${step[@]}" --ntasks "$NNODES" --ntasks-per-node 1 \
             bash -c 'node=$1; shift; exec python "$0" --nnodes "$node" --node-rank "$SLURM_NODEID" "$@"' \
@@ -38,12 +39,12 @@ launch_on_slurm() {
     fi
 }
 
-# Run a command and forward signals to it. Otherwise bash would die of SIGTERM and leave the command running; in a
-# container bash is often the only process that gets the signal. If a signal ends a run that then exits with 0, return
-# 143 (128 + SIGTERM).
+# Run a command and forward signals to it. Without the forwarding, SIGTERM would end bash and leave the command running;
+# in a container, bash is often the only process that gets the signal. If the command gets a signal other than USR1 and
+# then exits with 0, return 143 (128 + SIGTERM).
 run_with_signals() {
     local pid received stopping= status each
-    # bash makes background commands ignore Ctrl-C, which this undoes.
+    # bash makes background commands ignore SIGINT and SIGQUIT; the inner trap makes this command obey them again.
     (trap - INT QUIT; exec "$@") </dev/null &
     pid=$!
     for each in TERM INT HUP USR1; do
@@ -60,7 +61,8 @@ run_with_signals() {
     return "$status"
 }
 
-# srun kills its tasks at SIGTERM instead of forwarding it, so scancel sends the signal.
+# Send signal $1 to the command with process id $2. Under SLURM, scancel sends the signal to the tasks, because srun
+# does not forward SIGTERM but kills its tasks.
 forward() {
     if [ -n "${SLURM_START:-}" ]; then
         scancel --signal="$1" "$SLURM_JOB_ID" || true

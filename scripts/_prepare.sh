@@ -1,8 +1,8 @@
 # Train the tokenizer and tokenize the corpus, once for all nodes that share a file system; sourced by _run.sh.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# Print the path $2, given relative to the folder $1, in another form: relative to the checkout, or absolute if it is
-# outside the checkout.
+# Print the path $2, which is relative to the folder $1, as a path relative to the checkout. Print an absolute path if
+# $2 is outside the checkout.
 in_checkout() {
     local path
     path=$(cd "$1" && realpath -m -- "$2")
@@ -25,7 +25,8 @@ wait_for_turn() {
     while [ -d "$turn" ]; do
         host="" pid="" table="" job=""
         read -r host pid table job 2>/dev/null <"$turn/by" || true
-        # A SLURM job that is restarted has ended before, so a process of the same job on any node has ended, too.
+        # The process has ended if it ran on this machine and its id no longer exists, or if it belongs to this SLURM
+        # job: the job was then requeued, and requeuing ended all its processes on all nodes.
         if [ "$host" = "$(uname -n)" ] && [ "$table" = "$(process_table)" ] && ! kill -0 "$pid" 2>/dev/null \
             || [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; then
             echo "run_$NAME.sh: process $pid ended while it prepared $RUN_DIR/data; preparing it again"

@@ -36,7 +36,7 @@ if [ -n "$HOSTFILE" ]; then
     WORLD_SIZE=$(sed -n 's/^[^#]*slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | awk '{n += $1} END {print n + 0}')
 fi
 
-# ---- layout: MP_SIZE tensor-parallel ranks, PP_SIZE pipeline stages (0: no pipeline); all other ranks are replicas
+# ---- layout: MP_SIZE tensor-parallel ranks, PP_SIZE pipeline stages (0: no pipeline); data parallelism uses the rest
 MP_SIZE=${MP_SIZE:-1}
 if [ -z "${PP_SIZE:-}" ]; then
     if [ "$GPUS" -eq 0 ] && [ $((WORLD_SIZE % 2)) -eq 0 ] && [ "$MP_SIZE" -eq 1 ]; then PP_SIZE=2; else PP_SIZE=0; fi
@@ -50,7 +50,8 @@ if [ -z "${RUN_DIR:-}" ]; then
         echo "run_$NAME.sh: starting a new run in $RUN_DIR; RUN_DIR=${AT}runs/$NAME resumes the run of version 0.1"
     fi
 fi
-# With a preset and a custom corpus the vocabulary is larger; the bundled corpus is too small for so many tokens.
+# The vocabulary has 30000 tokens for a preset model on a custom corpus, else 4000. The bundled corpus is too small to
+# train a tokenizer with 30000 tokens.
 if [ -z "${VOCAB_SIZE:-}" ]; then
     VOCAB_SIZE=$([ -n "${CORPUS:-}" ] && [ -n "${MODEL_SIZE:-${model_size:-}}" ] && echo 30000 || echo 4000)
 fi
@@ -79,7 +80,7 @@ source "$ROOT/scripts/_prepare.sh"
 # shellcheck disable=SC1091
 source "$ROOT/scripts/_launch.sh"
 
-# Set `model` to the flags that load the preset $1_$2.json. If there is no such preset, list the sizes and exit.
+# Set `model` to the flags that load the preset $1_$2.json. If this preset does not exist, list the sizes of $1 and exit.
 preset_of() {
     if [ ! -f "$ROOT/configs/models/$1_$2.json" ]; then
         local there
@@ -92,7 +93,7 @@ preset_of() {
     model=(--config "${AT}configs/models/$1_$2.json")
 }
 
-# Train with the variables above and the given flags, which are checked before tokenizer and corpus are prepared.
+# Check all settings, prepare tokenizer and corpus, and train with the variables above and the given flags.
 train() {
     local min_lr peak=$LR word before=
     for word in "$@"; do # --lr overrides LR

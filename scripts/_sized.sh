@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-# ---- tensor parallelism: at most $most ranks share each layer
+# ---- tensor parallelism: a layer is sharded over at most $most ranks
 case "$model_size" in
     345M_without_mp) preset=345M most=1 ;;
     345M | 1.3B) preset=$model_size most=2 ;;

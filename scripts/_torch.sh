@@ -1,7 +1,7 @@
 # Find the installed torch and install the pinned one; sourced by setup.sh.
 # shellcheck shell=bash
 
-# Print the version of torch that the interpreter $1 has, or nothing, without importing torch.
+# Print the version of torch that the interpreter $1 has, without importing torch. Print nothing if it has no torch.
 torch_of() {
     "$1" -c 'import importlib.metadata as m
 try: print(m.version("torch"))
@@ -25,8 +25,8 @@ case "${TORCH_BUILD:-}" in
     *) echo "setup.sh: TORCH_BUILD=$TORCH_BUILD must be cuda or cpu" >&2; exit 2 ;;
 esac
 
-# Return whether to install a build with CUDA. TORCH_BUILD decides, for images that will run on another machine; if it
-# is not set, the GPUs of this machine decide.
+# Return whether to install a CUDA build: if TORCH_BUILD is cuda or, without TORCH_BUILD, if this machine has an NVIDIA
+# GPU. Set TORCH_BUILD to build a container image that will run on another machine.
 wants_cuda() {
     case "${TORCH_BUILD:-}" in
         cuda) return 0 ;;
@@ -35,7 +35,7 @@ wants_cuda() {
     esac
 }
 
-# Install the pinned torch in the build that fits this machine; keep a torch that this script did not install.
+# Install the pinned version of torch in the build that fits this machine. Keep a torch that the user has installed.
 install_torch() {
     local there pin before
     there=$(torch_of .venv/bin/python)
@@ -66,7 +66,7 @@ install_torch() {
     fi
 }
 
-# Print a description of the build that install_torch installs.
+# Describe the build of torch that install_torch installs, for its message.
 build_that_fits() {
     if [ -n "${TORCH_INDEX_URL:-}" ]; then
         echo "the build of TORCH_INDEX_URL"

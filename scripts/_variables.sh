@@ -9,7 +9,8 @@ show_variables() {
     printf '\nFlags override variables; python pretrain_%s.py --help lists them.\n' "$NAME"
 }
 
-# Refuse a variable whose name is almost one of variables.txt: it is probably misspelt and would have no effect.
+# Exit with an error if an environment variable's name resembles one in variables.txt: it is probably a misspelling,
+# which would have no effect.
 refuse_misspelt() {
     python - "$ROOT/scripts/variables.txt" "run_$NAME.sh" <<'EOF'
 import difflib, os, sys

@@ -23,7 +23,7 @@ for language in en zh; do # English first: its build clears the folder that will
         exit 1
     fi
 done
-# The site must bring its own fonts, scripts and styles.
+# The site must work offline: no page may load fonts, scripts or styles from another host.
 if grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="?(https?:)?//' "$site" --include='*.html'; then
     echo "docs.sh: these pages load files from another host" >&2
     exit 1

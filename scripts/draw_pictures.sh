@@ -3,7 +3,8 @@
 #
 #     bash scripts/draw_pictures.sh
 #
-# The traced step runs two stages of GPT-2 and needs two idle cores; the median step is drawn beside the ideal schedule.
+# For the traced step, the script trains GPT-2 on two pipeline stages, which needs two idle cores. The figure shows the
+# step of median duration beside the ideal schedule.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

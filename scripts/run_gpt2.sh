@@ -10,7 +10,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=gpt2
 source "$ROOT/scripts/_run.sh"
 
-# ---- the model: a preset of configs/models (MODEL_SIZE), single values, or a small default model
+# ---- the model: a small default model or the preset MODEL_SIZE of configs/models; NLAYERS, NHIDDEN etc. override both
 MODEL_SIZE=${MODEL_SIZE:-}
 model=()
 if [ -n "$MODEL_SIZE" ]; then

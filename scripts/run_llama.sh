@@ -11,7 +11,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=llama
 source "$ROOT/scripts/_run.sh"
 
-# ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or a small default model
+# ---- the model: a small default model or a preset of configs/models (VARIANT, MODEL_SIZE); NLAYERS etc. override both
 VARIANT=${VARIANT:-llama}
 MODEL_SIZE=${MODEL_SIZE:-}
 case "$VARIANT" in

@@ -26,7 +26,8 @@ case "$name" in
 esac
 [ -n "${SLURM_JOB_ID:-}" ] ||
     refuse "start it as sbatch --nodes 2 scripts/run_slurm.sh $name ...; without SLURM as bash scripts/run_$name.sh"
-# SLURM runs a copy of this file, so the checkout must be the current folder: that of submission or of --chdir.
+# SLURM runs a copy of this script, so its path does not show where the checkout is. The checkout must be the current
+# folder of the job: the folder in which sbatch was called, or the folder given with --chdir.
 [ -f "scripts/run_$name.sh" ] ||
     refuse "$PWD is not the checkout; submit from the checkout or with sbatch --chdir CHECKOUT"
 
@@ -47,7 +48,7 @@ else
 fi
 export NNODES=$nodes NODE_RANK=0 MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # different for jobs that share a node
-# srun no longer reads SLURM_CPUS_PER_TASK, which sbatch sets.
+# sbatch sets SLURM_CPUS_PER_TASK, but srun now reads only SRUN_CPUS_PER_TASK.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 echo "run_slurm.sh: job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $nodes nodes (${hosts[*]}), rank 0 at" \
     "$MASTER_ADDR:$MASTER_PORT"

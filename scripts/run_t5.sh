@@ -11,7 +11,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=t5
 source "$ROOT/scripts/_run.sh"
 
-# ---- the model: a preset of configs/models (VARIANT, MODEL_SIZE), single values, or a small default model
+# ---- the model: a small default model or a preset of configs/models (VARIANT, MODEL_SIZE); NLAYERS etc. override both
 VARIANT=${VARIANT:-t5}
 MODEL_SIZE=${MODEL_SIZE:-}
 case "$VARIANT" in
@@ -33,9 +33,9 @@ fi
 [ -n "$ENC_SEQ_LENGTH" ] && model+=(--enc-seq-length "$ENC_SEQ_LENGTH")
 
 train "$@"
-# Any of thousands of tokens may begin a span, but a single token ends it. So at a lower temperature a barely trained
-# model would end most spans at once. --top-lift shows what the model has learned: the tokens that it predicts first in
-# a span more often than their share of the text.
+# A span may begin with any of thousands of tokens, but only one token ends a span. At a lower temperature, a barely
+# trained model would therefore end most spans at once. --top-lift 5 prints the five tokens whose probability at the
+# start of a span exceeds their frequency in the text most.
 SAMPLING=${SAMPLING:---temperature 1 --top-p 0.8 --top-lift 5}
 prompts=("春天来了，${sentinel}都开了。" "他说：\"你去哪里${sentinel}\"" "The river runs ${sentinel} the sea.")
 if [ -n "${PROMPT:-}" ]; then prompts=("$PROMPT"); fi

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Install this checkout into fresh environments with the oldest and the newest versions that pyproject.toml allows, and
-# test it there:
+# Test this checkout with the oldest and with the newest versions that pyproject.toml allows, each in a new environment:
 #
 #     bash scripts/test_versions.sh                                      # oldest and newest
 #     ENDS=oldest PYTHON=python3.12 bash scripts/test_versions.sh        # only oldest, with another Python
 #     ENDS=newest PINS="torch==2.12.1 deepspeed==0.19.3" bash scripts/test_versions.sh
 #     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh  # all extras; only the commands
 #
-# Tests the installed commands in an empty folder (tests/cli/test_installed.py), then runs TESTS (by default the tests
-# that depend on DeepSpeed's internals). FOLDER= names a folder that keeps the environments (6 GB each with CUDA);
-# without it they are deleted.
+# The script tests the installed commands in an empty folder (tests/cli/test_installed.py). Then it runs TESTS, by
+# default the tests that depend on DeepSpeed's internals. FOLDER=PATH keeps the environments in this folder (6 GB each
+# with CUDA); without FOLDER the environments are deleted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}
@@ -62,7 +61,7 @@ EOF
     export TORCH_EXTENSIONS_DIR=$env/extensions
     INSTALLED=$env/bin "$env/bin/python" -m pytest -q -p no:cacheprovider --full -k text_to_text \
         tests/cli/test_installed.py
-    # shellcheck disable=SC2086  # several words
+    # shellcheck disable=SC2086  # $TESTS holds several paths, which must be split
     if [ "$TESTS" != none ]; then "$env/bin/python" -m pytest -q -p no:cacheprovider -n 2 $TESTS; fi
 done
 echo "test_versions.sh: done"

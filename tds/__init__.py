@@ -13,7 +13,7 @@ engine.py     the pipeline engine: runs the instructions of a schedule as one tr
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
 distributed_optimizer.py steps the weights in these buckets, sharded over the replicas
-base_engine.py the engine without a pipeline
+base_engine.py the engine for models without a pipeline
 apart.py      sharding of each layer over the replicas while a model is built (ZeRO-3)
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline

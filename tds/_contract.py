@@ -1,4 +1,4 @@
-"""Every name of DeepSpeed that this package imports, reads, calls, overrides or patches: a table by class.
+"""Table of every name of DeepSpeed that this package imports, reads, calls, overrides or patches, grouped by class.
 
 At run time, `_deepspeed.missing_names` compares this table with the installed release. tests/unit/test_contract.py
 compares the table with the release and with this package's code; run that test to review a new release of DeepSpeed.
@@ -198,7 +198,7 @@ set_gradient_accumulation_boundary state_dict step zero_grad
 
 
 class Names(NamedTuple):
-    """One block of TABLE; the names of each kind are separated by spaces."""
+    """One block of TABLE; each field from `uses` to `patches` is a string of names separated by spaces."""
 
     place: str
     purpose: str

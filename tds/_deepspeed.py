@@ -1,7 +1,7 @@
 """DeepSpeed's internal classes, the supported range of its releases, and patches of its internals.
 
-DeepSpeed does not guarantee its internal names. `_contract.py` lists those that tds uses, and a release that lacks
-one is refused. `tds.__getattr__` forwards DeepSpeed's public names.
+DeepSpeed may rename its internals in any release. `_contract.py` lists the names that tds uses. Importing tds fails
+if the installed release lacks a listed name. `tds.__getattr__` forwards DeepSpeed's public names.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class UnsupportedDeepSpeed(ValueError, ImportError):
 
 
 def refuse_other_releases(version: str) -> str | None:
-    """Raise UnsupportedDeepSpeed for a release outside `SUPPORTED`, or without a name that this package uses.
+    """Raise UnsupportedDeepSpeed for a release that is outside `SUPPORTED` or lacks a name that tds uses.
 
     If the environment variable TDS_ANY_DEEPSPEED is set to anything but 0, return a warning instead. Return None for a
     supported release.
@@ -48,9 +48,9 @@ def refuse_other_releases(version: str) -> str | None:
 
 
 def missing_names() -> list[str]:
-    """Describe each name of CONTRACT that a class or module of the installed release lacks, and what needs it.
+    """Describe each name of CONTRACT that the installed release lacks, and what tds needs the name for.
 
-    tests/unit/test_contract.py checks the attributes that only instances have.
+    Names that only instances have are not checked here but in tests/unit/test_contract.py.
     """
     found = []
     for names in CONTRACT:
@@ -66,7 +66,7 @@ def missing_names() -> list[str]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress standard output and warnings in this block, for noisy calls of DeepSpeed; errors are still raised."""
+    """Suppress standard output and warnings of DeepSpeed's noisy calls in this block; errors are still raised."""
     held = io.StringIO()
     with contextlib.redirect_stdout(held), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -132,9 +132,9 @@ def on_cpu() -> bool:
 def prepare() -> None:
     """Patch DeepSpeed's view of what this device can do, before `init_distributed` and `initialize`.
 
-    On a CPU, DeepSpeed would compile a shared-memory op in every rank (25-73 s, needs a compiler). It would also
-    refuse fp16 where the CPU has no native fp16 instructions, although torch supports fp16. On every device it
-    refuses to reduce fp64 gradients.
+    Unpatched, DeepSpeed compiles a shared-memory op in every rank on a CPU (25-73 s, needs a compiler). It refuses
+    fp16 on CPUs without native fp16 instructions, although torch supports fp16 there. It refuses to reduce fp64
+    gradients on every device.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
@@ -236,7 +236,7 @@ def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
 class Bf16Sum(NamedTuple):
     """The fp32 tensor in which DeepSpeed's bf16 optimizer accumulates the gradient of one weight.
 
-    flags[at]: whether the weight has a gradient in this step.
+    flags[at] is True if the weight has a gradient in this step. All weights of a parameter group share `flags`.
     """
 
     gradient: torch.Tensor
@@ -245,7 +245,7 @@ class Bf16Sum(NamedTuple):
 
 
 def bf16_sums(optimizer: Any) -> dict[torch.Tensor, Bf16Sum]:
-    """Return the fp32 gradient sum of each weight that DeepSpeed's bf16 optimizer trains."""
+    """Map each weight that DeepSpeed's bf16 optimizer trains to its fp32 gradient sum."""
     groups = optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients
     return {
         weight: Bf16Sum(gradient, flags, at)
