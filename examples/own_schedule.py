@@ -4,7 +4,7 @@
 
 A stage keeps the activations of at most two micro-batches. The example shows that a schedule is only a list of forward
 and backward passes; tds checks and runs the list. The example prints each stage's passes, the bubble, and how many
-micro-batches each stage keeps. It then prints the losses of four steps, which are equal under 1f1b and the new schedule.
+micro-batches each stage keeps. It also prints the losses of four steps, which are equal under 1f1b and this schedule.
 """
 
 import sys

@@ -80,7 +80,7 @@ source "$ROOT/scripts/_prepare.sh"
 # shellcheck disable=SC1091
 source "$ROOT/scripts/_launch.sh"
 
-# Set `model` to the flags that load the preset $1_$2.json. If this preset does not exist, list the sizes of $1 and exit.
+# Set `model` to the flags that load the preset $1_$2.json. If the preset does not exist, list the sizes of $1 and exit.
 preset_of() {
     if [ ! -f "$ROOT/configs/models/$1_$2.json" ]; then
         local there

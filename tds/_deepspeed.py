@@ -81,7 +81,7 @@ def _import() -> Any:
     level = os.environ.get("TDS_LOG_LEVEL", "ERROR").upper()
     os.environ.setdefault("DS_LOG_LEVEL", level.lower())
     if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns if it has to detect this
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed detects the device and warns
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
@@ -138,11 +138,12 @@ def prepare() -> None:
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
-        comm: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute `comm.torch` is torch itself
+        # Import the submodule by name, because the attribute `deepspeed.comm.torch` is the package torch.
+        comm: Any = importlib.import_module("deepspeed.comm.torch")
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights
-    if not hasattr(tie, "__wrapped__"):  # a broadcast with autograd on would give tied weights a grad_fn
+    if not hasattr(tie, "__wrapped__"):  # the unpatched broadcast gives tied weights a grad_fn
         StockPipelineModule._synchronize_tied_weights = torch.no_grad()(tie)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
@@ -300,7 +301,7 @@ def link_states(bucket: Any, states: Any) -> None:
     lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)
 
 
-FLOPS_PROFILER = {  # valid keys of the section `flops_profiler`; DeepSpeed itself ignores others
+FLOPS_PROFILER = {  # valid keys of the section `flops_profiler`; DeepSpeed ignores unknown keys
     "enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Imports of DeepSpeed's submodules under the name of this package: `import tds.runtime.engine`."""
+"""Import hook for DeepSpeed's submodules under the name tds: `import tds.runtime.engine`."""
 
 import importlib
 import importlib.util
@@ -25,14 +25,14 @@ MOVED = {  # names that CPM-Pretrain's TDS took from DeepSpeed, and the DeepSpee
 
 
 def install() -> None:
-    """Let submodules of DeepSpeed be imported under the name of this package."""
+    """Install the import hook, so that `import tds.x` imports `deepspeed.x` if tds has no file x.py."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         # This finder must come first, or a second copy of a module would be loaded from DeepSpeed's folder.
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Import finder for submodules of tds that have no file in tds, so DeepSpeed's are imported instead."""
+    """Import finder for submodules of tds that have no file in tds: it finds DeepSpeed's submodules instead."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, inner = name.partition(".")
@@ -47,7 +47,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Loader that imports the module `theirs` and returns it, although it was requested under another name."""
+    """Loader that imports the module `theirs` and returns it under the requested name, e.g. `tds.runtime.engine`."""
 
     def __init__(self, theirs: str) -> None:
         self._theirs = theirs
@@ -58,4 +58,4 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # importlib has overwritten the module's own spec
+        module.__spec__ = self._spec  # restore the original spec, which importlib has overwritten

@@ -44,9 +44,9 @@ def users(tensor: Tensor) -> int:
 
 
 def default_store() -> Any:
-    """Return the store of the default process group. Raises RuntimeError if torch lacks the function for it.
+    """Return the store of the default process group. Raises RuntimeError if torch lacks `_get_default_store`.
 
-    A separate store would need another port, and launchers do not provide one.
+    A separate store would need another port, but launchers provide only one port.
     """
     found = getattr(dist.distributed_c10d, "_get_default_store", None)
     if found is None:
@@ -58,21 +58,21 @@ def default_store() -> Any:
 
 
 def can_split(group: Any, device: torch.device) -> bool:
-    """Return whether groups may be split off the communicator that `group` has on `device`."""
+    """Return whether the communicator of `group` on `device` can be split, as with `ncclCommSplit`."""
     return bool(group._get_backend(device).supports_splitting)
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
     """Return the entries of torch's flight recorder, oldest first; empty if it is off or unreadable.
 
-    torch has no public function for this, only a file that it writes when the process dies.
+    torch has no public function that returns these entries; it only writes them to a file when the process dies.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
     found: list[dict[str, Any]] = []
     for name in (
         "_dump_nccl_trace_json",
         "_dump_fr_trace_json",
-    ):  # NCCL has a separate recorder; the other backends share one
+    ):  # the flight recorder of NCCL, then that of all other backends
         dump = getattr(module, name, None)
         if dump is not None:
             with contextlib.suppress(RuntimeError, TypeError, ValueError):

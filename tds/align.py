@@ -31,7 +31,7 @@ def distance(device: torch.device) -> tuple[int, float, float]:
     for _ in range(ROUNDS):
         enter = time.perf_counter_ns()
         dist.all_reduce(one)
-        one.fill_(1.0).item()  # makes the host wait for its accelerator
+        one.fill_(1.0).item()  # item() makes the host wait until the all-reduce is done
         times.append((enter, time.perf_counter_ns()))
     mine = torch.tensor(times, dtype=torch.int64, device=device)
     zeros = mine.clone()

@@ -1,4 +1,7 @@
-"""DeepSpeed's engine, extended for DistributedOptimizer: used without a pipeline, and the base of PipelineEngine."""
+"""DeepSpeed's engine, extended for DistributedOptimizer; it trains models without a pipeline.
+
+PipelineEngine is a subclass.
+"""
 
 import math
 from functools import cached_property
@@ -16,7 +19,7 @@ from .sparse import make_dense, refuse_sparse, sparse_weights
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
-    """DeepSpeed's engine, extended to accept a DistributedOptimizer and to refuse replaced weights.
+    """DeepSpeed's engine, extended to accept a DistributedOptimizer and to detect weights that the user replaced.
 
     A DistributedOptimizer reduces its gradients itself. Without a pipeline, call its `arm()` before the last
     `backward()` of a step and `finish()` after it, then its `clip(norm, limit)` and the engine's `step()`. With
@@ -33,7 +36,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     @cached_property
     def known_model(self) -> KnownModel:
-        """The weights and layers of the module when the optimizer was made."""
+        """Record of the module's weights and layers at the time when the optimizer was attached."""
         return KnownModel(self.module)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -55,7 +58,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce the gradients over the replicas like DeepSpeed; `.grad` stays None if no replica has a gradient."""
-        # DeepSpeed's bf16 optimizer reduces its own fp32 gradient sums, so no `.grad` is filled with zeros.
+        # DeepSpeed replaces a missing `.grad` by zeros, except for its bf16 optimizer, which reduces fp32 sums.
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return

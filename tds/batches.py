@@ -16,8 +16,9 @@ from .nested import as_tuple, each_tensor
 class DataEnded(RuntimeError, StopIteration):
     """The data iterator ended; the message names the stage and the number of micro-batches read.
 
-    It is a StopIteration, as in DeepSpeed. everywhere: True if all stages learned of the end before they computed
-    anything; a training loop may then catch the error and continue.
+    It is a StopIteration, because DeepSpeed raises StopIteration here.
+    everywhere: True if all stages raise this error before any of them has computed anything in this step. A training
+        loop may then catch the error and continue.
     """
 
     everywhere = False
@@ -30,7 +31,7 @@ Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 class Batches:
     """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
 
-    ahead: how many micro-batches to prefetch, so that `same_until` can look ahead.
+    ahead: how many micro-batches to prefetch; `same_until` compares their shapes and dtypes.
     takes_inputs, takes_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
@@ -47,7 +48,7 @@ class Batches:
     _ended: bool = False
     _inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     _labels: dict[int, Any] = field(default_factory=dict)
-    _layouts: list[Layout] = field(default_factory=list)  # input layouts of all micro-batches read so far
+    _layouts: list[Layout] = field(default_factory=list)  # input dtypes and shapes of all micro-batches read so far
 
     @property
     def count(self) -> int:
@@ -68,12 +69,15 @@ class Batches:
         return each_tensor(self._labels.pop(micro), lambda t: t.to(self.device, non_blocking=True))
 
     def all_labels(self) -> Sequence[Any]:
-        """Read all micro-batches of the step and return their labels, for a loss that counts its targets first."""
+        """Read all micro-batches of the step and return their labels.
+
+        A loss with `count_targets` needs the labels of the whole step before the first forward pass.
+        """
         self.read_to(self.total)
         return list(self._labels.values())
 
     def same_until(self, micro: int) -> int:
-        """Return the first micro-batch after `micro` whose inputs have another layout or are not read yet."""
+        """Return the first micro-batch after `micro` whose inputs differ in shape or dtype, or are not read yet."""
         until = micro + 1
         while until < self.count and self._layouts[until] == self._layouts[micro]:
             until += 1
@@ -101,13 +105,13 @@ class Batches:
         )
 
     def read_to(self, needed: int, wanted: int = 0) -> None:
-        """Read until there are `wanted` micro-batches, or all. Raises DataEnded if fewer than `needed` exist."""
+        """Read until `wanted` or all micro-batches are read. Raises DataEnded if the data have fewer than `needed`."""
         while not self._ended and self.count < min(max(needed, wanted), self.total):
             try:
                 with trace.span("Read"):
                     batch = self.read()
             except StopIteration:
-                self._ended = True  # an error only if more are needed, see below
+                self._ended = True  # not an error if the needed micro-batches are read
             else:
                 self._keep(self.count, batch)
         if self.count < needed:

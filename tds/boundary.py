@@ -139,7 +139,7 @@ def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None
     who: beginning of the message, e.g. `stage 0, outputs`.
     """
     if not tensors:
-        raise BoundaryError(f"{who}: there are no tensors to send")
+        raise BoundaryError(f"{who}: there are no tensors to send; return at least one tensor")
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise BoundaryError(

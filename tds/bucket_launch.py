@@ -40,10 +40,10 @@ def pack(
     chunk_of: Mapping[nn.Parameter, int] | None = None,
     apart: Iterable[nn.Parameter] = (),
 ) -> list[list[nn.Parameter]]:
-    """Group parameters into buckets, roughly in the order in which their gradients arrive: last layer first.
+    """Group parameters into buckets, last layer first, which is roughly the order in which their gradients arrive.
 
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
-    chunk_of: the chunk of each weight, 0 by default; a bucket holds weights of one chunk only.
+    chunk_of: the pipeline chunk (virtual stage) of each weight, 0 by default; a bucket holds weights of one chunk only.
     apart: weights that each get a separate bucket.
     """
     packed: list[list[nn.Parameter]] = []
@@ -78,10 +78,10 @@ class BucketLauncher:
         self._expected: Counter[nn.Parameter] = Counter()
         # Number of gradients that each weight has received so far in this step's last backward pass.
         self._counts: Counter[nn.Parameter] = Counter()
-        # Weights that had user hooks in the previous step. The gradient of such a weight arrives once, as a total;
-        # that of another weight may arrive once per matmul.
+        # Weights that had user hooks in the previous step. A weight with hooks gets one total gradient; a weight
+        # without hooks may get one per matmul. So the expected counts are wrong if hooks were added or removed.
         self._hooked: set[nn.Parameter] = set()
-        self._armed: set[int] = set()  # chunks in their last backward pass
+        self._armed: set[int] = set()  # chunks whose last backward pass of this step has begun
         self._next = 0  # next bucket to reduce
         self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class BucketLauncher:
         self._armed.add(chunk)
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait for all."""
+        """Reduce the remaining buckets and wait until all buckets are reduced."""
         while self._next < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
@@ -116,7 +116,7 @@ class BucketLauncher:
         self.reset()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        """Take the gradient that autograd has accumulated; autograd may also call this hook without a gradient."""
+        """Handle the gradient that autograd has accumulated; autograd may also call this hook without a gradient."""
         if parameter.grad is not None:
             self.take(parameter, self._bucket_of[parameter].add)
 

@@ -1,8 +1,8 @@
 """Weights and gradients in flat buckets, each sharded evenly over the replicas (ZeRO, Rajbhandari et al. 2020).
 
 A bucket is the unit of communication between replicas. Every replica holds all weights and gradients of a bucket
-and owns one equal share of it. Only the owner keeps that share's moments, and its fp32 copy if weights are in
-half precision.
+and owns one equal share of it. Only the owner of a share keeps the optimizer moments of the share and, for weights in
+half precision, its fp32 copy.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ._torch import gather_shares, scatter_sum, users
 
-ALIGNMENT = 64  # elements; shares begin at multiples of this, where every device copies fast
-NORM_SLICE = 2**20  # elements whose norm is computed in fp32; the squares of these norms are summed in fp64
+ALIGNMENT = 64  # elements; shares begin at multiples of this, because copies from aligned addresses are fast
+NORM_SLICE = 2**20  # elements per norm in fp32; the squares of the norms are summed in fp64
 
 
 class Bucket:
@@ -55,7 +55,7 @@ class Bucket:
         # The optimizer steps this replica's share, in fp32 or wider.
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
-        self._arrived: set[nn.Parameter] = set()  # gradients accumulated in this step
+        self._arrived: set[nn.Parameter] = set()  # parameters that have a gradient in this step
         self.launched = False  # whether the reduction of this step's gradients has started
         self.work: dist.Work | None = None
 
@@ -68,7 +68,7 @@ class Bucket:
     def count_views(self) -> None:
         """Record how many tensors view the flat memory.
 
-        Call this as soon as all parameters are views of it, so that any further view must be a user's.
+        Call this method as soon as all parameters are views. Any view that is added later then belongs to a user.
         """
         self._views = users(self.weights)
 
@@ -81,10 +81,10 @@ class Bucket:
         return [p for p, place in self._view_of.items() if not _is_same_view(p, place)]
 
     def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
-        """Copy these weights into the flat memory and make them views of it again.
+        """Copy the replaced weights into the flat memory and make them views of this memory again.
 
-        Returns False, and does nothing, if another tensor views the flat memory: a user may have kept the old data of
-        a weight to restore it later.
+        Returns False, and does nothing, if another tensor views the flat memory: it may be the old data of a weight,
+        which a user keeps in order to restore them later.
         """
         if users(self.weights) != self._views - len(replaced):
             return False
@@ -117,7 +117,7 @@ class Bucket:
     def add_matmul(self, left: Tensor, right: Tensor, parameter: nn.Parameter) -> None:
         """Accumulate `left` `[o, n]` @ `right` `[n, i]` into the gradient of `parameter` `[o, i]`.
 
-        No half-precision copy of the product is made.
+        The matmul is added to the gradient sum without a half-precision copy.
         """
         total = self._grad_of[parameter]
         add: Any = torch.addmm if left.dtype is total.dtype else partial(torch.addmm, out_dtype=total.dtype)
@@ -127,7 +127,7 @@ class Bucket:
     def reduce(self) -> None:
         """Start summing gradients over the replicas into `share_grad`, with zeros for missing gradients."""
         for parameter in self.parameters:
-            if parameter.grad is not None:  # set by hand, so no autograd hook has seen it
+            if parameter.grad is not None:  # the user has set this gradient, so no autograd hook has added it
                 self.add(parameter)
             if parameter not in self._arrived:
                 self._grad_of[parameter].zero_()
@@ -172,9 +172,9 @@ class Bucket:
             parameter.grad = None
 
     def norm_slices(self, counts: dict[nn.Parameter, bool]) -> list[tuple[Tensor, bool]]:
-        """Return pairs: a slice `[n]` of this replica's gradients, and whether it counts in the global gradient norm.
+        """Return pairs: a slice `[n]` of this replica's gradients, and whether the global gradient norm includes it.
 
-        counts: for each parameter, whether this rank counts it in that norm.
+        counts: for each parameter, whether this rank includes its gradient in the global norm.
         """
         joined: list[list[Any]] = []
         for parameter in self.parameters:
@@ -198,7 +198,7 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
 
 @cache
 def widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `device` accumulates a matmul of `dtype` into an fp32 sum, found by trying a small one."""
+    """Try a small matmul and return whether `device` can add a matmul of `dtype` to an fp32 tensor."""
     total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)

@@ -1,10 +1,12 @@
 """Transport of tensors over one stage boundary: one message per tuple, no casts, and sends that do not block.
 
-A header precedes the first activation of a step. It holds the layout (shapes, dtypes, flags) and the number of
-consecutive micro-batches with this layout, a run. The later micro-batches of the run need no header, so the receiver
-posts receives for them before it computes. Before the last message of a run, an 8-byte continuation says how many more
-micro-batches have the same layout; zero means that another header follows the run. With data-dependent shapes every
-message has a header. Gradients need none: they have the shapes of the activations that went the other way.
+A header precedes the first activation of a step. The header contains the layout of the activation (shapes, dtypes,
+flags) and the number of consecutive micro-batches that have this layout. These micro-batches are called a run. Later
+micro-batches of the run need no header, so the receiver posts their receives before it computes.
+
+Before the last message of a run, the sender sends an 8-byte continuation: how many more micro-batches have the same
+layout. Zero means that another header follows the run. With data-dependent shapes, every activation has a header.
+A gradient needs no header, because it has the shapes of the activations of the same micro-batch.
 neighbours.py describes which messages share a queue.
 """
 
@@ -47,11 +49,13 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
 
 
 class LayoutRun:
-    """Consecutive messages of one layout, as both ends of a channel know them.
+    """Run of consecutive messages with the same layout; sender and receiver keep equal copies.
 
-    total: messages of the step. Messages before number `end` have the known `layout`. A continuation, which says how
-    many more messages have this layout, precedes message `end - 1` if the step has messages after it and the run has
-    more than one message.
+    total: number of messages in the step.
+    layout: shapes, dtypes and flags of all messages of the run; its last message has the number `end - 1`.
+
+    A continuation precedes the last message of the run. It is omitted after a run of one message and at the end of the
+    step.
     """
 
     def __init__(self, total: int) -> None:
@@ -59,11 +63,11 @@ class LayoutRun:
         self.layout: Layout = ()
 
     def begin(self, layout: Layout, first: int, count: int) -> None:
-        """Start a run of `count` messages of this layout, from number `first`, after a header."""
+        """Start a run, as a header announces it: `count` messages of this layout, beginning with number `first`."""
         self.layout, self.end, self._long = layout, first + count, count > 1
 
     def extend(self, count: int) -> None:
-        """Extend the run by `count` messages, after a continuation."""
+        """Extend the run by `count` messages, as a continuation announces."""
         self.end, self._long = self.end + count, count > 0
 
     def continuation_due(self, index: int) -> bool:
@@ -76,7 +80,7 @@ class LayoutRun:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of one stage boundary, for all chunks.
+    """Connection between this rank and a rank of a neighbouring stage, in one direction, for all chunks.
 
     peer: global rank at the other end.
     slice_group: the tensor-parallel ranks of this stage, over which split tensors are all-gathered.
@@ -92,7 +96,7 @@ class Link:
     slice_size: int
 
     def numel(self, flags: int, shape: torch.Size) -> int:
-        """Return how many elements of a tensor this rank's message holds: all, or a slice if it is split."""
+        """Return how many elements of a tensor this rank's message holds: all, or only a slice of a split tensor."""
         return -(-shape.numel() // self.slice_size) if flags & SPLIT else shape.numel()
 
     def size(self, dtype: torch.dtype, flags: int, shape: torch.Size) -> int:
@@ -131,10 +135,10 @@ class Sender:
             self._start(payload[0])
 
     def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
-        """Send the activations of a micro-batch, with a header or continuation if one is due.
+        """Send the activations of a micro-batch, after a header or a continuation where the protocol needs one.
 
-        same_until: the first micro-batch whose layout may differ. what: beginning of error messages, e.g. `stage 0`.
-        Raises BoundaryError if the layout changes earlier.
+        same_until: the first later micro-batch whose layout may differ. Raises BoundaryError if the layout changes
+        earlier. what: beginning of error messages, e.g. `stage 0`.
         """
         (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]
@@ -154,7 +158,7 @@ class Sender:
         self.send(tensors)
 
     def send_end(self) -> None:
-        """Send, instead of a step's first message, a header that means the end of the data; wait until it is sent."""
+        """Send a header that means the end of the data, in place of a step's first message; wait until it is sent."""
         self._start(self._header([0], "the end of the data"))
         self.flush()
 
@@ -184,7 +188,7 @@ class Sender:
         return torch.tensor(list(text.ljust(HEADER_SIZE)), dtype=torch.uint8, device=self.link.device)
 
     def _slice(self, crossing: BoundaryTensor) -> Tensor:
-        """Return the elements of a tensor that this rank sends, flat."""
+        """Return the part of a tensor that this rank sends, as a flat tensor."""
         flat, link = crossing.tensor.detach().contiguous().view(-1), self.link
         if not crossing.split or link.slice_size == 1:
             return flat
@@ -194,7 +198,7 @@ class Sender:
 
 
 class Posted(NamedTuple):
-    """A posted receive, of a message or, if `layout` is None, of a continuation."""
+    """A posted receive: of a continuation if `layout` is None, else of a message with tensors."""
 
     at: At
     work: Any
@@ -205,8 +209,10 @@ class Posted(NamedTuple):
 class Receiver:
     """The receiving end of a link: it posts receives of known layout in advance and returns messages in order.
 
-    The layout of activations is known from a header (`take_next`), that of gradients from the activations that this
-    stage sent (`expect`). ahead: how many receives are posted in advance; each holds a buffer.
+    `take_next` reads the layout of activations from a header. `expect` sets the layout of gradients, which is the
+    layout of the activations that this stage sent.
+
+    ahead: how many receives are posted in advance; each needs a buffer.
     """
 
     def __init__(self, link: Link, ahead: int) -> None:
@@ -225,12 +231,12 @@ class Receiver:
         self._posted.clear()
 
     def expect(self, at: At, layout: Layout | None) -> None:
-        """Set the layout of an expected message, so that its receive can be posted; None if there is no message."""
+        """Set the layout of an expected message, so that its receive can be posted; None: no message will come."""
         self._layouts[at] = layout
         self._post(self._ahead)
 
     def take(self, at: At) -> list[BoundaryTensor]:
-        """Wait for this message, which must be the next expected one."""
+        """Wait for the message of micro-batch and chunk `at`. Raises RuntimeError if another message comes first."""
         self._post(1)
         found = self._next()
         if found.layout is None:
@@ -245,7 +251,10 @@ class Receiver:
         return [self._unpack(part, *each) for part, each in zip(parts, found.layout, strict=True)]
 
     def take_next(self, at: At) -> list[BoundaryTensor]:
-        """Wait for the activations of a micro-batch, after their header if one is due. Raises DataEnded."""
+        """Wait for the activations of a micro-batch, and for the header before them if a run has ended.
+
+        Raises DataEnded if the header means the end of the data.
+        """
         index, chunk = at
         run = self._runs[chunk]
         if index == run.end:

@@ -34,23 +34,25 @@ def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
 def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, device: torch.device) -> Tensor:
     """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
-    It is NaN or Inf if any gradient on this rank is, even that of a replicated weight that another rank counts.
+    The result is NaN or Inf if any gradient on this rank contains NaN or Inf. This includes gradients of replicated
+    weights that another rank counts.
     """
     there = [(numbers_of(p), counts_here(p, model_rank)) for p in parameters if p.grad is not None]
     return squared_norm_of(there, device)
 
 
 def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.device) -> Tensor:
-    """Return the squared norm of the gradients that count, a scalar in fp64; not finite if any gradient is not.
+    """Return the squared norm of the counted gradients, a scalar in fp64.
 
-    gradients: (gradient, whether it counts) pairs.
+    The result is NaN or Inf if any gradient contains NaN or Inf, counted or not.
+    gradients: (gradient, whether it is counted) pairs.
     """
     total, there = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
     for counted in (True, False):
         grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
         if grads:
             squares = torch.stack(norms(grads)).double().square().sum()
-            total += squares if counted else 0 * squares  # 0 * squares is NaN unless all are finite
+            total += squares if counted else 0 * squares  # 0 * squares is NaN if a gradient is NaN or Inf
     return total
 
 
@@ -61,7 +63,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float)
         # Multiplying by a clamped factor avoids reading a value back from the device.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device)
         for dtype in dict.fromkeys(g.dtype for g in grads):
-            # A factor in half precision would be rounded, or even 0.
+            # The factor is not in half precision, because it would be rounded, possibly to 0.
             wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
             scale_all([g for g in grads if g.dtype == dtype], factor.to(wide))
 
@@ -69,9 +71,10 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float)
 def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
-    torch's fused Adam reads a flag on the device. For any other optimizer the host reads the norm, which
-    synchronizes in every step, and drops the gradients. These other optimizers include apex's Adam, and also fused
-    SGD, whose kernel would leave the momentum uninitialised if it skipped the first step.
+    torch's fused Adam reads a flag on the device. For any other optimizer, the host reads the norm, which
+    synchronizes with the device in every step, and drops the gradients if the norm is not finite. apex's Adam has no
+    such flag. Fused SGD has the flag, but its kernel would leave the momentum uninitialised if it skipped the first
+    step.
     """
     if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -79,5 +82,5 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts calls of step(), even without gradients
+            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts a step even without gradients
                 group["step"] = group.get("step", 0) - 1

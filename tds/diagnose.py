@@ -1,10 +1,10 @@
-"""Errors instead of hangs: if one rank fails, dies or stalls, all ranks exit and rank 0 reports where each one was.
+"""Errors instead of hangs: if one rank fails, dies or stalls, all ranks exit, and rank 0 reports what each was doing.
 
-A thread in every rank polls a shared store a few times a second. A rank that fails or waits too long writes a
-description of this fault to the store. Then every rank writes its current activity and its stack to the store, rank 0
-prints all of them, and all ranks exit with code 1. The store is that of torch.distributed, used through a separate
-connection, so a blocked collective does not block it. If the process that hosts the store stalls, a second thread of
-each rank ends its rank without the store.
+A thread in every rank polls the store of torch.distributed a few times a second. A rank that fails or waits too long
+writes a description of the fault to the store. Then every rank writes its current activity and its stack to the store.
+Rank 0 prints the activities and stacks, and all ranks exit with code 1. The thread has a separate connection to the
+store, which a blocked collective does not block. If the process that hosts the store stalls, a second thread ends each
+rank without the store.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from .recorder import Finished, not_ended
 
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks
-SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may be silent, which includes the time for reports
+SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may not answer, including the time for reports
 FAULT, PRINTED = "tds/fault", "tds/printed"
 _LOST = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
@@ -45,7 +45,7 @@ INTERRUPTED = 130  # exit code that a shell gives to a process ended by Ctrl-C
 
 
 def _print_once() -> None:
-    """Install an excepthook that prints an uncaught error only if no report contains it."""
+    """Install an excepthook that prints an uncaught error unless rank 0's report already contains the error."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -95,7 +95,7 @@ def without_cpp(text: str) -> str:
 
 
 def _callers(error: BaseException) -> list[str]:
-    """Return the stack lines of the callers of the function that caught `error`, such as the user's script."""
+    """Return the stack above the function that caught `error`, e.g. the lines of the user's script."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
@@ -135,7 +135,7 @@ def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[st
 
 
 def _exit(code: int) -> None:
-    """Exit at once: C++ destructors may fail and print errors when other ranks are gone."""
+    """Exit at once, without C++ destructors, which may fail and print errors when other ranks have exited."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -145,8 +145,8 @@ def _exit(code: int) -> None:
 class FaultBoard:
     """Exchange of a fault, and then of each rank's report about it, through torch's store.
 
-    Rank 0 collects and prints the reports, and the other ranks wait until it has. name: what is monitored, e.g.
-    `pipeline`; reports begin with it.
+    Rank 0 collects and prints the reports, and the other ranks wait until rank 0 has printed them.
+    name: what is monitored, e.g. `pipeline`; reports begin with this name.
     """
 
     def __init__(self, name: str) -> None:
@@ -161,13 +161,14 @@ class FaultBoard:
     def announce(self, fault: str, code: int = 0) -> None:
         """Publish the fault, unless another rank has already done so.
 
-        code: exit code of all ranks, with a report of one line; 0: exit code 1, with a report of all stacks.
+        code: exit code of all ranks; their report is then one line. With code 0, the ranks exit with code 1, and the
+        report has all stacks.
         """
         if not self.has_fault():
             self._store.set(FAULT, json.dumps([fault, code]))
 
     def report(self, report: dict[str, Any]) -> int:
-        """Write this rank's report and return the announced exit code, once rank 0 has printed all reports.
+        """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.
 
         report: the rank's activity `what`, its duration `since` (seconds), its `stack`, and `more` lines.
         """
@@ -189,7 +190,7 @@ class FaultBoard:
             lines += where_ranks_stand(found, self.world)
         say("\n".join(lines), error=True)
         self._store.set(PRINTED, "1")
-        self._collect("tds/left", answered - {0})  # the store may be in this process, and other ranks still read it
+        self._collect("tds/left", answered - {0})  # this process may host the store, which others still read
 
     def _collect(self, key: str, ranks: set[int]) -> set[int]:
         """Wait until all `ranks` have written under `key`, or for COLLECT_SECONDS; return those that have."""
@@ -204,18 +205,18 @@ class Watchdog:
     """Monitor of what this rank does: `at` records an activity, and `fail` announces an error on the fault board.
 
     One thread ends the rank when any rank has announced a fault or an activity takes too long. Another thread ends
-    the rank when the fault board does not answer. Of several watchdogs in one process, e.g. of two engines, the one
-    whose `at` was called last is active.
+    the rank when the fault board does not answer. If a process has several watchdogs, e.g. for two engines, only the
+    watchdog whose `at` was called last is active.
 
     timeout: seconds allowed for one activity.
-    describe: a method, held by weak reference, that turns an argument of `at` into text; None: `str` does.
-    name: what is monitored, e.g. `pipeline`; reports begin with it.
+    describe: a method, held by weak reference, that turns an argument of `at` into text; None: use `str`.
+    name: what is monitored, e.g. `pipeline`; reports begin with this name.
     device: an accelerator whose progress is reported.
     idle: text that describes this rank in a report while no activity is recorded.
     """
 
     _latest: "Watchdog | None" = None
-    reports_all_errors = False  # also report errors outside steps, if they end the process
+    reports_all_errors = False  # whether to report uncaught errors outside steps, too
     advice = (
         "to save memory, use smaller micro-batches (train_micro_batch_size_per_gpu), recompute activations "
         "(activation_checkpoint_interval), or use more stages or tensor-parallel ranks"
@@ -252,7 +253,7 @@ class Watchdog:
         return cls._latest
 
     def at(self, what: Any) -> None:
-        """Record that this rank now does `what`; None: nothing that other ranks could wait for."""
+        """Record that this rank now does `what`; None: this rank does nothing that other ranks may wait for."""
         if self._finished and self._doing:
             with contextlib.suppress(RuntimeError):  # the device has failed; the next synchronization will report it
                 self._finished.submitted(self._doing[0])
@@ -276,17 +277,17 @@ class Watchdog:
             self.at(None)
 
     def fail(self, error: BaseException) -> None:
-        """Announce to all ranks that this one failed; returns when rank 0 has printed the report.
+        """Announce to all ranks that this rank failed; return when rank 0 has printed the report.
 
-        Ctrl-C and lack of memory need no investigation: they give one line without stacks, and this method then
-        ends the process.
+        After Ctrl-C or an out-of-memory error, the report is one line without stacks, and this method ends the
+        process.
         """
         if not self._ending.acquire(blocking=False):
-            time.sleep(2 * COLLECT_SECONDS)  # a thread of this watchdog is ending the process
+            time.sleep(2 * COLLECT_SECONDS)  # another thread is already ending this process; wait for the end
         text = without_cpp("".join([*_callers(error), *traceback.format_exception(error)])).rstrip()
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers send SIGINT a second time
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore the second SIGINT, which launchers send
         rank = f"rank {self._board.rank}"
         fault, code = self._fault(error)
         try:
@@ -318,7 +319,7 @@ class Watchdog:
                 fault = self._board.has_fault()
                 self._answered = time.monotonic()
             except Exception:
-                if doing is not None:  # without an activity, the run is about to end
+                if doing is not None:  # a rank without activity may simply be exiting
                     self._leave(f"{rank} lost the connection to the other ranks")
                 return
             if doing is not None and time.monotonic() - doing[1] > self.timeout:
@@ -329,19 +330,19 @@ class Watchdog:
                 _exit(self._report(self._stack()) or 1)
 
     def _watch_board(self) -> None:
-        """End this rank after it has waited too long while the store does not answer."""
+        """End this rank if the store does not answer and the current activity exceeds the timeout."""
         for doing in self._poll():
             now = time.monotonic()
             silent = now - self._answered > SILENCE_SECONDS
             if silent and doing is not None and now - doing[1] > self.timeout + SILENCE_SECONDS:
                 self._leave(
-                    f"rank {self._board.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that keeps "
+                    f"rank {self._board.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that hosts "
                     "the ranks' store "
                     f"(rank 0, or the launcher) does not answer: it is dead or was stopped"
                 )
 
     def _stop(self) -> None:
-        """Stop the threads before the interpreter exits; a thread still inside C++ would then crash the process."""
+        """Stop the threads before the interpreter exits: a thread inside C++ code would then crash the process."""
         self._over.set()
         for thread in self._threads:
             thread.join(2.0)
@@ -351,7 +352,7 @@ class Watchdog:
         return self._idle if doing is None or describe is None else describe(doing[0])
 
     def _more(self) -> list[str]:
-        """Describe the device's progress and pending collectives. Errors are ignored: the report matters more."""
+        """Describe the device's progress and pending collectives; ignore errors, so that the report is printed."""
         lines = []
         with contextlib.suppress(Exception):
             done = self._finished and self._finished.last()
@@ -388,9 +389,9 @@ class Watchdog:
 
 
 def watch_the_start() -> None:
-    """Until an engine has a watchdog, make an uncaught error in this process end all ranks, with a report."""
+    """Make an uncaught error in this process end all ranks with a report, until an engine starts its own watchdog."""
     if not dist.is_initialized() or dist.get_backend() == "fake":  # a simulated world has no other processes
         return
     if dist.get_world_size() > 1 and Watchdog.latest() is None:
-        watchdog = Watchdog(float("inf"), None, "run", idle="before its first watched step")
+        watchdog = Watchdog(float("inf"), None, "run", idle="before its first step in an engine")
         watchdog.reports_all_errors = True

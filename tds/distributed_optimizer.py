@@ -36,7 +36,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`,
     with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in fp32. The learning
     rate is in `param_groups`, as in the wrapped optimizer. The wrapped optimizer's update must be element-wise, like
-    Adam's. A weight without a gradient gets a gradient of zeros, as in DeepSpeed's ZeRO, so weight decay changes it.
+    Adam's. A weight without a gradient gets a gradient of zeros, as in DeepSpeed's ZeRO, so weight decay applies to it.
 
     A pipeline engine calls the methods below. Without a pipeline, call `arm()` before the last `backward()` of a
     step, then `finish()`, `clip()` and the engine's `step()`. Gradients are summed, not averaged, so divide losses by
@@ -59,7 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._name_of: dict[nn.Parameter, str] = {}
         self._frozen: list[nn.Parameter] = []
-        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed's checkpoints hold these weights' shapes
+        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed writes their shapes to checkpoints
         self.fp16_groups = self.bf16_groups
         self._launcher: BucketLauncher | None = None
         self._summed = self._linked = False
@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.count_views()
             for p in bucket.parameters if bucket.accumulates_matmuls else ():
-                if hasattr(p, "spec"):  # the record that megatron.mpu keeps of its layers' weights
+                if hasattr(p, "spec"):  # megatron.mpu sets it on weights of its layers
                     p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
     def _attached(self) -> BucketLauncher:
@@ -135,7 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
             problem = "has weights that are not in the model: register them in it"
         else:
-            return  # a stage without weights has a placeholder weight that belongs to no module
+            return  # allowed: the optimizer of a stage without weights has only a placeholder weight
         raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
 
     def _refuse_changes(self) -> None:
@@ -148,8 +148,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if changed:
                 raise RuntimeError(
                     f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
-                    f"tds.initialize(), but a DistributedOptimizer shards them only then: call tds.initialize() again, "
-                    f"or train without this optimizer ({ways['no ZeRO']})"
+                    f"tds.initialize(), in which a DistributedOptimizer shards the trainable weights: call "
+                    f"tds.initialize() again, or train without this optimizer ({ways['no ZeRO']})"
                 )
 
     def _adopt_replaced(self) -> None:
@@ -178,11 +178,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------- gradients
 
     def arm(self, chunk: int = 0) -> None:
-        """Mark the next backward pass of `chunk` as its last one in this step, to overlap it with the reduction."""
+        """Overlap the next backward pass of `chunk`, which must be its last in this step, with the reduction."""
         self._attached().arm(chunk)
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait; each replica then has the summed gradients of its shares."""
+        """Reduce the remaining buckets and wait, so that each replica has the summed gradients of its shares."""
         self._attached().finish()
         self._summed = True
 
@@ -197,8 +197,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def squared_norm(self, model_rank: int, device: torch.device) -> Tensor:
         """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
-        It is NaN or Inf if any gradient in this rank's shares is, even a gradient that only another rank counts in
-        the norm. model_rank: tensor-parallel rank.
+        The result is NaN or Inf if any gradient in this rank's shares contains NaN or Inf. This includes gradients
+        that only another rank counts in the norm. model_rank: tensor-parallel rank.
         """
         if self._counted is None:
             counts = {p: counts_here(p, model_rank) for p in self._bucket_of}
@@ -228,8 +228,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
         if closure is not None or self.norm is None or not self._summed:
             raise RuntimeError(
-                "before step() a DistributedOptimizer needs finish(), after the last backward pass, and clip(); it "
-                "takes no closure"
+                "step() of a DistributedOptimizer was called too early or with a closure: after the last backward "
+                "pass, call finish(), clip() and then step() without a closure"
             )
         for bucket in self.buckets:
             bucket.share.grad = bucket.share_grad
@@ -238,7 +238,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grads = {bucket: bucket.share.grad for bucket in self.buckets}
         for bucket in self.buckets:
             bucket.share.grad = None
-        first_first = self.buckets[::-1]  # the next forward pass uses these weights first
+        first_first = self.buckets[::-1]  # in the order in which the next forward pass uses the weights
         one_by_one = type(self.optimizer) in ONE_BY_ONE
         for group in [[bucket] for bucket in first_first] if one_by_one else [first_first]:
             for bucket in group:
@@ -255,7 +255,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _scale_and_guard(self, norm: Tensor) -> None:
         """Clip the gradients, and make the next step a no-op if `norm` is not finite.
 
-        A fused optimizer clips in its kernel, so it only gets the divisor; otherwise the gradients are divided here.
+        A fused optimizer divides the gradients in its kernel, so it only gets the divisor. For any other optimizer,
+        this method divides the gradients.
         """
         leave_out_unless_finite(self.optimizer, norm)
         if not self._limit:
@@ -330,7 +331,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state, self.defaults = inside.param_groups, inside.state, inside.defaults
 
     def _mine(self, states: Any) -> Any:
-        """Return this replica's state, or None if it does not fit; DeepSpeed may give None for the other replicas."""
+        """Return this replica's item of `states`, or None if its shares do not have the sizes of this run's shares.
+
+        DeepSpeed may pass None for the other replicas.
+        """
         rank = dist.get_rank(self.dp_process_group)
         mine = states[rank] if len(states) == dist.get_world_size(self.dp_process_group) else None
         shapes = [tuple(share.shape) for share in (mine or {}).get("shares", ())]

@@ -41,9 +41,10 @@ class PipelineEngine(PipelineHooks):
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
-    a tensor, or a dict of named tensors. Training minimises the sum of a dict, and `named_losses` has its items. If
-    `loss_fn` has a method `count_targets(labels)`, `loss_fn` must return sums. The loss is then their total over the
-    global batch divided by the total count, so it does not depend on the split into micro-batches and replicas.
+    a tensor, or a dict of named tensors. For a dict, training minimises the sum of the tensors, and `named_losses`
+    returns each mean. If `loss_fn` has a method `count_targets(labels)`, `loss_fn` must return sums over targets.
+    The loss of a step is then the total of these sums divided by the number of targets in the global batch. So the loss
+    does not depend on the split into micro-batches and replicas.
     """
 
     data_iterator: Any
@@ -89,7 +90,7 @@ class PipelineEngine(PipelineHooks):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # this list grows until a progress line is due
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # only a progress line clears this list
             timer.reset()
         timer.start()
         try:
@@ -108,7 +109,7 @@ class PipelineEngine(PipelineHooks):
     def _train_step(self) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                f"stage {self.stage_id} has no optimizer: give each rank one, even if all its weights are frozen"
+                f"stage {self.stage_id} has no optimizer: give each rank an optimizer, even if all weights are frozen"
             )
         known = self.schedule, self.micro_batches
         if self._planned is None or self._planned[0] != known:
@@ -202,7 +203,7 @@ class PipelineEngine(PipelineHooks):
         assert not left, (
             f"stage {self.stage_id} still holds tensors of {list(left)} after the last instruction of a step"
         )
-        self._at("waiting until its last messages have left")
+        self._at("waiting until its last messages are sent")
         with trace.span("Flush"):
             self._neighbours.end_step()
 
@@ -224,14 +225,14 @@ class PipelineEngine(PipelineHooks):
         with autocast(self):
             outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
         if not self.module.training:
-            checkpointing.reset()  # no backward pass will free the activation buffers
+            checkpointing.reset()  # frees the activation buffers, as no backward pass follows
         if self._neighbours.has_next(chunk):
             self._keep(instruction, as_tuple(outputs))
         else:
             self._add_loss(instruction, outputs, self._step.batches.labels(instruction.micro))
 
     def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
-        """Check the outputs for the next stage and keep them until they are sent."""
+        """Check the outputs for the next stage and store them until they are sent."""
         declared = self._contract.puts_out[instruction.chunk]
         check(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
@@ -350,7 +351,7 @@ class PipelineEngine(PipelineHooks):
             self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])
 
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
-        """Prepare the micro-batches of a step and find the scale of the loss."""
+        """Prepare the micro-batches of a step and compute the factor by which losses are scaled."""
         self.fwd_outputs, self.outputs = [], None
         self.known_model.follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
@@ -370,14 +371,14 @@ class PipelineEngine(PipelineHooks):
             if end:
                 return  # stage 0 will inform all stages that the data has ended
         if count:
-            self._at("reading its micro-batches, whose targets are counted")
+            self._at("reading its micro-batches to count their targets")
             self._losses.count(count, batches.all_labels(), group)
         if last:
             factor = self.loss_factor / self.num_targets
             self._step.scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
 
     def _forward_end(self, end: DataEnded) -> None:
-        """Announce to the next stages that the data ended before the step began."""
+        """Inform the next stages that the data ended before the step began."""
         if not self._is_last:
             self._neighbours.to_next.send_end()
         end.everywhere = True

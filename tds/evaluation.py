@@ -1,4 +1,4 @@
-"""Results of an evaluation: DeepSpeed's `reduce_output`, `bcast_loss` and `compute_loss`."""
+"""Results of `eval_batch` for DeepSpeed's arguments `reduce_output`, `bcast_loss` and `compute_loss`."""
 
 from typing import Any
 
@@ -20,9 +20,9 @@ def check_arguments(reduce_output: str | None, micros: int) -> None:
 
 
 def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:
-    """Return what `eval_batch` returns on this rank.
+    """Return the result of `eval_batch` on this rank.
 
-    loss: a scalar over all micro-batches and replicas; None if `eval_batch` returns outputs instead.
+    loss: mean over all micro-batches and replicas, a scalar; None if `eval_batch` returns outputs instead.
     """
     last = engine.is_last_stage()
     if loss is not None and reduce_output:

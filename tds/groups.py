@@ -1,9 +1,9 @@
 """Process groups for large worlds: NCCL creates all groups of an axis in one split of the world's communicator.
 
-torch usually creates one group at a time, and every rank of the world takes part. With NCCL that is a world-wide
-collective for each of the hundreds of groups of a grid of pipe 16 x data 8 x model 8. One `split_group` makes all
-groups of an axis. On other backends groups are created one by one, but only once: megatron.mpu and DeepSpeed's grid
-share them. The stage boundaries of a pipeline have separate groups (neighbours.py).
+torch usually creates one group at a time, by a collective over all ranks. A grid of pipe 16 x data 8 x model 8 has
+hundreds of groups and thus, with NCCL, needs hundreds of collectives. A single call of `split_group` creates all groups
+of an axis. On other backends, the groups are created one by one. megatron.mpu and DeepSpeed's grid share the groups, so
+each group is created only once. The stage boundaries of a pipeline have separate groups (neighbours.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,10 @@ def splits() -> bool:
 
 
 def new_groups(lines: Lines) -> Any:
-    """Create disjoint groups, given by their ranks; return this rank's group, or None. Collective over the world."""
+    """Create disjoint groups and return this rank's group, or None. Collective over the world.
+
+    lines: the ranks of each group.
+    """
     if splits():
         return dist.split_group(split_ranks=[list(line) for line in lines])
     made = [dist.new_group(list(line)) for line in lines]
@@ -59,7 +62,7 @@ def of_members(ranks: Sequence[int]) -> Any:
 def _of_members(ranks: Sequence[int]) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:  # a bound device makes torch split the world's communicator, which needs all ranks
+    if bound is not None:  # if a device is bound, torch splits the world's communicator, which needs all ranks
         world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True)
@@ -101,20 +104,20 @@ def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
 
 @contextmanager
 def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
-    """Make DeepSpeed's grid take its groups from `shared`, which creates all groups of an axis at once.
+    """Make DeepSpeed's grid get its groups from `shared`, which creates all groups of an axis at once.
 
-    topology: returns the grid's topology; a function, because the topology does not exist yet when the grid creates
-    its first group, which is the whole world.
+    topology: function that returns the grid's topology. The topology does not exist yet when the grid creates its first
+    group, which contains all ranks.
     """
     honest = deepspeed.comm.new_group
-    known: dict[tuple[int, ...], Any] = {}  # ranks of a group -> this rank's group among all groups parallel to it
+    known: dict[tuple[int, ...], Any] = {}  # ranks of any group of an axis -> this rank's group of that axis
 
     def new_group(ranks: Sequence[int]) -> Any:
         line = tuple(sorted(ranks))
         if line not in known:
             lines = [line] if len(line) == dist.get_world_size() else [*map(tuple, parallel_groups(line, topology()))]
             if line not in lines:
-                return honest(ranks)  # not a group along axes of the grid
+                return honest(ranks)  # these ranks do not form a group along axes of the grid
             known.update(dict.fromkeys(lines, shared(lines)))
         return known[line] if dist.get_rank() in line else None
 

@@ -18,16 +18,16 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     """DeepSpeed's pipeline engine with a gradient norm over all stages and complete checkpoints.
 
     Each rank computes its part of the squared norm. If `_norm_part` returns this part, the all-reduce that shares the
-    loss also sums the parts, which saves an all-reduce. If it returns None, `_take_norm` sums them.
+    loss also sums the parts, which saves an all-reduce. If `_norm_part` returns None, `_take_norm` sums the parts.
     """
 
     _reduction: Reduction
     _saved_state: PipelineState
-    _squared_norm: Tensor | None = None  # sum over all ranks, if the all-reduce of this step's loss included it
+    _squared_norm: Tensor | None = None  # summed over all ranks; None if not summed with the loss
 
     @property
     def has_wrapped_optimizer(self) -> bool:
-        """True if a DeepSpeed optimizer wraps the user's and clips the gradients."""
+        """True if a DeepSpeed optimizer wraps the user's optimizer and clips the gradients."""
         return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
 
     @property
@@ -66,7 +66,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         return total.sqrt()
 
     def clip_fp32_gradients(self) -> None:
-        """Clip the gradients by the global norm; DeepSpeed's method counts only the first stage's gradients.
+        """Clip the gradients by the norm over all stages; DeepSpeed's method counts only the first stage's gradients.
 
         If the norm is not finite, the gradients are dropped, so the optimizer changes no weights, moments or step
         counts. All ranks have the same norm, so all of them skip the step. A `torch.amp.GradScaler` skips such steps
@@ -87,8 +87,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self.optimizer.clip(norm, self.gradient_clipping())
             self.optimizer.overflow = not math.isfinite(norm.item())  # DeepSpeed counts this as a skipped step
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
-            # DeepSpeed calls this method only if clipping is on. Without clipping it is called here, because its norm
-            # decides whether the step is skipped. A wrapped optimizer decides this itself.
+            # DeepSpeed calls clip_fp32_gradients only if clipping is on. Without clipping, call it here, because it
+            # also skips the step if the norm is not finite. DeepSpeed's optimizer wrappers skip such steps themselves.
             self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)
 

@@ -58,9 +58,10 @@ def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
 
 
 def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
-    """Return the cuts into non-empty groups of layers that minimise the slowest group's time.
+    """Return the partition of the layers into non-empty groups that minimises the slowest group's time.
 
-    If several cuts do, return those with the most even times.
+    Among several such partitions, choose the one with the most even times. The result lists the first layer of each
+    group, followed by the number of layers.
     """
     slowest = _cut(seconds, groups, lambda most, took: max(most, took))[0]
     limit = slowest * (1 + 1e-9)
@@ -68,12 +69,12 @@ def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
 
 
 def _cut(seconds: Sequence[float], groups: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """Return the least cost and its cuts.
+    """Return the minimum cost of a partition into `groups` groups, and the cuts of this partition.
 
-    join: computes a cost from the cost of some groups and the seconds of one more group.
+    join: function (cost of the groups so far, seconds of the next group) -> cost of all these groups.
     """
     count, total = len(seconds), [0.0, *accumulate(seconds)]
-    best = {0: (0.0, [0])}  # start of the next group -> (cost so far, cuts)
+    best = {0: (0.0, [0])}  # first layer of the next group -> (minimum cost so far, cuts)
     for left in reversed(range(groups)):
         best = {
             end: min(

@@ -38,8 +38,8 @@ class Losses:
         self.dtype = torch.float32  # dtype of the losses that the engine returns
         self._found: dict[Key, Tensor] = {}  # results of the last step
         self._sums: dict[Key, Tensor] = {}
-        self._of_replicas: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys that all replicas know
-        self._of_stages: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys that all stages know
+        self._of_replicas: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all replicas
+        self._of_stages: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all stages
         self._own = self._micros = 1  # micro-batches of this replica, and of all replicas
         self._counted = False
 
@@ -89,9 +89,10 @@ class Losses:
         }
 
     def _over_replicas(self, replicas: Any) -> dict[Key, Tensor]:
-        """Return the losses summed over the replicas, by one all-reduce of the names known from the previous step.
+        """Return the losses summed over the replicas.
 
-        A second exchange follows only if a replica has a loss with a new name.
+        One all-reduce sums the losses that the previous step had. The replicas exchange all names and values only if
+        some replica has a loss with a new name.
         """
         sums, known = self._sums, self._of_replicas
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -119,10 +120,10 @@ class Losses:
         return _trained_first({k: torch.tensor(v, dtype=torch.float64, device=self.device) for k, v in added.items()})
 
     def broadcast(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> Tensor | None:
-        """Broadcast the result of rank `source` to the stages. Collective over the group `stages`.
+        """Broadcast the losses from rank `source` to the other stages. Collective over the group `stages`.
 
-        with_sum: (whether this rank contributes the losses, a scalar to sum, a group that contains `stages`). If
-        given, one all-reduce over that group shares the losses and sums the scalars; their sum is returned.
+        with_sum: (whether this rank contributes the losses, a scalar, a group that contains `stages`). If with_sum is
+        given, one all-reduce over its group shares the losses and sums the scalars, and the sum is returned.
         """
         here = dist.get_rank() == source
         keys = tuple(self._found)

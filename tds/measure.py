@@ -1,8 +1,8 @@
-"""Measurement of DeepSpeed's gradient scaling: one optimizer step of a tiny model, by the same code path as a run.
+"""Measurement of DeepSpeed's gradient scaling, by one optimizer step of a tiny model.
 
 The engines of tds multiply losses by the factor by which DeepSpeed will divide gradients: accumulation steps,
-replicas, and the fp16 loss scale. This factor differs between releases and settings of DeepSpeed, and a wrong one
-would silently train on wrong gradients.
+replicas, and the fp16 loss scale. This factor differs between releases and settings of DeepSpeed. With a wrong factor,
+a run would silently train on wrong gradients. So the measurement uses the same code path of DeepSpeed as the run.
 """
 
 import json
@@ -41,7 +41,7 @@ _verified: set[str] = set()
 
 
 class _Number(nn.Module):
-    """A model with a known gradient: `factor` for each weight."""
+    """A model of SIZE weights, each with the gradient `factor`, which is the model's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Number(nn.Module):
 
 
 class _PipelineProbe(Engine):
-    """A DeepSpeed engine of one weight that reduces and steps as a pipeline engine does."""
+    """A DeepSpeed engine for `_Number` that reduces gradients and steps like a pipeline engine."""
 
     _exec_reduce_grads = StockPipelineEngine._exec_reduce_grads
     _bf16_reduce_grads = StockPipelineEngine._bf16_reduce_grads
@@ -80,7 +80,7 @@ class _PipelineProbe(Engine):
 
 
 class _PlainProbe(Engine):
-    """A DeepSpeed engine of one weight that is driven by backward() and step()."""
+    """A DeepSpeed engine for `_Number` without a pipeline: the caller uses backward() and step()."""
 
     def learn(self: Any, factor: float, micros: int) -> None:
         """Take one optimizer step of `micros` micro-batches."""
@@ -94,8 +94,8 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     given = engine._config._param_dict
     zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
     zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
-    # DeepSpeed allows bf16 with fp32 accumulation under ZeRO only. With its own reduction, a caller needs neither of
-    # these settings.
+    # DeepSpeed allows bf16 with fp32 accumulation only under ZeRO, but a caller that reduces gradients itself is
+    # measured without ZeRO. So leave both settings out.
     names = [key for key in COPIED if not (own_reduction and key in ("bf16", "data_types"))]
     settings = {key: given[key] for key in names if key in given}
     settings |= {
@@ -109,7 +109,7 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
 
 
 def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction: bool, pipeline: bool) -> float:
-    """Return the gradient that DeepSpeed applies: how far one SGD step with learning rate 1 moves a weight."""
+    """Return the gradient that DeepSpeed applies, i.e. the change of a weight in one SGD step with learning rate 1."""
     model = _Number()
     with quietly():
         probe = (_PipelineProbe if pipeline else _PlainProbe)(
@@ -134,12 +134,14 @@ def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction
 def check_factor(
     engine: Any, factor_of: Callable[[int], float], own_reduction: bool = False, pipeline: bool = False
 ) -> None:
-    """Measure whether a loss times `factor_of(accumulation steps)` gives the intended gradient.
+    """Measure whether multiplying a loss by `factor_of(accumulation steps)` gives the intended gradient.
 
-    The intended gradient is the sum over the global batch. Under a pipeline it is the mean over replicas of sums
-    over micro-batches. Collective over all ranks; each combination of settings is measured once in a process.
-    own_reduction: the caller reduces over replicas, so only this rank is measured. Raises ValueError if DeepSpeed
-    makes the gradient larger or smaller.
+    Raises ValueError if DeepSpeed makes the gradient larger or smaller. Collective over all ranks. Each combination of
+    settings is measured only once in a process.
+
+    Without a pipeline, the intended gradient is the sum over the global batch. Under a pipeline, it is the mean over
+    the replicas of each replica's sum over micro-batches.
+    own_reduction: the caller reduces gradients over the replicas, so the measurement uses this rank alone.
     """
     micros = min(engine.gradient_accumulation_steps(), 2)
     replicas = 1 if own_reduction else dist.get_world_size(engine.seq_data_parallel_group)
@@ -161,7 +163,7 @@ def check_factor(
 
 
 def check_scale_of_fp16(engine: Any) -> None:
-    """Raise ValueError if a new engine without a pipeline would divide by an fp16 loss scale that it never applied."""
+    """Raise ValueError if an engine without a pipeline divides by an fp16 loss scale that it never applied."""
     if isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) and not isinstance(
         engine, StockPipelineEngine
     ):

@@ -24,7 +24,7 @@ def plain(tensor: Tensor) -> Tensor:
 def alias(tensor: Tensor) -> Tensor:
     """Return a tensor of the same memory and shape that autograd does not connect to `tensor`.
 
-    It has no history, base or gradient, and a separate version counter.
+    The result has no autograd history, base or gradient, and has its own version counter.
     """
     bare = plain(tensor)
     return bare.new_empty(0).set_(
@@ -60,10 +60,10 @@ def pop_grad(tensor: Tensor) -> Tensor:
 
 
 class Pool:
-    """Buffers by size, reused only when no tensor views them any more.
+    """Pool of message buffers by size; a buffer is reused only when no tensor views it any more.
 
-    A received tensor may live on in autograd's graph, in another message or in a user's variable. So callers do
-    not give buffers back; torch's use count of a storage shows when a buffer is free.
+    Autograd's graph, another message or a user's variable may keep a received tensor. So callers do not return
+    buffers; torch's use count of a storage shows when a buffer is free.
     """
 
     def __init__(self, device: torch.device) -> None:

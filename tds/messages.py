@@ -1,4 +1,4 @@
-"""Messages to the user: printing that must never end the run, and advice in the vocabulary of the running program."""
+"""Messages to the user: printing that never raises an error, and advice in the words of the running program."""
 
 import contextlib
 import sys

@@ -72,10 +72,10 @@ def warn_of_untied(module: Any) -> None:
 
 
 def _things(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) for each module and weight in `layer` that another layer may contain, too.
+    """Yield (name, object) for each module and weight in `layer` that another layer may share.
 
-    layer: a module, or a LayerSpec, whose arguments may be modules and weights. The name is relative to the module,
-    and empty for the module itself and for an argument.
+    layer: a module, or a LayerSpec, whose arguments may be modules and weights. The name of a weight is relative to its
+    module. The name of `layer` and of an argument is empty.
     """
     if isinstance(layer, nn.Module):
         if any(True for _ in layer.parameters()):

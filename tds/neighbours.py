@@ -1,12 +1,14 @@
 """The neighbours of a pipeline stage and the process groups that connect them.
 
-NCCL runs all messages of a group in the order in which a rank posted them, and a send ends only when it is
-received. So if a stage received and sent over one group, a message that it needs could be queued behind one that
-cannot end yet; with three stages this does deadlock. Therefore the two directions of a stage boundary use
-different groups, and so do the two boundaries of a stage: boundaries alternate between two parities, with a third
-parity if an odd number of stages forms a ring. All chunks of a pipeline share one group per parity and direction, so a
-pipeline of any length needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, where messages do not
-wait for each other, all boundaries share two groups.
+NCCL runs all messages of a group in the order in which a rank posted them, and a send ends only when it is received.
+Suppose that a stage used one group for all messages. Then a receive could be queued behind a send that cannot end yet.
+With three stages, this deadlocks.
+
+Therefore the two directions of a stage boundary use different groups. The two boundaries of a stage also use different
+groups, because boundaries alternate between parity 0 and 1. If an odd number of stages forms a ring, one boundary has
+parity 2. All chunks of a pipeline share one group per parity and direction, so a pipeline of any length needs 2 to 6
+groups. queues.py proves that no rank deadlocks. On gloo, messages do not wait for each other, so all boundaries share
+two groups.
 """
 
 from collections.abc import Sequence
@@ -111,9 +113,9 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
 def _meet(found: Neighbours, device: torch.device, parities: int) -> None:
     """Send one byte each way over every stage boundary, one parity after the other.
 
-    A stage has at most one boundary of each parity. Some libraries connect two ranks at their first message, and
-    the rank that comes first blocks until its peer arrives. Connecting now, in an order without cycles, keeps this
-    wait out of the first step.
+    Some libraries connect two ranks at their first message, and the first rank blocks until its peer arrives. This
+    function connects the ranks before the first step. The order of parities prevents a deadlock, because a stage has at
+    most one boundary of each parity.
     """
     stage, stages = found.stage, found.stages
     ways = (

@@ -1,8 +1,8 @@
 """The fp32 weight and the optimizer moments of a parameter, independent of DeepSpeed's wrapper.
 
-ZeRO flattens these tensors and shards them over the replicas. This module reads and sets them in the parameter's
-shape (that of this rank's tensor-parallel shard). With ZeRO, reading is a collective over the data-parallel ranks:
-all must read the same parameters in the same order.
+ZeRO flattens these tensors and shards them over the replicas. This module reads and sets each tensor in the shape of
+its parameter, which is this rank's tensor-parallel shard. With ZeRO, reading is a collective: all data-parallel ranks
+must read the same parameters in the same order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,9 +50,9 @@ def local_piece(parameter: nn.Parameter) -> Tensor:
 
 
 def get_weight(parameter: nn.Parameter) -> Tensor:
-    """Return the fp32 master copy of a parameter, in its shape; without such a copy, the parameter.
+    """Return the fp32 master copy of a parameter, in its shape; without a master copy, return the parameter.
 
-    Where a user has changed the weight since the last step, the result has the values that the forward pass reads.
+    Elements that a user has changed since the last step have the changed values, which the forward pass reads.
     """
     if hasattr(parameter, "ds_id") and not parameter.requires_grad:  # a frozen weight is sharded but has no fp32 copy
         with zero.GatheredParameters([parameter]):
@@ -138,10 +138,10 @@ def step_of(engine: Any, parameter: nn.Parameter) -> int | None:
 def make_moments(
     engine: Any, names: Sequence[str], step: int, of: Mapping[nn.Parameter, int | None] | None = None
 ) -> None:
-    """Give every parameter the state that it would have after `step` steps, with zero moments.
+    """Create optimizer state for every parameter: zero moments, and the step count `step`.
 
-    of: the step counts of parameters whose count is not `step`; None for a parameter that has had no gradient, which
-    gets no state. `of` has no effect if ZeRO flattens the parameters, because then no parameter has separate state.
+    of: step count of each parameter that has another count than `step`. None stands for a parameter that never had a
+    gradient; it gets no state. `of` has no effect if ZeRO flattens parameters, since they then have no separate state.
     """
     inner, of = _inner(engine), of or {}
     # Like torch's `load_state_dict`: fused and capturable kernels read the step count on the device of the weights.
@@ -192,7 +192,7 @@ def _kept_of(scaler: Any) -> tuple[str, ...]:
 
 
 def _scaler_of(engine: Any, dynamic: bool = False) -> Any:
-    """Return fp16's loss scaler, or None in another precision. dynamic: return None for a static one too."""
+    """Return fp16's loss scaler, or None in another precision. dynamic: return None also for a static loss scaler."""
     scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
     return scaler if scaler and (scaler.dynamic or not dynamic) else None
 
@@ -222,7 +222,7 @@ def least_loss_scale(engine: Any) -> float | None:
     scaler = _scaler_of(engine, dynamic=True)
     if not scaler:
         return None
-    scaler.raise_error_at_min_scale = False  # DeepSpeed would raise a bare Exception; the caller reports this better
+    scaler.raise_error_at_min_scale = False  # else DeepSpeed raises Exception; the caller has a clearer message
     return float(scaler.min_scale)
 
 
@@ -243,9 +243,10 @@ def check_all_copies(engine: Any) -> None:
 
 
 def _with_copies(optimizer: Any, original: Any, for_clipping: bool = False) -> Any:
-    """Return the gradients that the bf16 optimizer's norm counts, plus a scalar: 0 times the norms of all others.
+    """Return the gradients that the bf16 optimizer's norm counts, plus a scalar that checks all other gradients.
 
-    The scalar is NaN unless all other gradients are finite, and NaN makes the optimizer skip the step.
+    The scalar is 0 times the norms of the other gradients. It is NaN if any of them contains NaN or Inf, and NaN makes
+    the optimizer skip the step.
     """
     found = original(for_clipping)
     if for_clipping:

@@ -1,4 +1,4 @@
-"""Exit of ranks whose launcher is gone: a killed launcher cannot end its ranks, which would train on forever.
+"""Exit of ranks whose launcher has died: a killed launcher cannot end its ranks, which would keep training forever.
 
 This applies only if environment variables show that a launcher started the process. A process started by hand, under
 nohup or tmux, may outlive its parent.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 LAUNCHER = "TDS_LAUNCHER"  # set by megatron_tools/launch.py to its process id and its PID namespace
-THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and by deepspeed, the parent processes of ranks
+THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and by DeepSpeed's launcher
 POLL_SECONDS = 0.5
 
 
@@ -79,11 +79,11 @@ def refuse_impossible_ranks() -> None:
 
 
 def _is_gone() -> Callable[[], bool] | None:
-    """Return a function that checks whether this process's launcher is gone; None if there is no launcher to check."""
+    """Return a function that checks whether this process's launcher has died; None if there is no launcher to check."""
     if LAUNCHER in os.environ:
         number, _, namespace = os.environ[LAUNCHER].partition(" ")
         if namespace and namespace != process_table().partition(" ")[2]:
-            return None  # the launcher's process is in another container and cannot be looked up
+            return None  # the launcher runs in another container, so its process is not visible here
         pid = int(number)
         begun = started(pid)
         return lambda: begun is None or started(pid) != begun
@@ -130,7 +130,7 @@ class _Watch:
 
 
 def end_with_launcher() -> None:
-    """Start a thread that ends this process when its launcher is gone."""
+    """Start a thread that ends this process when its launcher has died."""
     is_gone = _is_gone()
     if is_gone is None or (_Watch.thread is not None and _Watch.thread.is_alive()):
         return
@@ -141,6 +141,6 @@ def end_with_launcher() -> None:
 def _watch(is_gone: Callable[[], bool]) -> None:
     while not is_gone():
         time.sleep(POLL_SECONDS)
-    with contextlib.suppress(Exception):  # the reader of stderr may be gone too
-        print(f"rank {os.environ.get('RANK', '0')} ends: its launcher is gone", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):  # the reader of stderr may have died, too
+        print(f"rank {os.environ.get('RANK', '0')} ends: its launcher has died", file=sys.stderr, flush=True)
     os._exit(1)

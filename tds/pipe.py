@@ -58,7 +58,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         first, end = self.chunk_slices[chunk]
         funcs = self.forward_funcs[first:end]
         interval = self.activation_checkpoint_interval
-        length = interval or len(funcs) or 1  # a chunk may be empty
+        length = interval or len(funcs) or 1  # at least 1: range() needs a step, and a chunk may be empty
         for at in range(0, len(funcs), length):
             part = funcs[at : at + length]
             if interval and torch.is_grad_enabled() and self._is_checkpointable(part):
@@ -126,8 +126,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             chosen = set(self._find_layer_type(method.split(":", 1)[1]))
             return partition_balanced([int(i in chosen) for i in range(count)], groups)  # type: ignore[no-any-return]
         raise ValueError(
-            f"there is no partition_method {method!r}; there are uniform, parameters, type:REGEX, balanced and lists "
-            "of cuts"
+            f"there is no partition_method {method!r}; use uniform, parameters, type:REGEX, balanced or a list of cuts"
         )
 
     def _build(self) -> None:
@@ -174,17 +173,17 @@ def chunk_of_weights(module: Any) -> dict[Any, int]:
 
 
 class SequentialModule(nn.Module):
-    """The layers of a PipelineModule in one process, for an engine without a pipeline (ZeRO-2 and ZeRO-3, generation).
+    """A list of layers in one process, without a pipeline, e.g. for ZeRO-2, ZeRO-3 or text generation.
 
-    Its parameters have the same names as those of a PipelineModule with the same list of layers. If both modules are
-    built inside `seeded_layers` with the same seed, the initial values are the same too.
+    The parameters have the same names as in a PipelineModule with the same list of layers. If both modules are built
+    inside `seeded_layers` with the same seed, the parameters also have the same initial values.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        # (module path, forward_fn or None), or (None, function). Paths are resolved at each call, in case a user
-        # has replaced a module.
+        # One item per layer: (path of its module, its forward_fn or None), or (None, function). Paths are resolved at
+        # each call, in case a user has replaced a module.
         self._functions: list[tuple[str | None, Any]] = []
         for index, layer in enumerate(layers):
             with _at_layer(index):

@@ -16,13 +16,13 @@ COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 
 class Progress:
-    """Timer of the parts of a step and source of progress lines.
+    """Timer of the parts of a step; it also makes the progress lines.
 
     every: steps between two lines; None: no lines.
     breakdown: measure each kind of instruction.
 
-    On a CPU, `busy` is the seconds of computation since it was last set to 0. It includes waits for
-    tensor-parallel ranks, but not for other stages.
+    On a CPU, `busy` is the time of computation in seconds, including waits for tensor-parallel ranks but not for other
+    stages. The caller sets it to 0 to start a new measurement.
     """
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
@@ -32,7 +32,7 @@ class Progress:
         self._on_cpu = device.type == "cpu"
         self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # device events that are not accumulated yet
         self.busy = 0.0
-        self._mark: trace.Mark | None = None  # set while a timeline is recorded
+        self._mark: trace.Mark | None = None  # start of the current span, while a timeline is recorded
 
     def begin(self, what: str) -> "float | torch.Event | None":
         """Return the start time of an instruction, or None if it is not measured."""
@@ -81,7 +81,7 @@ class Progress:
         self.end(what, begun)
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
-        """Return the progress line after a step, if one is due.
+        """Return the progress line after every `every` steps, else None.
 
         steps: optimizer steps so far. samples: samples in each step.
         """

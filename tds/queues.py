@@ -6,8 +6,9 @@ if it was created with its device, as DeepSpeed creates it. A send ends only whe
 all messages behind it in its group wait too. With CUDA_DEVICE_MAX_CONNECTIONS=1, the device also starts all work,
 computation and messages alike, in the order of submission.
 
-A step is modelled as a graph of operations that start after others. A message ends only after both its send and its
-receive have started. If the graph has no cycle, the step ends, and the graph gives the time when it does.
+This module models a step as a graph of operations, in which each operation waits for other operations. A message ends
+only after both its send and its receive have started. If the graph has no cycle, the step ends, and the graph gives
+the time at which it ends.
 """
 
 import os
@@ -57,10 +58,10 @@ def in_queues(device: torch.device) -> bool:
 def posted_ahead(device: torch.device) -> int:
     """Return how many receives a channel posts in advance: none if the host may have to synchronize its device.
 
-    The allocator synchronizes when memory is short, and CUDA when it loads a kernel. A pending receive must then
-    not depend on what this stage sends later, but even a single receive posted in advance may. With three stages in
-    1F1B, stage 0 posts the receive of gradient 0 before forward 1, but stage 1 sends that gradient only after its own
-    forward 1, whose input stage 0 has yet to send.
+    The allocator synchronizes when memory is short, and CUDA synchronizes when it loads a kernel. A synchronization
+    deadlocks if a pending receive depends on a later send of this stage. Even a single receive posted in advance may
+    depend on such a send. With three stages in 1F1B, stage 0 posts the receive of gradient 0 before forward 1. But
+    stage 1 sends gradient 0 only after its own forward 1, for which stage 0 has not sent the input yet.
     """
     return 0 if in_queues(device) else POSTED_AHEAD
 
@@ -73,7 +74,7 @@ def one_hardware_queue(device: torch.device) -> bool:
 def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
     """Return a key of the process group that transports a message: its boundary's parity, and its direction.
 
-    down: whether the message is an activation for the next stage; if not, it is a gradient for the previous one.
+    down: True for an activation to the next stage, False for a gradient to the previous stage.
     """
     return boundary_parity(boundary, stages), down
 
@@ -85,9 +86,9 @@ class Rules:
     ahead: receives that a channel posts in advance.
     one_hardware_queue: the device starts all its work in the order of submission.
     dynamic: each activation has a header, for which the host waits. Otherwise the first activation has a header and,
-        in the worst case, a small message (here called a word) precedes each later one.
-    queue: returns the key of a message's queue, from its boundary, the number of stages and whether it goes to the
-        next stage; None if the message waits for no other.
+        in the worst case, a continuation (see channel.py) precedes each later one.
+    queue: function (boundary, number of stages, whether the message goes to the next stage) -> key of the message's
+        queue; None if the message does not wait for other messages.
     message: duration of a message, in units of a stage's forward pass.
     device_waits: the host synchronizes the device before each computation, as when memory is short or a kernel is
         loaded.
@@ -160,7 +161,8 @@ class StageGraph:
         self._host: int | None = None  # last event that the host has waited for
         self._last_start: int | None = None  # start of the operation submitted last
         self._since_sync: list[int] = []  # ends of the operations submitted since the last device synchronization
-        # For each kind of receive: receives not posted yet, posted ones, and messages of known layout.
+        # For each kind of receive: _agenda has the receives that are not posted yet, _posted the posted receives, and
+        # _known the messages whose layout is known.
         self._agenda: dict[type[Instruction], deque[At]] = defaultdict(deque)
         self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = defaultdict(deque)
         self._known: dict[type[Instruction], set[At]] = defaultdict(set)
@@ -182,7 +184,7 @@ class StageGraph:
             elif kind is RecvGrad:
                 self._take(kind)
             elif kind is SendActivation:
-                self._message(kind, at, "header" if self._has_header(each) else "word")
+                self._message(kind, at, "header" if self._has_header(each) else "continuation")
                 self._message(kind, at)
                 self._known[RecvGrad].add(at)
                 self._post(RecvGrad, self.rules.ahead)
@@ -204,7 +206,7 @@ class StageGraph:
         self._computed = self._submit(name, COST[type(each)] / self.chunks, self._computed)[1]
 
     def _submit(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
-        """Submit an operation that starts after the computation submitted before it; return its start and end."""
+        """Submit an operation that waits for the last submitted computation; return its start and end events."""
         first = self._last_start if self.rules.one_hardware_queue else None
         start = self.graph.add_event(name, 0.0, *after, self._computed, self._host, first)
         self._last_start = start
@@ -225,7 +227,7 @@ class StageGraph:
         return end
 
     def _take(self, kind: type[Instruction]) -> None:
-        """Let the device, not the host, wait for a message."""
+        """Make the device, not the host, wait for the next message of this kind."""
         self._post(kind, max(self.rules.ahead, 1))
         if not self._posted[kind]:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
@@ -239,7 +241,7 @@ class StageGraph:
         while agenda and agenda[0] in self._known[kind] and len(posted) < messages:
             at = agenda.popleft()
             has_word = kind is RecvActivation and not self.rules.dynamic and at.micro > 0
-            word = self._message(kind, at, "word") if has_word else None
+            word = self._message(kind, at, "continuation") if has_word else None
             posted.append((self._message(kind, at), word))
 
 

@@ -15,9 +15,9 @@ import torch
 from ._torch import recorded_collectives
 
 ENTRIES = "2000"  # entries of the flight recorder, enough for several steps
-REMEMBERED = 1024  # number of instructions that are kept, the newest ones
+REMEMBERED = 1024  # how many of the newest instructions are stored
 SHOWN = 4  # maximum number of collectives in a report
-MARKED_LATE = 0.5  # seconds to wait, as the thread that marks a collective as ended may be late
+MARKED_LATE = 0.5  # seconds; torch may mark a finished collective as finished this much later
 
 
 def record_collectives() -> None:

@@ -16,7 +16,7 @@ from .sparse import sparse_weights, sum_sparse
 
 
 class _GradBucket:
-    """A bucket whose sum replaces `.grad`, which stays None for a weight without a gradient on any replica."""
+    """A bucket whose gradient sums replace `.grad`, except that of weights without a gradient on any replica."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
         self.parameters, self.group, self.launched = list(parameters), group, False
@@ -49,7 +49,7 @@ class _GradBucket:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        if self._missing:  # the only case in which the host waits for the device
+        if self._missing:  # only then does the host wait for the device
             for (p, _), count in zip(self._missing, torch.stack([c for _, c in self._missing]).tolist(), strict=True):
                 if not count:
                     p.grad = None
@@ -95,7 +95,7 @@ class GradReducer:
         return self._launcher
 
     def arm(self, chunk: int = 0) -> None:
-        """Mark the next backward pass of `chunk` as its last one in this step, to overlap it with the reduction."""
+        """Overlap the next backward pass of `chunk`, which must be its last in this step, with the reduction."""
         self._look().arm(chunk)
 
     def finish(self) -> None:

@@ -69,8 +69,8 @@ def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn
 def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
     """Sum the gradients of each tied weight over its stages. Collective over these stages.
 
-    A weight with a gradient on one of its stages gets the sum on all of them. A weight that has a gradient on none of
-    them (frozen, or unused in this step) keeps none, so no optimizer decays it.
+    A weight that has a gradient on any of its stages gets the sum on all its stages. A weight without a gradient on all
+    its stages (frozen, or unused in this step) stays without one, so no optimizer decays it.
 
     gradient: returns the gradient of a weight, for gradients that are not in `.grad`.
     Raises RuntimeError if a weight is frozen on one stage and trained on another.
@@ -91,7 +91,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
             if grad is None and gradient is not None:
                 raise RuntimeError(
                     f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage "
-                    f"{stage}: give it to the optimizers of both"
+                    f"{stage}: pass the weight to the optimizers of both stages"
                 )
             if weight in sparse:
                 sum_sparse([weight], group)
@@ -122,7 +122,7 @@ class Reduction:
 
     @contextmanager
     def accumulating(self, instruction: Instruction) -> Iterator[None]:
-        """Prepare and finish gradient accumulation around a backward pass."""
+        """Run a backward pass in this block, with the optimizer's work before and after it."""
         yield
 
     def finish(self) -> None:
@@ -142,7 +142,7 @@ class Overlapped(Reduction):
         self._may_arm = bool(engine._config.pipeline.get("overlap_grad_reduce", True))
 
     def plan(self, instructions: Sequence[Instruction]) -> None:
-        """Find the last pass of each chunk in a step that computes gradients of weights."""
+        """Find the last pass of each chunk that computes weight gradients in a step."""
         self._last = {each.chunk: each for each in instructions if isinstance(each, (Backward, BackwardWeight))}
 
     @contextmanager
@@ -182,14 +182,15 @@ class Bf16(Reduction):
 class Zero(Reduction):
     """Reduction by ZeRO's optimizers, after tied gradients have been summed over their stages.
 
-    ZeRO leaves each rank only a shard of a sum over replicas, so tied gradients are summed over their stages before.
-    With three or more replicas, tied gradients are summed over the replicas even before that; then one replica passes
-    ZeRO the complete sum and the other replicas pass zeros.
+    After ZeRO's reduction, each rank has only a shard of the sum over replicas. So tied gradients are summed over their
+    stages before ZeRO's reduction. With three or more replicas, tied gradients are first summed over the replicas and
+    then over the stages, so that all stages round equally. One replica then passes the complete sum to ZeRO, and the
+    other replicas pass zeros.
     """
 
     def finish(self) -> None:
         tied = tied_weights(self._module)
-        several = dist.get_world_size(self._replicas) > 2  # with two replicas, the order of sums makes no difference
+        several = dist.get_world_size(self._replicas) > 2  # a sum over two replicas rounds equally in any order
         if several:
             for weight in fill_for_replicas(tied, self._replicas):
                 dist.all_reduce(weight.grad, group=self._replicas)
@@ -217,10 +218,10 @@ def reduction_of(engine: Any) -> Reduction:
 def _may_overlap(engine: Any) -> bool:
     """Return whether a GradReducer may replace DeepSpeed's reduction after the backward passes.
 
-    This needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
+    A GradReducer needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
     """
     config = engine._config
-    asked = config.communication_data_type not in (None, torch.float64)  # float64: set by `use_fp64`
+    asked = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64
     asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
         not engine.has_wrapped_optimizer

@@ -1,4 +1,4 @@
-"""Weights and layers that a user replaces after the engine was made: adopted, or refused with an error."""
+"""Detection of weights and layers that a user replaces after the engine was made; they are used, or raise an error."""
 
 from collections.abc import Callable
 from functools import partial

@@ -34,9 +34,9 @@ class PipelineState:
         self._remember()
 
     def _remember(self) -> None:
-        """Record current values, so that a save knows on which stage they changed.
+        """Record the initial values of the state outside the layers, so that `save` can find the values that changed.
 
-        Tied modules are left out, because they are equal on all stages.
+        Tied modules are not recorded, because their values are equal on all stages.
         """
         here = self._state().items()
         self._begun = {name: value.clone() for name, value in here if not name.startswith("tied_modules.")}
@@ -127,8 +127,9 @@ def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
         return
     was = f"cut at {there['cuts']} with {there['chunks']} chunks a stage" if there else "written by DeepSpeed itself"
     raise ValueError(
-        f"the checkpoint {path} was {was}, this model is cut at {here['cuts']} with {here['chunks']}, so optimizer "
-        f"states would go to the wrong layers: cut the model the same way, or pass load_module_only=True"
+        f"the checkpoint {path} was {was}, but this model is cut at {here['cuts']} with {here['chunks']} chunks a "
+        f"stage, so optimizer states would go to the wrong layers: cut the model the same way, or pass "
+        f"load_module_only=True"
     )
 
 

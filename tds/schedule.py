@@ -110,12 +110,12 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterator[Instruction]:
-    """Yield 1F1B over several chunks per stage (Narayanan et al. 2021): the bubble / chunks, but messages x chunks.
+    """Yield 1F1B over several chunks per stage (Narayanan et al. 2021).
 
     Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through chunk
     1 ..., then the next group. A pass over one chunk takes 1/chunks of the time of a pass in 1F1B, so the idle time
-    at the start and end of a step shrinks by this factor. If `stages` does not divide the number of micro-batches,
-    the groups are larger and a stage keeps more activations.
+    at the start and end of a step shrinks by this factor. The price is `chunks` times as many messages. If `stages`
+    does not divide the number of micro-batches, the groups are larger and a stage keeps more activations.
     """
     forward, backward = _through_chunks(stages, micros, chunks)
     group = -(-micros // max(micros // stages, 1))
@@ -159,9 +159,9 @@ def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Itera
 def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return the (micro, chunk) pairs in the order of the forward passes, then in the order of the backward passes.
 
-    Both orders are the same on every stage. Micro-batches go through the chunks in groups of `stages`, or a few more
-    if there is a remainder. In a smaller group, a stage would reach a pass whose input is still on its way through
-    the other stages.
+    Both orders are the same on every stage. Micro-batches go through the chunks in groups of `stages` or slightly more
+    (fewer only if the whole step has fewer). In a smaller group, the first stage would finish chunk 0 before the first
+    micro-batch arrives from the last stage, and would have to wait.
     """
     count = max(micros // stages, 1)
     ends = [micros * i // count for i in range(count + 1)]
@@ -172,7 +172,7 @@ def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[i
 
 
 def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks: int = 1) -> Iterator[Instruction]:
-    """Yield `order` with the messages that its passes need.
+    """Yield `order` with sends and receives added where its passes need them.
 
     A receive comes right before the pass that uses its data, and a send right after the pass that computes its data.
     """
@@ -207,8 +207,8 @@ def register(name: str, schedule: Schedule) -> None:
     """Register a custom schedule under `"pipeline": {"schedule": name}` of a ds_config, before `initialize`.
 
     schedule: (stage, stages, micros) -> instructions with messages (see `with_messages`), for one chunk per
-    stage. The schedule is checked before the first step, like the built-in ones. Raises ValueError if `name` is that
-    of a built-in schedule.
+    stage. The schedule is checked before the first step, like the built-in schedules. Raises ValueError if `name` is
+    the name of a built-in schedule.
     """
     if name in NAMES:
         raise ValueError(f"{name!r} is a schedule of tds: give yours another name")
@@ -223,7 +223,7 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     """
     name, extra = settings.get("schedule", "1f1b"), settings.get("extra_warmup", 0)
     if name not in NAMES and name not in _ADDED:
-        raise ValueError(f"there is no pipeline schedule {name!r}; there are {', '.join([*NAMES, *_ADDED])}")
+        raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join([*NAMES, *_ADDED])}")
     if not isinstance(extra, int) or extra < 0 or (extra and name != "1f1b"):
         raise ValueError(
             f"extra_warmup {extra!r} does not fit the schedule {name}: 1f1b supports 0, 1, 2 ..., others only 0"

@@ -19,14 +19,14 @@ def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_sparse(module: nn.Module, optimizer: object) -> None:
-    """Raise ValueError if a weight has sparse gradients and `optimizer`, if it is torch's, does not support them."""
+    """Raise ValueError if a weight has sparse gradients and `optimizer` is a torch optimizer that lacks support."""
     weights = sparse_weights(module)
     takes = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
     if weights and not takes and type(optimizer).__module__.startswith("torch.optim."):
         name = next(name for name, p in module.named_parameters() if p is weights[0])
         raise ValueError(
-            f"torch's {type(optimizer).__name__} takes no sparse gradients, which the weight {name} has: build that "
-            "embedding with "
+            f"the weight {name} has sparse gradients, which torch's {type(optimizer).__name__} does not support: build "
+            "the embedding with "
             f"sparse=False, or use SGD, Adagrad, SparseAdam, or ZeRO stage 1"
         )
 

@@ -30,9 +30,9 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
 
 
 def raise_if_any_failed(error: Exception | None) -> None:
-    """Raise ValueError if another rank failed to build its layers. Collective, so no rank waits for a failed one.
+    """Raise ValueError if another rank failed to build its layers. Collective, so that no rank waits for a failed rank.
 
-    error: the error of this rank, or None. If there is one, this function only reports it, and the caller raises it.
+    error: this rank's error, or None. The function does not raise this error; the caller must raise it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -81,7 +81,7 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
         )
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING=1 would deadlock: a stage waits for a message before it sends the message that its "
+            "CUDA_LAUNCH_BLOCKING=1 would deadlock, as a stage waits for a message before it sends the one that its "
             f"peer waits for: unset the variable, or debug without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config

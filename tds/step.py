@@ -56,7 +56,7 @@ class Microbatch:
         return to_send
 
     def take_roots(self) -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
-        """Return the roots of the backward pass, and their received gradients (none if the root is a loss)."""
+        """Return the roots of the backward pass, and their received gradients (an empty list if the root is a loss)."""
         if self.loss is not None:
             loss, self.loss = self.loss, None
             return [loss], []

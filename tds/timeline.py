@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER, MERGED = "trace", "merged.json"
-# The receive that belongs to each send, and how many virtual stages later in the pipeline it is.
+# For each send: the matching receive, and the receiver's virtual stage minus the sender's.
 PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
 
 
@@ -59,7 +59,7 @@ def read(folder: Path) -> list[RankTrace]:
 
 
 def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
-    """Move events to rank 0's clock, assuming even drift between the first and last comparison of the clocks."""
+    """Convert events to rank 0's clock, assuming linear clock drift between the first and the last comparison."""
     clock = about["clock"]
     if not clock:
         return RankTrace(about, events, float("inf"))
@@ -105,7 +105,7 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
 
 
 def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[Any, ...]:
-    """Return the key that a message and its receive share. hop: virtual stages from `event` to the receive."""
+    """Return a key that is equal for a send and its receive. hop: virtual stages from `event` to the receive."""
     a, args = rank.about, event["args"]
     stage = args["chunk"] * a["stages"] + a["stage"] + hop
     return args["iteration"], a["replica"], a["model"], name, stage, args["micro"]

@@ -45,8 +45,8 @@ def _chunks(plan: Plan) -> int:
 def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     """Raise ScheduleError unless each chunk runs every micro-batch's passes once, messages match and no stage hangs.
 
-    It also checks that each chunk takes the micro-batches in rising order. `times` finds deadlocks that do not
-    depend on the transport. `queues.finish` finds deadlocks that message queues cause, under `rules`.
+    Each chunk must take the micro-batches in rising order. `times` finds deadlocks that do not depend on the transport.
+    `queues.finish` finds deadlocks that message queues cause, under `rules`.
     """
     chunks, kinds = _chunks(plan), {type(i) for stage in plan for i in stage}
     split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
@@ -60,7 +60,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
             if virtual_stage < last:
                 due += [SendActivation, *([RecvGrad] if backward else [])]
             done = _in_order(instructions, stage, chunk)
-            for kind in dict.fromkeys([*due, *done]):  # in this order on every rank, so that all report the same error
+            for kind in dict.fromkeys([*due, *done]):  # a fixed order, so that all ranks report the same error
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
                     raise ScheduleError(
@@ -83,7 +83,8 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Co
         kind = type(each)
         if each.micro != done[kind] or (kind in AFTER and done[AFTER[kind]] <= each.micro):
             raise ScheduleError(
-                f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} is too early or too late"
+                f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} is out of order: each kind of "
+                f"instruction must take the micro-batches in rising order, after the instruction that it depends on"
             )
         done[kind] += 1
     return done
@@ -100,8 +101,8 @@ def times(
     """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
     forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
-    by default half. message: time in transit. seconds: returns times that differ by stage and chunk; it
-    replaces `forward`, `backward` and `weight`.
+    by default half. message: time in transit. seconds: function that returns the time of each pass by stage and chunk,
+    in place of `forward`, `backward` and `weight`.
     """
     chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight
@@ -109,7 +110,7 @@ def times(
     seconds = seconds or (lambda kind, stage, chunk: cost[kind] / chunks)
     todo = [deque(stage) for stage in plan]
     clock = [0.0] * stages
-    wires: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # arrival times of what a virtual stage sent
+    wires: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # arrival times of each virtual stage's messages
     spans: list[Span] = []
     while any(todo):
         left = sum(map(len, todo))

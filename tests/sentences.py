@@ -14,7 +14,7 @@ SENTENCES = {
     "and_is_not_loaded": "and is not loaded",
     "is_a_schedule_of_tds_give": "is a schedule of tds: give yours another name",
     "stage_0_3_backward_of_chunk": "stage 0: chunk 0 has 3 Backward instructions instead of 4",
-    "there_is_no_pipeline_schedule_other": "there is no pipeline schedule 'other'; there are .*zb-h1, .*lazy",
+    "there_is_no_pipeline_schedule_other": "there is no pipeline schedule 'other'; choose one of .*zb-h1, .*lazy",
     "a_model_with_2_chunks_a": "a model with 2 chunks a stage needs the schedule interleaved, not lazy",
     "the_schedule_has_no_backward_pass": "the schedule has no backward pass, so nothing would be learned",
     "stream_prints_one_text": "--stream prints one text",
@@ -54,7 +54,7 @@ SENTENCES = {
     "was_cut_at_0_2_4": "was cut at [0, 2, 4] with 1 chunks a stage, this model is cut at [0, 2, 3, 4]",
     "data_iterator_of_stage_0_ended": "data iterator of stage 0 ended after 1 of 4 micro-batches",
     "the_tied_weight_tie_weight_is": "the tied weight tie.weight is frozen on stage 0 but trained on another stage",
-    "stage_0_has_no_optimizer_give": "stage 0 has no optimizer: give each rank one",
+    "stage_0_has_no_optimizer_give": "stage 0 has no optimizer: give each rank an optimizer",
     "stage_1_expects_2_tensors_hidden": "stage 1 expects 2 tensors (hidden, mask) from stage 0, which outputs 1 "
     "(hidden)",
     "no_section_dq": "no section 'dq'",

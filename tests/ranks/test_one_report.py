@@ -118,7 +118,7 @@ def test_a_frozen_process_that_keeps_the_store(tmp_path: Path) -> None:
         for rank, p in enumerate(ranks[1:], 1):
             words = p.communicate()[1]
             assert f"pipeline stopped: rank {rank}, stage {rank}, in Recv" in words
-            assert "keeps the ranks' store (rank 0, or the launcher) does not answer" in words
+            assert "hosts the ranks' store (rank 0, or the launcher) does not answer" in words
             assert 'train.py", line' in words
     finally:
         for p in ranks:
