@@ -136,7 +136,8 @@ class Tracer:
                 self._settled(each) for each in pieces if wait or isinstance(each.end, int) or each.end.query()
             ]
         if self._zero is not None and wait:
-            self._zero = self._meet_device()  # times between events are 32-bit floats: move the reference forward
+            # Move the reference: times between events are 32-bit floats, which are precise only for short times.
+            self._zero = self._meet_device()
         return list(self._kept)
 
     def _settled(self, piece: Piece) -> Piece:
