@@ -138,7 +138,8 @@ def prepare() -> None:
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
-        comm: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute, it is torch itself
+        # Import the submodule by name, because the attribute `deepspeed.comm.torch` is the package torch.
+        comm: Any = importlib.import_module("deepspeed.comm.torch")
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights

@@ -58,7 +58,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce the gradients over the replicas like DeepSpeed; `.grad` stays None if no replica has a gradient."""
-        # DeepSpeed replaces a missing `.grad` by zeros, except with its bf16 optimizer: it reduces fp32 gradient sums.
+        # DeepSpeed replaces a missing `.grad` by zeros, except for its bf16 optimizer, which reduces fp32 sums.
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return

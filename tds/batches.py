@@ -111,7 +111,7 @@ class Batches:
                 with trace.span("Read"):
                     batch = self.read()
             except StopIteration:
-                self._ended = True  # not an error if the needed micro-batches are read
+                self._ended = True  # no error yet: all needed micro-batches may have been read
             else:
                 self._keep(self.count, batch)
         if self.count < needed:

@@ -43,7 +43,7 @@ def pack(
     """Group parameters into buckets, last layer first, which is roughly the order in which their gradients arrive.
 
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
-    chunk_of: the pipeline chunk (virtual stage) of each weight, 0 by default; a bucket holds weights of one chunk only.
+    chunk_of: index of the chunk of layers that contains each weight, 0 by default; a bucket has weights of one chunk.
     apart: weights that each get a separate bucket.
     """
     packed: list[list[nn.Parameter]] = []
@@ -81,7 +81,7 @@ class BucketLauncher:
         # Weights that had user hooks in the previous step. A weight with hooks gets one total gradient; a weight
         # without hooks may get one per matmul. So the expected counts are wrong if hooks were added or removed.
         self._hooked: set[nn.Parameter] = set()
-        self._armed: set[int] = set()  # chunks whose last backward pass of this step has begun
+        self._armed: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
         self._next = 0  # next bucket to reduce
         self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ class LayoutRun:
     total: number of messages in the step.
     layout: shapes, dtypes and flags of all messages of the run; its last message has the number `end - 1`.
 
-    A continuation precedes the last message of the run. It is omitted after a run of one message and at the end of the
+    A continuation precedes the last message of a run, unless the run has only one message or reaches the end of the
     step.
     """
 

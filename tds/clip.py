@@ -72,9 +72,9 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
     """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
     torch's fused Adam reads a flag on the device. For any other optimizer, the host reads the norm, which
-    synchronizes with the device in every step, and drops the gradients if the norm is not finite. apex's Adam has no
-    such flag. Fused SGD has the flag, but its kernel would leave the momentum uninitialised if it skipped the first
-    step.
+    synchronizes with the device in every step, and drops the gradients if the norm is not finite. These other
+    optimizers include apex's Adam and torch's fused SGD. The kernel of fused SGD would leave the momentum uninitialised
+    if it skipped the first step.
     """
     if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

@@ -161,7 +161,7 @@ class FaultBoard:
     def announce(self, fault: str, code: int = 0) -> None:
         """Publish the fault, unless another rank has already done so.
 
-        code: exit code of all ranks, which makes the report one line. If code is 0, the ranks exit with code 1 and the
+        code: exit code of all ranks; their report is then one line. With code 0, the ranks exit with code 1, and the
         report has all stacks.
         """
         if not self.has_fault():

@@ -90,7 +90,7 @@ class PipelineEngine(PipelineHooks):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # DeepSpeed clears this list only at a progress line
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # only a progress line clears this list
             timer.reset()
         timer.start()
         try:
@@ -109,7 +109,7 @@ class PipelineEngine(PipelineHooks):
     def _train_step(self) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                f"stage {self.stage_id} has no optimizer: give each rank an optimizer, even if its weights are all frozen"
+                f"stage {self.stage_id} has no optimizer: give each rank an optimizer, even if all weights are frozen"
             )
         known = self.schedule, self.micro_batches
         if self._planned is None or self._planned[0] != known:

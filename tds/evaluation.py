@@ -22,7 +22,7 @@ def check_arguments(reduce_output: str | None, micros: int) -> None:
 def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:
     """Return the result of `eval_batch` on this rank.
 
-    loss: mean over all micro-batches and replicas, a scalar; None if `eval_batch` returns outputs instead.
+    loss: the loss over all micro-batches and replicas, a scalar; None if `eval_batch` returns outputs instead.
     """
     last = engine.is_last_stage()
     if loss is not None and reduce_output:

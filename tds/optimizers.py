@@ -42,7 +42,7 @@ def for_this_device() -> Iterator[list[str]]:
 
 
 def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Translate settings of DeepSpeed's Adam for torch's AdamW; DeepSpeed's default weight decay is 0, torch's 0.01."""
+    """Translate settings of DeepSpeed's Adam to torch's Adam; the default weight decay stays 0, as in DeepSpeed."""
     if not settings.get("bias_correction", True):
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
     kept = {key: value for key, value in settings.items() if key not in ("bias_correction", *OF_THE_KERNELS)}

@@ -1,8 +1,8 @@
 """Additions to the stack in a hang report: pending collectives, and the last work that the device finished.
 
-On an accelerator the host runs far ahead of the device. So the host's stack shows the last work that it submitted, not
-the work that the device waits for.
-torch's flight recorder gives the collectives, and an event after each instruction gives the finished work.
+On an accelerator, the host runs far ahead of the device. So the host's stack shows the last work that it submitted, not
+the work that the device waits for. This module reads pending collectives from torch's flight recorder. It also records
+a device event after each instruction, which shows whether the device has finished the instruction.
 """
 
 import os

@@ -190,7 +190,7 @@ class Zero(Reduction):
 
     def finish(self) -> None:
         tied = tied_weights(self._module)
-        several = dist.get_world_size(self._replicas) > 2  # a sum over two replicas does not depend on their order
+        several = dist.get_world_size(self._replicas) > 2  # a sum over two replicas rounds equally in any order
         if several:
             for weight in fill_for_replicas(tied, self._replicas):
                 dist.all_reduce(weight.grad, group=self._replicas)
@@ -221,7 +221,7 @@ def _may_overlap(engine: Any) -> bool:
     A GradReducer needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
     """
     config = engine._config
-    asked = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64, which no user asks for
+    asked = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64
     asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
         not engine.has_wrapped_optimizer

@@ -159,9 +159,9 @@ def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Itera
 def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return the (micro, chunk) pairs in the order of the forward passes, then in the order of the backward passes.
 
-    Both orders are the same on every stage. Micro-batches go through the chunks in groups of at least `stages`. In a
-    smaller group, the first stage would finish chunk 0 before the first micro-batch arrives from the last stage, and
-    would have to wait.
+    Both orders are the same on every stage. Micro-batches go through the chunks in groups of `stages` or slightly more
+    (fewer only if the whole step has fewer). In a smaller group, the first stage would finish chunk 0 before the first
+    micro-batch arrives from the last stage, and would have to wait.
     """
     count = max(micros // stages, 1)
     ends = [micros * i // count for i in range(count + 1)]

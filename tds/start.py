@@ -81,7 +81,7 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
         )
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING=1 would deadlock, as a stage waits for a message before it sends the message that its "
+            "CUDA_LAUNCH_BLOCKING=1 would deadlock, as a stage waits for a message before it sends the one that its "
             f"peer waits for: unset the variable, or debug without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config

@@ -136,7 +136,8 @@ class Tracer:
                 self._settled(each) for each in pieces if wait or isinstance(each.end, int) or each.end.query()
             ]
         if self._zero is not None and wait:
-            self._zero = self._meet_device()  # times between events are 32-bit floats: move the reference forward
+            # Move the reference: times between events are 32-bit floats, which are precise only for short times.
+            self._zero = self._meet_device()
         return list(self._kept)
 
     def _settled(self, piece: Piece) -> Piece:
@@ -233,7 +234,7 @@ def stop() -> None:
 
 
 def _noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective so that each call is recorded as a span; for an asynchronous call, the span covers the launch."""
+    """Wrap a collective so that each call is recorded as a span; for asynchronous calls, the span is the launch."""
 
     @functools.wraps(collective)
     def noted(*args: Any, **kwargs: Any) -> Any:

@@ -177,7 +177,7 @@ def test_forward_only(stages: int) -> None:
                 [Forward(0), SendActivation(0), RecvGrad(0), Backward(0)],
                 [RecvActivation(0), Backward(0), SendGrad(0), Forward(0)],
             ],
-            r"stage 1: Backward\(0\) of chunk 0 is too early",
+            r"stage 1: Backward\(0\) of chunk 0 is out of order",
         ),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], mes
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "zb"}, "no pipeline schedule 'zb'; there are 1f1b, gpipe, interleaved, zb-h1"),
+        ({"schedule": "zb"}, "no pipeline schedule 'zb'; choose one of 1f1b, gpipe, interleaved, zb-h1"),
         ({"schedule": "gpipe", "extra_warmup": 1}, "extra_warmup 1 does not fit the schedule gpipe"),
         ({"extra_warmup": -1}, "extra_warmup -1"),
     ],
