@@ -12,7 +12,7 @@ neighbours.py describes which messages share a queue.
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -126,13 +126,9 @@ class Sender:
 
         A single tensor is sent from its own memory if no other tensor uses it; otherwise, the tensors are copied.
         """
-        full = [p.tensor for p in tensors if p.tensor.numel()]
-        lent = len(full) == 1 and users(full[0]) > 1
-        payload = [_padded_bytes(self._slice(p)) for p in tensors if p.tensor.numel()]
-        if len(payload) > 1 or (lent and _same_memory(payload[0], full[0])):
-            self._start(self._copy(payload))
-        elif payload:
-            self._start(payload[0])
+        payload = self._payload(tensors)
+        if payload is not None:
+            self._start(payload)
 
     def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
         """Send the activations of a micro-batch, after a header or a continuation where the protocol needs one.
@@ -142,6 +138,7 @@ class Sender:
         """
         (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]
+        payload = self._payload(tensors)  # first of all, as this may allocate memory and so synchronize the device
         if index == run.end:
             run.begin(layout, index, same_until - index)
             self._start(self._header([same_until - index, *_as_json(layout)], what))
@@ -155,7 +152,8 @@ class Sender:
             more = max(same_until - run.end, 0)
             run.extend(more)
             self._start(torch.tensor([more], device=self.link.device).view(torch.uint8))
-        self.send(tensors)
+        if payload is not None:
+            self._start(payload)
 
     def send_end(self) -> None:
         """Send a header that means the end of the data, in place of a step's first message; wait until it is sent."""
@@ -177,6 +175,15 @@ class Sender:
         self._pending.append((dist.isend(buffer, self.link.peer, group=self.link.group), buffer))
         while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
+
+    def _payload(self, tensors: Sequence[BoundaryTensor]) -> Tensor | None:
+        """Return the bytes of a message; None if no tensor has elements."""
+        full = [p.tensor for p in tensors if p.tensor.numel()]
+        lent = len(full) == 1 and users(full[0]) > 1
+        parts = [_padded_bytes(self._slice(p)) for p in tensors if p.tensor.numel()]
+        if len(parts) > 1 or (lent and _same_memory(parts[0], full[0])):
+            return self._copy(parts)
+        return parts[0] if parts else None
 
     def _copy(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts), out=self.link.pool.take(sum(part.numel() for part in parts)))
@@ -212,27 +219,47 @@ class Receiver:
     `take_next` reads the layout of activations from a header. `expect` sets the layout of gradients, which is the
     layout of the activations that this stage sent.
 
-    ahead: how many receives are posted in advance; each needs a buffer.
+    A receive is posted before the stage needs its message. On a CPU, this is as soon as fewer than `ahead` receives are
+    pending. If `ahead` is None, it is after the pass that the points of the step name (posting.py). Then the buffer
+    is allocated right after this pass, so that no allocation, which may synchronize the device, comes between
+    two messages.
     """
 
-    def __init__(self, link: Link, ahead: int) -> None:
-        self.link, self._ahead = link, ahead
+    def __init__(self, link: Link, ahead: int | None) -> None:
+        self.link, self._ahead = link, ahead or 0
+        self._points: Mapping[At, int] = {}
+        self._passes = 0
+        self._reserved: dict[At, list[Tensor]] = {}  # for each message: a buffer for the continuation, if due, and one
         self._runs: dict[int, LayoutRun] = {}  # one run per chunk in this step
         self._agenda: deque[At] = deque()  # messages still to be posted, in the order of sending
         self._layouts: dict[At, Layout | None] = {}  # known layouts of messages to be posted
         self._continued: set[At] = set()  # messages preceded by a continuation
         self._posted: deque[Posted] = deque()
 
-    def begin_step(self, total: int, agenda: Iterable[At]) -> None:
-        """Prepare for `total` micro-batches of each chunk. agenda: messages in the order in which they are sent."""
+    def begin_step(self, total: int, agenda: Iterable[At], points: Mapping[At, int]) -> None:
+        """Prepare for `total` micro-batches of each chunk.
+
+        agenda: messages in the order in which they are sent. points: for each message, the number of passes of this
+        stage after which its receive is posted; empty if only `ahead` counts.
+        """
         self._runs = defaultdict(lambda: LayoutRun(total))
         self._agenda = deque(agenda)
-        self._layouts, self._continued = {}, set()
+        self._points, self._passes = points, 0
+        self._layouts, self._continued, self._reserved = {}, set(), {}
         self._posted.clear()
 
     def expect(self, at: At, layout: Layout | None) -> None:
         """Set the layout of an expected message, so that its receive can be posted; None: no message will come."""
         self._layouts[at] = layout
+        self._reserve()
+
+    def after_pass(self) -> None:
+        """Count a pass of this stage, and allocate the buffers of the receives that are due after it."""
+        self._passes += 1
+        self._reserve()
+
+    def post(self) -> None:
+        """Post all receives that are due."""
         self._post(self._ahead)
 
     def take(self, at: At) -> list[BoundaryTensor]:
@@ -295,21 +322,39 @@ class Receiver:
         self._post(self._ahead)
         return first
 
-    def _post(self, messages: int) -> None:
-        """Post receives of known layout until `messages` are pending."""
-        while self._agenda and self._agenda[0] in self._layouts:
-            if sum(posted.layout is not None for posted in self._posted) >= messages:
+    def _is_due(self, at: At) -> bool:
+        return at in self._points and self._points[at] <= self._passes
+
+    def _reserve(self) -> None:
+        for at in self._agenda:
+            if at not in self._layouts or not self._is_due(at):
                 return
-            at = self._agenda.popleft()
+            if at not in self._reserved:
+                self._reserved[at] = self._buffers(at)
+
+    def _buffers(self, at: At) -> list[Tensor]:
+        layout = self._layouts[at]
+        sizes = [CONTINUATION_SIZE] if at in self._continued else []
+        sizes += [] if layout is None else [sum(self.link.size(*each) for each in layout)]
+        return [self.link.pool.take(size) for size in sizes]
+
+    def _post(self, messages: int) -> None:
+        """Post receives of known layout: those that are due, and more until `messages` are pending."""
+        while self._agenda and self._agenda[0] in self._layouts:
+            at = self._agenda[0]
+            pending = sum(posted.layout is not None for posted in self._posted)
+            if pending >= messages and not self._is_due(at):
+                return
+            buffers = self._reserved.pop(at, None) or self._buffers(at)
+            self._agenda.popleft()
             layout = self._layouts.pop(at)
             if at in self._continued:
-                self._post_one(at, CONTINUATION_SIZE, None)
+                self._post_one(at, buffers.pop(0), None)
             if layout is not None:
-                self._post_one(at, sum(self.link.size(*each) for each in layout), layout)
+                self._post_one(at, buffers.pop(0), layout)
 
-    def _post_one(self, at: At, size: int, layout: Layout | None) -> None:
-        payload = self.link.pool.take(size)
-        work = dist.irecv(payload, self.link.peer, group=self.link.group) if size else None
+    def _post_one(self, at: At, payload: Tensor, layout: Layout | None) -> None:
+        work = dist.irecv(payload, self.link.peer, group=self.link.group) if payload.numel() else None
         self._posted.append(Posted(at, work, payload, layout))
 
     def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:

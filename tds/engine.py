@@ -6,6 +6,8 @@ Optimizer wrappers, gradient reduction, checkpoints and monitors come from DeepS
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ from .messages import say
 from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
+from .posting import COST, SENDS, StagePlan, StagePlans
 from .progress import MOST_TIMED, Progress
+from .queues import in_queues
 from .reductions import reduction_of
 from .saving import PipelineState
 from .schedule import Instruction
@@ -64,7 +68,9 @@ class PipelineEngine(PipelineHooks):
         self.schedule = checked_schedule(self, settings, self._chunks)
         if self._reduction.averages:
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
-        self._planned: tuple[Any, list[Instruction]] | None = None
+        self._evaluation = partial(schedule.forward_only, chunks=self._chunks)
+        self._plans = StagePlans(self.stage_id, self.num_stages, in_queues(self.device), self.dynamic_shape)
+        self._planned: StagePlan | None = None
         self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
         self._contract = exchange_declarations(self, settings, self._chunks)
         timeout = float(settings.get("timeout", 600.0))
@@ -111,13 +117,13 @@ class PipelineEngine(PipelineHooks):
             raise RuntimeError(
                 f"stage {self.stage_id} has no optimizer: give each rank an optimizer, even if all weights are frozen"
             )
-        known = self.schedule, self.micro_batches
-        if self._planned is None or self._planned[0] != known:
-            self._planned = known, list(self.schedule(self.stage_id, self.num_stages, self.micro_batches))
-            self._reduction.plan(self._planned[1])
+        plan = self._plans.plan(self.schedule, self.micro_batches)
+        if plan is not self._planned:
+            self._planned = plan
+            self._reduction.plan(plan.instructions)
         with trace.span("Begin"):
             self._begin(self.micro_batches)
-        self._run(self._planned[1], self.micro_batches)
+        self._run(plan, self.micro_batches)
         with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
             self._reduction.finish()
@@ -158,7 +164,7 @@ class PipelineEngine(PipelineHooks):
             # Message buffers allocated in inference mode could not be reused for training.
             with torch.inference_mode(False), torch.no_grad(), self._watched(), trace.span("eval_batch", "step"):
                 self._begin(micros, compute_loss)
-                self._run(list(schedule.forward_only(self.stage_id, self.num_stages, micros, self._chunks)), micros)
+                self._run(self._plans.plan(self._evaluation, micros), micros)
                 loss = self._share_losses() if compute_loss else None
                 found = evaluation.result(self, loss, reduce_output, bcast_loss)
                 logits = in_full(self.outputs) if return_logits else None
@@ -190,15 +196,19 @@ class PipelineEngine(PipelineHooks):
 
     # ---------------------------------------------------------- instructions
 
-    def _run(self, instructions: list[Instruction], micros: int) -> None:
-        self._neighbours.begin_step(instructions, micros)
-        for instruction in instructions:
+    def _run(self, plan: StagePlan, micros: int) -> None:
+        self._neighbours.begin_step(plan.instructions, micros, plan.points)
+        for instruction, following in zip_longest(plan.instructions, plan.instructions[1:]):
             self._at(instruction)
             kind = type(instruction)
             begun = self.progress.begin(kind.__name__)
             getattr(self, self._HANDLERS[kind])(instruction)
             self.progress.end(kind.__name__, begun, instruction.at)
             self._step.forget_if_done(instruction.at)
+            if kind in COST:
+                self._neighbours.after_pass()
+            if not isinstance(following, SENDS):
+                self._neighbours.post()
         left = self._step.microbatches
         assert not left, (
             f"stage {self.stage_id} still holds tensors of {list(left)} after the last instruction of a step"
@@ -290,10 +300,10 @@ class PipelineEngine(PipelineHooks):
             same_until = neighbours.from_previous.same_until(at)
         else:
             same_until = self._step.batches.same_until(at.micro)
-        neighbours.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
-        if self.module.training:
+        if self.module.training:  # before the send, as this may allocate the buffer of the gradient
             due = [BoundaryTensor(each.tensor, split=each.split) for each in outputs if each.grad]
             neighbours.from_next.expect(at, layout_of(due) if due else None)
+        neighbours.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
 
     def _recv_activation(self, instruction: Instruction) -> None:
         previous = self._neighbours.from_previous
@@ -356,7 +366,9 @@ class PipelineEngine(PipelineHooks):
         self.known_model.follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
-        ahead = self.num_stages if first and self.num_stages > 1 and not self.dynamic_shape else 0
+        # Where receives are posted at points of the schedule, the first header has to announce all messages of a step.
+        ahead = micros if in_queues(self.device) else self.num_stages
+        ahead = ahead if first and self.num_stages > 1 and not self.dynamic_shape else 0
         batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, replicas)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from .channel import Link, Receiver, Sender
 from .groups import new_groups
 from .memory import Pool
+from .posting import Points
 from .queues import boundary_parity, in_queues, posted_ahead
 from .schedule import Instruction, RecvActivation, RecvGrad
 
@@ -60,13 +61,26 @@ class Neighbours:
         """The channel of incoming gradients."""
         return self.receivers[NEXT]
 
-    def begin_step(self, instructions: Sequence[Instruction], micros: int) -> None:
-        """Prepare the channels for a step whose messages come in the order of these instructions."""
+    def begin_step(self, instructions: Sequence[Instruction], micros: int, points: Points) -> None:
+        """Prepare the channels for a step whose messages come in the order of these instructions.
+
+        points: when each receive is posted.
+        """
         for sender in self.senders.values():
             sender.begin_step(micros)
         for side, receiver in self.receivers.items():
             kind = RecvActivation if side == PREVIOUS else RecvGrad
-            receiver.begin_step(micros, [each.at for each in instructions if type(each) is kind])
+            receiver.begin_step(micros, [each.at for each in instructions if type(each) is kind], points.get(kind, {}))
+
+    def after_pass(self) -> None:
+        """Allocate the buffers of the receives that are due after a pass, before any message that follows the pass."""
+        for receiver in self.receivers.values():
+            receiver.after_pass()
+
+    def post(self) -> None:
+        """Post the receives that are due."""
+        for receiver in self.receivers.values():
+            receiver.post()
 
     def end_step(self) -> None:
         """Wait until all sends have finished, and free buffers of sizes that the step did not need."""

@@ -15,15 +15,13 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
+from .posting import COST, SENDS, Points, receive_points
 from .schedule import (
     At,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
     Instruction,
     Plan,
     RecvActivation,
@@ -34,8 +32,6 @@ from .schedule import (
 )
 
 POSTED_AHEAD = 2  # receives that a channel posts in advance if no device queue waits for them
-# Cost of a pass over all layers of a stage, relative to the forward pass.
-COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}
 
 
 def boundary_parity(boundary: int, stages: int) -> int:
@@ -55,15 +51,14 @@ def in_queues(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def posted_ahead(device: torch.device) -> int:
-    """Return how many receives a channel posts in advance: none if the host may have to synchronize its device.
+def posted_ahead(device: torch.device) -> int | None:
+    """Return how many receives a channel posts in advance; None if receives are posted at points of the schedule.
 
-    The allocator synchronizes when memory is short, and CUDA synchronizes when it loads a kernel. A synchronization
-    deadlocks if a pending receive depends on a later send of this stage. Even a single receive posted in advance may
-    depend on such a send. With three stages in 1F1B, stage 0 posts the receive of gradient 0 before forward 1. But
-    stage 1 sends gradient 0 only after its own forward 1, for which stage 0 has not sent the input yet.
+    A host that may have to synchronize its device needs such points (posting.py). A fixed number would deadlock: with
+    three stages in 1F1B and one receive in advance, stage 0 posts the receive of gradient 0 before forward 1. But stage
+    1 sends gradient 0 only after its own forward 1, for which stage 0 has not sent the input yet.
     """
-    return 0 if in_queues(device) else POSTED_AHEAD
+    return None if in_queues(device) else POSTED_AHEAD
 
 
 def one_hardware_queue(device: torch.device) -> bool:
@@ -83,18 +78,19 @@ def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
 class Rules:
     """The rules by which a device and its transport run computation and messages.
 
-    ahead: receives that a channel posts in advance.
+    ahead: receives that a channel posts in advance; None: receives are posted at the points of posting.py.
     one_hardware_queue: the device starts all its work in the order of submission.
-    dynamic: each activation has a header, for which the host waits. Otherwise the first activation has a header and,
-        in the worst case, a continuation (see channel.py) precedes each later one.
+    dynamic: each activation has a header, for which the host waits. Otherwise only the first activation of each chunk
+        has a header. If channels post a fixed number of receives in advance, a continuation (see channel.py) precedes
+        each later activation in the worst case.
     queue: function (boundary, number of stages, whether the message goes to the next stage) -> key of the message's
         queue; None if the message does not wait for other messages.
     message: duration of a message, in units of a stage's forward pass.
-    device_waits: the host synchronizes the device before each computation, as when memory is short or a kernel is
-        loaded.
+    device_waits: the host synchronizes the device wherever it allocates memory or computes, as when memory is short
+        or a kernel is loaded.
     """
 
-    ahead: int = POSTED_AHEAD
+    ahead: int | None = POSTED_AHEAD
     one_hardware_queue: bool = False
     dynamic: bool = False
     queue: Callable[[int, int, bool], Hashable | None] = queue_of
@@ -152,8 +148,9 @@ class Graph:
 class StageGraph:
     """Builder of the graph of one stage: its operations, in the order in which the engine submits them."""
 
-    def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int) -> None:
+    def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int, points: Points) -> None:
         self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
+        self._points, self._passes = points, 0
         self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # start and end events of messages
         # Each int below is the number of an event in the graph.
         self._last: dict[Hashable, int] = {}  # end of the last message of each queue
@@ -172,7 +169,7 @@ class StageGraph:
         for each in instructions:
             if type(each) in (RecvActivation, RecvGrad):
                 self._agenda[type(each)].append(each.at)
-        for each in instructions:
+        for each, following in zip_longest(instructions, instructions[1:]):
             kind, at = type(each), each.at
             if kind is RecvActivation:
                 if self._has_header(each):
@@ -183,27 +180,42 @@ class StageGraph:
                 self._take(kind)
             elif kind is RecvGrad:
                 self._take(kind)
-            elif kind is SendActivation:
-                self._message(kind, at, "header" if self._has_header(each) else "continuation")
-                self._message(kind, at)
-                self._known[RecvGrad].add(at)
-                self._post(RecvGrad, self.rules.ahead)
-            elif kind is SendGrad:
-                self._message(kind, at)
+            elif kind in SENDS:
+                self._send(each)
             else:
                 self._compute(each)
+            if not isinstance(following, SENDS):
+                self._post(RecvActivation)
+                self._post(RecvGrad)
 
     def _has_header(self, each: Instruction) -> bool:
         return self.rules.dynamic or each.micro == 0
 
     def _compute(self, each: Instruction) -> None:
         name = f"{type(each).__name__}({each.micro}) of stage {self.stage}"
+        self._synchronize(name)
+        self._computed = self._submit(name, COST[type(each)] / self.chunks, self._computed)[1]
+        self._passes += 1
+
+    def _send(self, each: Instruction) -> None:
+        """Send a message. Its buffer, and that of the gradient that answers it, are allocated first."""
+        kind, at = type(each), each.at
+        self._synchronize(f"{kind.__name__}({each.micro}) of stage {self.stage}")
+        if kind is SendActivation:
+            self._known[RecvGrad].add(at)
+            if self._has_header(each):
+                self._message(kind, at, "header")
+            elif self._has_continuation(kind, at):
+                self._message(kind, at, "continuation")
+        self._message(kind, at)
+
+    def _synchronize(self, name: str) -> None:
+        """Let the host wait for all operations submitted so far, if the rules say so. name: what comes next."""
         if self.rules.device_waits:
             self._host = self.graph.add_event(
                 f"the device of stage {self.stage} before {name}", 0.0, self._host, *self._since_sync
             )
             self._since_sync = []
-        self._computed = self._submit(name, COST[type(each)] / self.chunks, self._computed)[1]
 
     def _submit(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
         """Submit an operation that waits for the last submitted computation; return its start and end events."""
@@ -228,21 +240,31 @@ class StageGraph:
 
     def _take(self, kind: type[Instruction]) -> None:
         """Make the device, not the host, wait for the next message of this kind."""
-        self._post(kind, max(self.rules.ahead, 1))
+        if not self._posted[kind]:
+            self._synchronize(f"the buffer for {kind.__name__} of stage {self.stage}")
+            self._post(kind, 1)
         if not self._posted[kind]:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
         arrived, word = self._posted[kind].popleft()
         self._host = self._host if word is None else word
         self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]
-        self._post(kind, self.rules.ahead)
 
-    def _post(self, kind: type[Instruction], messages: int) -> None:
+    def _post(self, kind: type[Instruction], messages: int = 0) -> None:
+        """Post receives of known layout: those that are due, and more until `messages` are pending."""
         agenda, posted = self._agenda[kind], self._posted[kind]
-        while agenda and agenda[0] in self._known[kind] and len(posted) < messages:
+        wanted = max(self.rules.ahead or 0, messages)
+        while agenda and agenda[0] in self._known[kind] and (len(posted) < wanted or self._is_due(kind, agenda[0])):
             at = agenda.popleft()
-            has_word = kind is RecvActivation and not self.rules.dynamic and at.micro > 0
-            word = self._message(kind, at, "continuation") if has_word else None
+            word = self._message(kind, at, "continuation") if self._has_continuation(kind, at) else None
             posted.append((self._message(kind, at), word))
+
+    def _has_continuation(self, kind: type[Instruction], at: At) -> bool:
+        announced = self.rules.dynamic or self.rules.ahead is None or at.micro == 0
+        return kind in (SendActivation, RecvActivation) and not announced
+
+    def _is_due(self, kind: type[Instruction], at: At) -> bool:
+        points = self._points.get(kind, {})
+        return at in points and points[at] <= self._passes
 
 
 def finish(plan: Plan, rules: Rules | None = None) -> float:
@@ -253,8 +275,9 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
     rules, graph = rules or Rules(), Graph()
     chunks = 1 + max((each.chunk for stage in plan for each in stage), default=0)
     ends: defaultdict[tuple[int, bool, str, At], dict[bool, tuple[int, int]]] = defaultdict(dict)
+    points = receive_points(plan, rules.dynamic) if rules.ahead is None else [{}] * len(plan)
     for number, instructions in enumerate(plan):
-        stage = StageGraph(graph, rules, number, len(plan), chunks)
+        stage = StageGraph(graph, rules, number, len(plan), chunks, points[number])
         stage.run(instructions)
         for (*message, sends), events in stage.ends.items():
             ends[tuple(message)][sends] = events  # type: ignore[index]

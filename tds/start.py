@@ -13,7 +13,7 @@ from .boundary import Contract, check_match, contract_of
 from .distributed_optimizer import DistributedOptimizer
 from .groups import gather_objects
 from .messages import ways
-from .queues import Rules, one_hardware_queue, posted_ahead
+from .queues import Rules, in_queues, one_hardware_queue, posted_ahead
 from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
 
@@ -45,7 +45,12 @@ def raise_if_any_failed(error: Exception | None) -> None:
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device."""
     narrow = one_hardware_queue(engine.device)
-    rules = Rules(posted_ahead(engine.device), one_hardware_queue=narrow, dynamic=engine.dynamic_shape)
+    rules = Rules(
+        posted_ahead(engine.device),
+        one_hardware_queue=narrow,
+        dynamic=engine.dynamic_shape,
+        device_waits=in_queues(engine.device),
+    )
     stages, micros = engine.num_stages, engine.micro_batches
     for each in (schedule, partial(forward_only, chunks=chunks)):
         plan = [list(each(stage, stages, micros)) for stage in range(stages)]

@@ -101,6 +101,7 @@ SENTENCES = {
     "line_1_the_conversation_must_end": "line 1: the conversation must end with a message",
     "a_is_not_a_special_token": "<a> is not a special token of the tokenizer, which has <.endoftext.>",
     "omit_the_suffix": "omit the suffix",
+    "stages_that_synchronize": "stages that synchronize their devices would deadlock: stage",
     "messages_would_deadlock_which_waits_for": "messages would deadlock: .*, which waits for ",
     "give_the_folders_of_runs": "give the folders of one or more runs",
     "has_kept_no_checkpoint": "has kept no checkpoint",

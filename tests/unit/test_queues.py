@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tds import schedule
+from tds.posting import receive_points
 from tds.queues import Rules, boundary_parity, finish
-from tds.schedule import Plan, Schedule, ScheduleError
+from tds.schedule import At, Plan, Schedule, ScheduleError
 from tds.timetable import times
 from tests.sentences import SENTENCES
 from tests.support import covering
@@ -40,19 +41,42 @@ def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
                 finish(plan, Rules(dynamic=dynamic))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "evaluation"])
-def test_receives_posted_when_they_are_taken_end_on_one_hardware_queue(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n == 9))
+def test_every_schedule_ends_wherever_stages_synchronize_their_devices(stages: int) -> None:
+    """All stages synchronize at every allocation and before every pass, and no schedule deadlocks."""
+    for name in SCHEDULES:
+        for micros in {1, stages + 1} if stages > 20 else {1, stages - 1, stages, stages + 1, 2 * stages + 1}:
+            plan = plan_of(name, stages, micros)
+            for dynamic in (False, True):
+                if not dynamic or ("interleaved" not in name and "chunks" not in name):
+                    finish(plan, Rules(ahead=None, device_waits=True, dynamic=dynamic))
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if "interleaved" not in name and "chunks" not in name])
+def test_one_hardware_queue_is_enough_without_chunks(name: str) -> None:
     for stages in (2, 3, 4, 8, 16):
         for micros in (1, stages + 1, 4 * stages):
-            finish(plan_of(name, stages, micros), Rules(ahead=0, one_hardware_queue=True))
+            finish(plan_of(name, stages, micros), Rules(ahead=None, one_hardware_queue=True, device_waits=True))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "1f1b, extra_warmup 1", "gpipe", "zb-h1", "evaluation"])
-def test_receives_posted_when_they_are_taken_end_wherever_stages_wait_for_their_device(name: str) -> None:
-    """If stages post receives only when needed, no schedule deadlocks, even if stages wait for their device."""
-    for stages in (2, 3, 4, 8):
-        for micros in (1, stages + 1, 4 * stages):
-            finish(plan_of(name, stages, micros), Rules(ahead=0, device_waits=True))
+def test_chunks_with_a_header_for_each_message_are_refused() -> None:
+    """Interleaved with data-dependent shapes deadlocks if both stages synchronize; the error names a stage."""
+    with pytest.raises(ScheduleError, match=SENTENCES["stages_that_synchronize"]):
+        finish(plan_of("interleaved", 2, 4), Rules(ahead=None, device_waits=True, dynamic=True))
+
+
+def test_a_receive_is_posted_when_its_message_can_have_been_sent() -> None:
+    """Compare the points of 1F1B on 2 stages with those found by hand; a forward pass takes 1, a backward pass 2.
+
+    stage 0 | F0 F1       B0--- F2 B1--- B2---      (the columns are 1 apart)
+    stage 1 |    F0 B0--- F1 B1--- F2 B2---
+    """
+    first, second = receive_points(plan_of("1f1b", 2, 3))
+    # Gradients 0, 1 and 2 are sent after B0, B1 and B2 of stage 1, at times 4, 7 and 10.
+    assert first[schedule.RecvGrad] == {At(0): 2, At(1): 4, At(2): 5}
+    # Activations 0, 1 and 2 are sent after F0, F1 and F2 of stage 0, at times 1, 2 and 7.
+    assert second[schedule.RecvActivation] == {At(0): 0, At(1): 1, At(2): 4}
 
 
 @pytest.mark.parametrize("stages", range(2, 12))
@@ -82,6 +106,7 @@ HANGS: list[tuple[str, int, dict[str, Any]]] = [
     ("1f1b", 4, {"one_hardware_queue": True}),
     ("interleaved", 4, {"ahead": 0, "one_hardware_queue": True}),
     ("1f1b, extra_warmup 2", 3, {"ahead": 0, "one_hardware_queue": True}),
+    ("1f1b", 2, {"ahead": 0, "device_waits": True}),
     ("1f1b", 2, {"ahead": 1, "device_waits": True}),
     ("1f1b", 4, {"ahead": 2, "device_waits": True}),
 ]
