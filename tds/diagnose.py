@@ -28,7 +28,7 @@ import torch.distributed as dist
 from . import schedule
 from ._torch import default_store
 from .messages import say
-from .recorder import Finished, not_ended
+from .recorder import Finished, allocation_retries, not_ended
 
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks
@@ -355,9 +355,11 @@ class Watchdog:
         """Describe the device's progress and pending collectives; ignore errors, so that the report is printed."""
         lines = []
         with contextlib.suppress(Exception):
-            done = self._finished and self._finished.last()
-            if done:
+            if self._finished and (done := self._finished.last()):
                 lines.append(f"its device has finished: {self._in_short(done)}")
+        with contextlib.suppress(Exception):
+            if self._finished and (short := allocation_retries(self._finished.device)):
+                lines.append(short)
         with contextlib.suppress(Exception):
             lines += [f"begun and not ended: {words}" for words in not_ended()]
         return lines

@@ -175,21 +175,6 @@ class PipelineEngine(PipelineHooks):
         return (found, logits) if return_logits else found
 
     @property
-    def named_losses(self) -> dict[str, Tensor]:
-        """The named losses of the last batch, scalars in fp64 over the global batch, equal on every rank."""
-        return self._losses.means
-
-    @property
-    def additional_losses(self) -> dict[str, Tensor]:
-        """Means of the model's `get_additional_losses()` over the last batch, scalars, on every rank."""
-        return self._losses.additional
-
-    @property
-    def num_targets(self) -> float:
-        """Number of targets in the last global batch, or of micro-batches if `loss_fn` has no `count_targets`."""
-        return self._losses.targets
-
-    @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent over stage boundaries since the engine was made."""
         return sum(sender.bytes_sent for sender in self._neighbours.senders.values())

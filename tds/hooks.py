@@ -1,4 +1,4 @@
-"""Methods of a pipeline engine that DeepSpeed's engine calls: optimizer step, gradient norms, save and load."""
+"""The parts of a pipeline engine that do not depend on its schedule: losses, norms, optimizer step, save and load."""
 
 import math
 from pathlib import Path
@@ -10,6 +10,7 @@ from torch import Tensor
 from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
 from .clip import clip_by_norm, squared_norm_here
+from .losses import Losses
 from .reductions import Reduction
 from .saving import PipelineState
 
@@ -21,6 +22,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     loss also sums the parts, which saves an all-reduce. If `_norm_part` returns None, `_take_norm` sums the parts.
     """
 
+    _losses: Losses
     _reduction: Reduction
     _saved_state: PipelineState
     _squared_norm: Tensor | None = None  # summed over all ranks; None if not summed with the loss
@@ -29,6 +31,21 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def has_wrapped_optimizer(self) -> bool:
         """True if a DeepSpeed optimizer wraps the user's optimizer and clips the gradients."""
         return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
+
+    @property
+    def named_losses(self) -> dict[str, Tensor]:
+        """The named losses of the last batch, scalars in fp64 over the global batch, equal on every rank."""
+        return self._losses.means
+
+    @property
+    def additional_losses(self) -> dict[str, Tensor]:
+        """Means of the model's `get_additional_losses()` over the last batch, scalars, on every rank."""
+        return self._losses.additional
+
+    @property
+    def num_targets(self) -> float:
+        """Number of targets in the last global batch, or of micro-batches if `loss_fn` has no `count_targets`."""
+        return self._losses.targets
 
     @property
     def loss_factor(self) -> int:

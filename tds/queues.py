@@ -32,6 +32,8 @@ from .schedule import (
 )
 
 POSTED_AHEAD = 2  # receives that a channel posts in advance if no device queue waits for them
+CONNECTIONS, DEFAULT_CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8, 32
+STREAMS = 12  # CUDA streams of a rank: one for computation, and one for each of its process groups
 
 
 def boundary_parity(boundary: int, stages: int) -> int:
@@ -61,9 +63,16 @@ def posted_ahead(device: torch.device) -> int | None:
     return None if in_queues(device) else POSTED_AHEAD
 
 
-def one_hardware_queue(device: torch.device) -> bool:
-    """Return whether the device starts all its work in one order: CUDA_DEVICE_MAX_CONNECTIONS is 1."""
-    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+def hardware_queues(device: torch.device) -> int | None:
+    """Return how many hardware queues CUDA distributes its streams over; None on other devices."""
+    given = os.environ.get(CONNECTIONS, "")
+    return (int(given) if given.isdigit() else DEFAULT_CONNECTIONS) if device.type == "cuda" else None
+
+
+def share_hardware_queues(device: torch.device) -> bool:
+    """Return whether two streams of a rank may share a hardware queue, which starts work in the order of submission."""
+    queues = hardware_queues(device)
+    return queues is not None and queues < STREAMS
 
 
 def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
@@ -79,7 +88,8 @@ class Rules:
     """The rules by which a device and its transport run computation and messages.
 
     ahead: receives that a channel posts in advance; None: receives are posted at the points of posting.py.
-    one_hardware_queue: the device starts all its work in the order of submission.
+    one_hardware_queue: the device starts all its work in the order of submission. A schedule that ends under this
+        rule also ends if only some streams share a hardware queue.
     dynamic: each activation has a header, for which the host waits. Otherwise only the first activation of each chunk
         has a header. If channels post a fixed number of receives in advance, a continuation (see channel.py) precedes
         each later activation in the worst case.

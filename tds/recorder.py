@@ -1,4 +1,4 @@
-"""Additions to the stack in a hang report: pending collectives, and the last work that the device finished.
+"""Additions to the stack in a hang report: pending collectives, short memory, and the last finished work of the device.
 
 On an accelerator, the host runs far ahead of the device. So the host's stack shows the last work that it submitted, not
 the work that the device waits for. This module reads pending collectives from torch's flight recorder. It also records
@@ -50,16 +50,25 @@ def _describe(entry: dict[str, Any]) -> str:
     return f"{entry.get('profiling_name')} number {count} of the group {group} ({tensors})"
 
 
+def allocation_retries(device: torch.device) -> str | None:
+    """Return a sentence if the allocator of this device has run short of memory, else None.
+
+    Each retry synchronizes the device and frees cached memory.
+    """
+    retries = torch.accelerator.memory_stats(device).get("num_alloc_retries", 0)
+    return f"its device ran short of memory {retries} times: allocations were retried" if retries else None
+
+
 class Finished:
     """Record of how far the device has come with the submitted work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._submitted: deque[tuple[Any, torch.Event]] = deque(maxlen=REMEMBERED)
 
     def submitted(self, what: Any) -> None:
         """Record that the host has submitted all work of `what`."""
-        event = torch.Event(self._device)
+        event = torch.Event(self.device)
         event.record()
         self._submitted.append((what, event))
 

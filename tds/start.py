@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,17 @@ from .boundary import Contract, check_match, contract_of
 from .distributed_optimizer import DistributedOptimizer
 from .groups import gather_objects
 from .messages import ways
-from .queues import Rules, in_queues, one_hardware_queue, posted_ahead
-from .schedule import Backward, BackwardInput, Schedule, ScheduleError, forward_only, schedule_of
+from .queues import CONNECTIONS, MOST_CONNECTIONS, Rules, in_queues, posted_ahead, share_hardware_queues
+from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
+
+
+def separate_hardware_queues() -> None:
+    """Give each CUDA stream its own hardware queue, unless the environment sets their number.
+
+    Call this before CUDA is initialised.
+    """
+    os.environ.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
 
 
 def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
@@ -44,10 +53,9 @@ def raise_if_any_failed(error: Exception | None) -> None:
 
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device."""
-    narrow = one_hardware_queue(engine.device)
     rules = Rules(
         posted_ahead(engine.device),
-        one_hardware_queue=narrow,
+        one_hardware_queue=share_hardware_queues(engine.device),
         dynamic=engine.dynamic_shape,
         device_waits=in_queues(engine.device),
     )
@@ -58,15 +66,24 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
             raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
         if any(isinstance(found, BackwardInput) for found in plan[0]):
             keep_saved_tensors()
-        try:
-            check(plan, micros, rules)
-        except ScheduleError as error:
-            if not narrow:
-                raise
+        _check_on_device(plan, micros, rules)
+
+
+def _check_on_device(plan: Plan, micros: int, rules: Rules) -> None:
+    """Raise ScheduleError if a plan may deadlock, with advice if only the device is the cause."""
+    try:
+        check(plan, micros, rules)
+    except ScheduleError as error:
+        if rules.one_hardware_queue:
+            check(plan, micros, replace(rules, one_hardware_queue=False))
             raise ScheduleError(
-                f"{error}. The cause may be CUDA_DEVICE_MAX_CONNECTIONS=1: unset this variable, or use 1f1b without "
-                f"extra_warmup"
+                f"{error}. The cause: streams share hardware queues. Set {CONNECTIONS}={MOST_CONNECTIONS} before the "
+                f"start, or use another schedule than interleaved"
             ) from None
+        if rules.dynamic:
+            check(plan, micros, replace(rules, dynamic=False))
+            raise ScheduleError(f"{error}. The cause: dynamic_shape. Use another schedule than interleaved") from None
+        raise
 
 
 def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:

@@ -63,7 +63,7 @@ def _told_of_one_queue(rules: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for home in (tds.engine, tds.neighbours, tds.queues, tds.start):
             patch.setattr(home, "in_queues", lambda device: True)
-        patch.setattr(tds.start, "one_hardware_queue", lambda device: rules == "one queue")
+        patch.setattr(tds.start, "share_hardware_queues", lambda device: rules == "one queue")
         yield
 
 
