@@ -71,8 +71,8 @@ class Template(Protocol):
 def messages_of(record: object) -> tuple[Message, ...]:
     """Return the messages of a record.
 
-    A record is `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`. Raises ValueError
-    for any other record and for a record without an assistant message.
+    A record is `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`, and has an assistant
+    message. Raises ValueError for any other record.
     """
     if not isinstance(record, dict):
         raise ValueError("the record is not a JSON object")
@@ -202,10 +202,7 @@ class JinjaTemplate:
             raise TokenizerError(f"the chat template is invalid: {error}") from None
 
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """Return the rendered conversation in pieces.
-
-        Raises ValueError if adding a turn changes the rendered text of earlier turns.
-        """
+        """Return the rendered conversation in pieces. Raises ValueError if a turn changes the text of earlier turns."""
         self._refuse_names(messages)
         whole, at = self._render(messages, False), 0
         found: list[Piece] = []
@@ -215,9 +212,7 @@ class JinjaTemplate:
             before = self._render(messages[:number], True)
             after = self._render(messages[: number + 1], False)
             if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
-                raise ValueError(
-                    "the chat template cannot be used for training: adding a turn changes the text of earlier turns"
-                )
+                raise ValueError("the chat template cannot be trained on: a turn changes the text of earlier turns")
             said = after[len(before) :]
             marked = said.rstrip()
             said = marked if len(marked) > len(message.content.rstrip()) else said
@@ -297,8 +292,7 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
 def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
     """Return the chat template recorded in `about`, the sidecar (PREFIX.json) of a corpus.
 
-    Without `chat_date` in the sidecar, `strftime_now` stays undefined: the template renders no date, or the corpus
-    was made before `strftime_now` was supported. Raises TokenizerError for an invalid template.
+    Without `chat_date` in the sidecar, `strftime_now` stays undefined. Raises TokenizerError for an invalid template.
     """
     date = about.get("chat_date")
     return _template(str(about["chat_template"]), tokenizer, vocab_file, datetime.fromisoformat(date) if date else None)
@@ -383,10 +377,7 @@ class ChatEncoder:
 
 
 def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Return the ChatML token names that the tokenizer lacks; [] for other templates.
-
-    The tokenizer encodes these names as several text tokens.
-    """
+    """Return the ChatML token names that the tokenizer lacks and encodes as text; [] for other templates."""
     return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
 
 

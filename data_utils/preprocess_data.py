@@ -127,10 +127,7 @@ def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
 
 
 def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
-    """Mask spans of the documents of a chunk; return contexts, targets and target offsets (a CPM corpus for T5).
-
-    The masked spans of a document depend only on its text, its position in the input, and --seed.
-    """
+    """Mask spans of documents, seeded by their positions; return contexts, targets and target offsets (CPM's T5)."""
     args, tokenizer = _Worker.args, _Worker.tokenizer
     made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
     for number, ids in enumerate(tokenizer.encode_batch(texts)):
@@ -257,8 +254,7 @@ class _Output:
             if state and not os.path.exists(f"{name}.bin.part"):
                 if not os.path.exists(f"{name}.bin"):
                     raise ValueError(
-                        f"{name}.bin.part of the interrupted run is missing; "
-                        f"delete {args.output_prefix}.part.json to start again"
+                        f"{name}.bin.part is missing; delete {args.output_prefix}.part.json to start again"
                     )
                 state = {}  # the earlier run was killed while it renamed its files, so start again
         states = state.get("builders", [None] * len(self.names))
@@ -381,26 +377,16 @@ def build_parser() -> Parser:
     )  # fmt: skip
     add(
         "--chat-template", default="chatml",
-        help="chat template for --objective sft: chatml, tokenizer (the tokenizer's own template) or a Jinja file "
-        "(default: chatml)",
+        help="chat template for sft: chatml (default), tokenizer (the tokenizer's own template) or a Jinja file",
     )  # fmt: skip
     add(
         "--chat-date",
         help="date that strftime_now returns in the chat template, such as 2024-07-26 or 2024-07-26T15:30:00 "
         "(default: the current time); recorded in the sidecar",
     )
-    add(
-        "--noise-density", type=float, default=0.15,
-        help="share of masked tokens for --objective cpm-t5 (default: 0.15)",
-    )  # fmt: skip
-    add(
-        "--mean-span-length", type=float, default=3.0,
-        help="mean number of tokens in a masked span for --objective cpm-t5 (default: 3)",
-    )  # fmt: skip
-    add(
-        "--seed", type=int, default=1234,
-        help="seed of the masked spans and of the random selection of documents for FILE@0.5 (default: 1234)",
-    )  # fmt: skip
+    add("--noise-density", type=float, default=0.15, help="share of masked tokens for cpm-t5 (default: 0.15)")
+    add("--mean-span-length", type=float, default=3.0, help="mean tokens in a masked span for cpm-t5 (default: 3)")
+    add("--seed", type=int, default=1234, help="seed of masked spans and of the choice by FILE@0.5 (default: 1234)")
     add("--quiet", action="store_true", help="show no progress bar")
     return parser
 

@@ -39,7 +39,6 @@ from .messages import say
 from .mistakes import warn_of_untied
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .recorder import record_collectives
-from .start import separate_hardware_queues
 
 _submodules.install()
 
@@ -78,7 +77,6 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     end_with_launcher()
     record_collectives()
     _deepspeed.prepare()
-    separate_hardware_queues()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
     _deepspeed.set_local_rank()

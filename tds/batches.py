@@ -31,7 +31,7 @@ Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 class Batches:
     """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
 
-    ahead: how many micro-batches to prefetch; `same_until` compares their shapes and dtypes.
+    all_first: whether to read all micro-batches before the first one is used, so that `same_until` can compare them.
     takes_inputs, takes_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
@@ -40,7 +40,7 @@ class Batches:
 
     read: Callable[[], Any]
     total: int
-    ahead: int
+    all_first: bool
     device: torch.device
     stage: int
     takes_inputs: bool
@@ -60,7 +60,7 @@ class Batches:
 
         Raises DataEnded, and BoundaryError if an input is not a tensor.
         """
-        self.read_to(micro + 1, micro + 1 + self.ahead)
+        self.read_to(micro + 1, self.total if self.all_first else 0)
         return tuple(t.to(self.device, non_blocking=True) for t in self._inputs.pop(micro))
 
     def labels(self, micro: int) -> Any:

@@ -1,12 +1,10 @@
 """Transport of tensors over one stage boundary: one message per tuple, no casts, and sends that do not block.
 
 A header precedes the first activation of a step. The header contains the layout of the activation (shapes, dtypes,
-flags) and the number of consecutive micro-batches that have this layout. These micro-batches are called a run. Later
-micro-batches of the run need no header, so the receiver posts their receives before it computes.
-
-Before the last message of a run, the sender sends an 8-byte continuation: how many more micro-batches have the same
-layout. Zero means that another header follows the run. With data-dependent shapes, every activation has a header.
-A gradient needs no header, because it has the shapes of the activations of the same micro-batch.
+flags) and the number of consecutive micro-batches that have this layout, called a run. Later micro-batches of the run
+need no header, so the receiver can post their receives before it computes. Another header precedes the next run. With
+data-dependent shapes, every activation has a header. A gradient needs no header, because it has the shapes of the
+activations of the same micro-batch.
 neighbours.py describes which messages share a queue.
 """
 
@@ -28,7 +26,6 @@ from .memory import Pool, alias
 from .schedule import At
 
 HEADER_SIZE = 1536  # bytes; room for about 60 tensors of 4 dimensions
-CONTINUATION_SIZE = 8  # bytes
 ALIGN = 8  # bytes; each tensor of a message is padded to a multiple of this
 GRAD, SPLIT = 1, 2
 
@@ -48,34 +45,11 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
     return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in tensors)
 
 
-class LayoutRun:
-    """Run of consecutive messages with the same layout; sender and receiver keep equal copies.
+class LayoutRun(NamedTuple):
+    """Consecutive messages with the same layout, up to message number `end - 1`; both ends keep equal copies."""
 
-    total: number of messages in the step.
-    layout: shapes, dtypes and flags of all messages of the run; its last message has the number `end - 1`.
-
-    A continuation precedes the last message of a run, unless the run has only one message or reaches the end of the
-    step.
-    """
-
-    def __init__(self, total: int) -> None:
-        self.total, self.end, self._long = total, 0, False
-        self.layout: Layout = ()
-
-    def begin(self, layout: Layout, first: int, count: int) -> None:
-        """Start a run, as a header announces it: `count` messages of this layout, beginning with number `first`."""
-        self.layout, self.end, self._long = layout, first + count, count > 1
-
-    def extend(self, count: int) -> None:
-        """Extend the run by `count` messages, as a continuation announces."""
-        self.end, self._long = self.end + count, count > 0
-
-    def continuation_due(self, index: int) -> bool:
-        """Return whether a continuation is sent before message `index`.
-
-        A continuation is an 8-byte message: how many messages with the same layout follow message `index`.
-        """
-        return self._long and index == self.end - 1 and self.end < self.total
+    end: int = 0
+    layout: Layout = ()
 
 
 @dataclass(frozen=True)
@@ -114,12 +88,12 @@ class Sender:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.bytes_sent = 0
-        self._runs: dict[int, LayoutRun] = {}  # one run per chunk in this step
+        self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
         self._pending: deque[tuple[Any, Tensor]] = deque()
 
-    def begin_step(self, total: int) -> None:
-        """Prepare for `total` micro-batches of each chunk."""
-        self._runs = defaultdict(lambda: LayoutRun(total))
+    def begin_step(self) -> None:
+        """Forget the layouts of the last step."""
+        self._runs.clear()
 
     def send(self, tensors: Sequence[BoundaryTensor]) -> None:
         """Start sending tensors.
@@ -131,7 +105,7 @@ class Sender:
             self._start(payload)
 
     def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
-        """Send the activations of a micro-batch, after a header or a continuation where the protocol needs one.
+        """Send the activations of a micro-batch, after a header if a run begins.
 
         same_until: the first later micro-batch whose layout may differ. Raises BoundaryError if the layout changes
         earlier. what: beginning of error messages, e.g. `stage 0`.
@@ -140,7 +114,7 @@ class Sender:
         run = self._runs[chunk]
         payload = self._payload(tensors)  # first of all, as this may allocate memory and so synchronize the device
         if index == run.end:
-            run.begin(layout, index, same_until - index)
+            self._runs[chunk] = LayoutRun(same_until, layout)
             self._start(self._header([same_until - index, *_as_json(layout)], what))
         elif layout != run.layout:
             raise BoundaryError(
@@ -148,10 +122,6 @@ class Sender:
                 f"the previous micro-batch, although the inputs have equal shapes; if output shapes depend on the "
                 f"data, use PipelineModule(..., dynamic_shape=True)"
             )
-        if run.continuation_due(index):
-            more = max(same_until - run.end, 0)
-            run.extend(more)
-            self._start(torch.tensor([more], device=self.link.device).view(torch.uint8))
         if payload is not None:
             self._start(payload)
 
@@ -205,12 +175,12 @@ class Sender:
 
 
 class Posted(NamedTuple):
-    """A posted receive: of a continuation if `layout` is None, else of a message with tensors."""
+    """A posted receive of a message with tensors."""
 
     at: At
     work: Any
     payload: Tensor
-    layout: Layout | None
+    layout: Layout
 
 
 class Receiver:
@@ -229,23 +199,22 @@ class Receiver:
         self.link, self._ahead = link, ahead or 0
         self._points: Mapping[At, int] = {}
         self._passes = 0
-        self._reserved: dict[At, list[Tensor]] = {}  # for each message: a buffer for the continuation, if due, and one
-        self._runs: dict[int, LayoutRun] = {}  # one run per chunk in this step
+        self._reserved: dict[At, Tensor] = {}  # buffers of messages to be posted
+        self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
         self._agenda: deque[At] = deque()  # messages still to be posted, in the order of sending
         self._layouts: dict[At, Layout | None] = {}  # known layouts of messages to be posted
-        self._continued: set[At] = set()  # messages preceded by a continuation
         self._posted: deque[Posted] = deque()
 
-    def begin_step(self, total: int, agenda: Iterable[At], points: Mapping[At, int]) -> None:
-        """Prepare for `total` micro-batches of each chunk.
+    def begin_step(self, agenda: Iterable[At], points: Mapping[At, int]) -> None:
+        """Prepare for the messages of a step.
 
         agenda: messages in the order in which they are sent. points: for each message, the number of passes of this
         stage after which its receive is posted; empty if only `ahead` counts.
         """
-        self._runs = defaultdict(lambda: LayoutRun(total))
+        self._runs.clear()
         self._agenda = deque(agenda)
         self._points, self._passes = points, 0
-        self._layouts, self._continued, self._reserved = {}, set(), {}
+        self._layouts, self._reserved = {}, {}
         self._posted.clear()
 
     def expect(self, at: At, layout: Layout | None) -> None:
@@ -266,13 +235,7 @@ class Receiver:
         """Wait for the message of micro-batch and chunk `at`. Raises RuntimeError if another message comes first."""
         self._post(1)
         found = self._next()
-        if found.layout is None:
-            run = self._runs[at.chunk]
-            before = run.end
-            run.extend(int(found.payload.view(torch.int64).item()))
-            self._expect_run(at.chunk, before)
-            found = self._next()
-        if found.at != at or found.layout is None:
+        if found.at != at:
             raise RuntimeError(f"message {at} was requested, but {found.at} comes first")
         parts = torch.split(found.payload, [self.link.size(*each) for each in found.layout])
         return [self._unpack(part, *each) for part, each in zip(parts, found.layout, strict=True)]
@@ -283,16 +246,15 @@ class Receiver:
         Raises DataEnded if the header means the end of the data.
         """
         index, chunk = at
-        run = self._runs[chunk]
-        if index == run.end:
+        if index == self._runs[chunk].end:
             header = torch.empty(HEADER_SIZE, dtype=torch.uint8, device=self.link.device)
             dist.recv(header, self.link.peer, group=self.link.group)
             count, *tensors = json.loads(bytes(header.tolist()))
             if not count:
                 raise DataEnded(f"the data of rank {self.link.peer} ended")
             layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)
-            run.begin(layout, index, count)
-            self._expect_run(chunk, index)
+            self._runs[chunk] = LayoutRun(index + count, layout)
+            self._layouts |= {At(each, chunk): layout for each in range(index, index + count)}
         return self.take(at)
 
     def same_until(self, at: At) -> int:
@@ -301,17 +263,9 @@ class Receiver:
 
     def __str__(self) -> str:
         """Describe the sending rank and the tensors of the next expected message."""
-        layout = next((posted.layout for posted in self._posted if posted.layout), ())
+        layout = self._posted[0].layout if self._posted else ()
         tensors = ", ".join(f"{dtype} {list(shape)}" for dtype, _, shape in _as_json(layout))
         return f"from rank {self.link.peer}{tensors and ': '}{tensors}"
-
-    def _expect_run(self, chunk: int, first: int) -> None:
-        run = self._runs[chunk]
-        for at in (At(index, chunk) for index in range(first, run.end)):
-            self._layouts[at] = run.layout
-            if run.continuation_due(at.micro):
-                self._continued.add(at)
-        self._post(self._ahead)
 
     def _next(self) -> Posted:
         """Wait for the oldest posted receive."""
@@ -329,33 +283,25 @@ class Receiver:
         for at in self._agenda:
             if at not in self._layouts or not self._is_due(at):
                 return
-            if at not in self._reserved:
-                self._reserved[at] = self._buffers(at)
+            layout = self._layouts[at]
+            if layout is not None and at not in self._reserved:
+                self._reserved[at] = self._buffer(layout)
 
-    def _buffers(self, at: At) -> list[Tensor]:
-        layout = self._layouts[at]
-        sizes = [CONTINUATION_SIZE] if at in self._continued else []
-        sizes += [] if layout is None else [sum(self.link.size(*each) for each in layout)]
-        return [self.link.pool.take(size) for size in sizes]
+    def _buffer(self, layout: Layout) -> Tensor:
+        return self.link.pool.take(sum(self.link.size(*each) for each in layout))
 
     def _post(self, messages: int) -> None:
         """Post receives of known layout: those that are due, and more until `messages` are pending."""
         while self._agenda and self._agenda[0] in self._layouts:
             at = self._agenda[0]
-            pending = sum(posted.layout is not None for posted in self._posted)
-            if pending >= messages and not self._is_due(at):
+            if len(self._posted) >= messages and not self._is_due(at):
                 return
-            buffers = self._reserved.pop(at, None) or self._buffers(at)
             self._agenda.popleft()
             layout = self._layouts.pop(at)
-            if at in self._continued:
-                self._post_one(at, buffers.pop(0), None)
             if layout is not None:
-                self._post_one(at, buffers.pop(0), layout)
-
-    def _post_one(self, at: At, payload: Tensor, layout: Layout | None) -> None:
-        work = dist.irecv(payload, self.link.peer, group=self.link.group) if payload.numel() else None
-        self._posted.append(Posted(at, work, payload, layout))
+                payload = self._reserved.pop(at) if at in self._reserved else self._buffer(layout)
+                work = dist.irecv(payload, self.link.peer, group=self.link.group) if payload.numel() else None
+                self._posted.append(Posted(at, work, payload, layout))
 
     def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
         raw = raw[: self.link.numel(flags, shape) * dtype.itemsize]

@@ -123,7 +123,7 @@ class PipelineEngine(PipelineHooks):
             self._reduction.plan(plan.instructions)
         with trace.span("Begin"):
             self._begin(self.micro_batches)
-        self._run(plan, self.micro_batches)
+        self._run(plan)
         with self.progress.timed("Reduce"):
             self._at("reducing gradients over tied layers and replicas")
             self._reduction.finish()
@@ -164,7 +164,7 @@ class PipelineEngine(PipelineHooks):
             # Message buffers allocated in inference mode could not be reused for training.
             with torch.inference_mode(False), torch.no_grad(), self._watched(), trace.span("eval_batch", "step"):
                 self._begin(micros, compute_loss)
-                self._run(self._plans.plan(self._evaluation, micros), micros)
+                self._run(self._plans.plan(self._evaluation, micros))
                 loss = self._share_losses() if compute_loss else None
                 found = evaluation.result(self, loss, reduce_output, bcast_loss)
                 logits = in_full(self.outputs) if return_logits else None
@@ -181,8 +181,8 @@ class PipelineEngine(PipelineHooks):
 
     # ---------------------------------------------------------- instructions
 
-    def _run(self, plan: StagePlan, micros: int) -> None:
-        self._neighbours.begin_step(plan.instructions, micros, plan.points)
+    def _run(self, plan: StagePlan) -> None:
+        self._neighbours.begin_step(plan.instructions, plan.points)
         for instruction, following in zip_longest(plan.instructions, plan.instructions[1:]):
             self._at(instruction)
             kind = type(instruction)
@@ -351,10 +351,8 @@ class PipelineEngine(PipelineHooks):
         self.known_model.follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
-        # Where receives are posted at points of the schedule, the first header has to announce all messages of a step.
-        ahead = micros if in_queues(self.device) else self.num_stages
-        ahead = ahead if first and self.num_stages > 1 and not self.dynamic_shape else 0
-        batches = Batches(self._next_batch, micros, ahead, self.device, self.stage_id, first, last)
+        all_first = first and self.num_stages > 1 and not self.dynamic_shape  # the header announces the equal shapes
+        batches = Batches(self._next_batch, micros, all_first, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, replicas)
         count = getattr(self.module.loss_fn, "count_targets", None) if last else None

@@ -61,16 +61,16 @@ class Neighbours:
         """The channel of incoming gradients."""
         return self.receivers[NEXT]
 
-    def begin_step(self, instructions: Sequence[Instruction], micros: int, points: Points) -> None:
+    def begin_step(self, instructions: Sequence[Instruction], points: Points) -> None:
         """Prepare the channels for a step whose messages come in the order of these instructions.
 
         points: when each receive is posted.
         """
         for sender in self.senders.values():
-            sender.begin_step(micros)
+            sender.begin_step()
         for side, receiver in self.receivers.items():
             kind = RecvActivation if side == PREVIOUS else RecvGrad
-            receiver.begin_step(micros, [each.at for each in instructions if type(each) is kind], points.get(kind, {}))
+            receiver.begin_step([each.at for each in instructions if type(each) is kind], points.get(kind, {}))
 
     def after_pass(self) -> None:
         """Allocate the buffers of the receives that are due after a pass, before any message that follows the pass."""

@@ -91,8 +91,7 @@ class Rules:
     one_hardware_queue: the device starts all its work in the order of submission. A schedule that ends under this
         rule also ends if only some streams share a hardware queue.
     dynamic: each activation has a header, for which the host waits. Otherwise only the first activation of each chunk
-        has a header. If channels post a fixed number of receives in advance, a continuation (see channel.py) precedes
-        each later activation in the worst case.
+        has a header.
     queue: function (boundary, number of stages, whether the message goes to the next stage) -> key of the message's
         queue; None if the message does not wait for other messages.
     message: duration of a message, in units of a stage's forward pass.
@@ -171,7 +170,7 @@ class StageGraph:
         # For each kind of receive: _agenda has the receives that are not posted yet, _posted the posted receives, and
         # _known the messages whose layout is known.
         self._agenda: dict[type[Instruction], deque[At]] = defaultdict(deque)
-        self._posted: dict[type[Instruction], deque[tuple[int, int | None]]] = defaultdict(deque)
+        self._posted: dict[type[Instruction], deque[int]] = defaultdict(deque)
         self._known: dict[type[Instruction], set[At]] = defaultdict(set)
 
     def run(self, instructions: Sequence[Instruction]) -> None:
@@ -215,8 +214,6 @@ class StageGraph:
             self._known[RecvGrad].add(at)
             if self._has_header(each):
                 self._message(kind, at, "header")
-            elif self._has_continuation(kind, at):
-                self._message(kind, at, "continuation")
         self._message(kind, at)
 
     def _synchronize(self, name: str) -> None:
@@ -255,8 +252,7 @@ class StageGraph:
             self._post(kind, 1)
         if not self._posted[kind]:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
-        arrived, word = self._posted[kind].popleft()
-        self._host = self._host if word is None else word
+        arrived = self._posted[kind].popleft()
         self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]
 
     def _post(self, kind: type[Instruction], messages: int = 0) -> None:
@@ -265,12 +261,7 @@ class StageGraph:
         wanted = max(self.rules.ahead or 0, messages)
         while agenda and agenda[0] in self._known[kind] and (len(posted) < wanted or self._is_due(kind, agenda[0])):
             at = agenda.popleft()
-            word = self._message(kind, at, "continuation") if self._has_continuation(kind, at) else None
-            posted.append((self._message(kind, at), word))
-
-    def _has_continuation(self, kind: type[Instruction], at: At) -> bool:
-        announced = self.rules.dynamic or self.rules.ahead is None or at.micro == 0
-        return kind in (SendActivation, RecvActivation) and not announced
+            posted.append(self._message(kind, at))
 
     def _is_due(self, kind: type[Instruction], at: At) -> bool:
         points = self._points.get(kind, {})

@@ -19,14 +19,6 @@ from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, fo
 from .timetable import check
 
 
-def separate_hardware_queues() -> None:
-    """Give each CUDA stream its own hardware queue, unless the environment sets their number.
-
-    Call this before CUDA is initialised.
-    """
-    os.environ.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
-
-
 def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
     """Return the schedule that `settings`, the section "pipeline" of the ds_config, names.
 
@@ -77,8 +69,8 @@ def _check_on_device(plan: Plan, micros: int, rules: Rules) -> None:
         if rules.one_hardware_queue:
             check(plan, micros, replace(rules, one_hardware_queue=False))
             raise ScheduleError(
-                f"{error}. The cause: streams share hardware queues. Set {CONNECTIONS}={MOST_CONNECTIONS} before the "
-                f"start, or use another schedule than interleaved"
+                f"{error}. The cause: streams share hardware queues. Set {CONNECTIONS}={MOST_CONNECTIONS}, or "
+                "use another number of micro-batches or another schedule than interleaved"
             ) from None
         if rules.dynamic:
             check(plan, micros, replace(rules, dynamic=False))

@@ -115,7 +115,7 @@ SENTENCES = {
     "outside_the_vocabulary_of_500": "outside the vocabulary of 500",
     "a_model_with_2_chunks_a_2": "a model with 2 chunks a stage needs the schedule interleaved, not gpipe",
     "a_message_contains_which_is_a_2": "a message contains <.*>, which is a token that delimits turns",
-    "turn_by_turn": "adding a turn changes the text of earlier turns",
+    "turn_by_turn": "a turn changes the text of earlier turns",
     "rejects_the_conversation_no_systems": "rejects the conversation: no systems",
     "the_chat_template_is_invalid": "the chat template is invalid",
     "is_not_a_loss_mask": "is not a loss mask",

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import tds
 from tds import messages
-from tds.start import separate_hardware_queues
 
 from .. import mpu
 from .._torch import set_default_timeout, set_timeout_of_groups
@@ -63,7 +62,6 @@ def initialize_megatron(config: Config) -> torch.device:
             "MASTER_PORT": str(port),
         }
     os.environ.setdefault("LOCAL_RANK", "0")
-    separate_hardware_queues()
     device = device_module.current()
     timeout = timedelta(minutes=config.parallel.startup_timeout_minutes)
     set_default_timeout(timeout)

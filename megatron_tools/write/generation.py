@@ -167,8 +167,7 @@ class GPT2Stepper(_Stepper):
 class ModelStepper:
     """Stepper of a user-defined model, which reads the whole text again for each token.
 
-    logits: function from tokens [b, s] to logits [b, s, v], equal on all ranks. positions: longest input; the start of
-    a longer text is dropped.
+    logits: tokens [b, s] -> logits [b, s, v], equal on all ranks. positions: longest input; older text is dropped.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], prompt: list[int], positions: int) -> None:
@@ -193,10 +192,7 @@ class ModelStepper:
 
 
 class T5Stepper(_Stepper):
-    """Stepper of a T5, which generates a decoder text for each source.
-
-    source: one or more encoder inputs of equal length. start: the decoder's first token.
-    """
+    """Stepper of a T5. source: encoder inputs of equal length. start: the decoder's first token."""
 
     def __init__(
         self,
@@ -332,10 +328,7 @@ Found = tuple[float, list[int]]  # log-probability / length ** length_penalty, t
 
 
 class _Beam:
-    """Beam search for one prompt.
-
-    order: for each beam, the row of the previous step that it continues. new: the next token of each beam.
-    """
+    """Beam search for one prompt. order: the previous row that each beam continues. new: its next token."""
 
     def __init__(self, beams: int, max_new_tokens: int, end: int, length_penalty: float) -> None:
         self.beams, self.longest, self.end, self.length_penalty = beams, max_new_tokens, end, length_penalty
@@ -367,8 +360,7 @@ class _Beam:
         if length == self.longest or beaten:
             self.over = True
             self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
-            # Searches of other prompts may continue. The model still computes the rows of this search, which are
-            # then ignored.
+            # Other searches may continue. The model still computes the rows of this search, which are ignored.
             self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
 
     def found(self) -> list[Found]:

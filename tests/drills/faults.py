@@ -7,11 +7,11 @@ A, B, C = "tests/checkpoints/test_", "tests/ranks/test_", "tests/cli/test_"
 U = "tests/unit/test_"
 FAULTS: dict[str, tuple[str, ...]] = {
     "a rank is killed": (f"{A}kills.py::test_a_few_kills", f"{B}faults.py::test_all_ranks_end_with_a_report"),
-    "a rank freezes in a pipeline": (f"{B}faults.py::test_all_ranks_end_with_a_report",),
-    "the process that hosts the store of torch.distributed freezes": (
+    "a rank freezes in a run with a pipeline": (f"{B}faults.py::test_all_ranks_end_with_a_report",),
+    "the process that hosts torch's TCPStore freezes": (
         f"{B}one_report.py::test_a_frozen_process_that_keeps_the_store",
     ),
-    "a rank freezes without a pipeline": (
+    "a rank freezes in a run without a pipeline": (
         f"{B}initialize.py::test_a_run_without_a_pipeline_says_where_each_rank_stands",
     ),
     "a rank never joins the run": (f"{B}initialize.py::test_a_rank_that_does_not_come_ends_the_wait",),

@@ -53,11 +53,19 @@ def test_every_schedule_ends_wherever_stages_synchronize_their_devices(stages: i
                     finish(plan, Rules(ahead=None, device_waits=True, dynamic=dynamic))
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if "interleaved" not in name and "chunks" not in name])
-def test_one_hardware_queue_is_enough_without_chunks(name: str) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_hardware_queue_is_enough(name: str) -> None:
     for stages in (2, 3, 4, 8, 16):
-        for micros in (1, stages + 1, 4 * stages):
+        for micros in (1, stages, 4 * stages):
             finish(plan_of(name, stages, micros), Rules(ahead=None, one_hardware_queue=True, device_waits=True))
+
+
+def test_one_group_of_micro_batches_through_chunks_needs_several_hardware_queues() -> None:
+    """With 2p - 1 micro-batches on p stages, the interleaved schedule has only one group, larger than p."""
+    plan = plan_of("interleaved", 3, 5)
+    finish(plan, Rules(ahead=None, device_waits=True))
+    with pytest.raises(ScheduleError, match=SENTENCES["messages_would_deadlock_which_waits_for"]):
+        finish(plan, Rules(ahead=None, one_hardware_queue=True))
 
 
 def test_chunks_with_a_header_for_each_message_are_refused() -> None:
@@ -104,7 +112,7 @@ HANGS: list[tuple[str, int, dict[str, Any]]] = [
     ("1f1b", 2, {"queue": no_direction}),
     ("interleaved", 4, {"queue": one_group}),
     ("1f1b", 4, {"one_hardware_queue": True}),
-    ("interleaved", 4, {"ahead": 0, "one_hardware_queue": True}),
+    ("interleaved", 4, {"ahead": 2, "one_hardware_queue": True}),
     ("1f1b, extra_warmup 2", 3, {"ahead": 0, "one_hardware_queue": True}),
     ("1f1b", 2, {"ahead": 0, "device_waits": True}),
     ("1f1b", 2, {"ahead": 1, "device_waits": True}),
