@@ -52,8 +52,7 @@ class Piece(NamedTuple):
 class Template(Protocol):
     """Protocol of a chat template, which renders a conversation as text.
 
-    source: `chatml` or the Jinja source.
-    date: the time (ISO 8601) that the template renders as the current time; None if the template renders no time.
+    source: `chatml` or the Jinja source. date: the time (ISO 8601) that it renders as the current time, if any.
     """
 
     source: str
