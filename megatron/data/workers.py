@@ -22,7 +22,7 @@ def block_signals() -> Iterator[None]:
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        start_tracker()  # this call unblocks SIGTERM and SIGINT, so the next line blocks the signals again
+        start_tracker()  # unblocks SIGTERM and SIGINT, so the next line blocks the signals again
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield
     finally:

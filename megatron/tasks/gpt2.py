@@ -51,7 +51,7 @@ class GPT2(Task):
         """Return the whole model, or with pipeline parallelism this rank's stage of the model."""
         if config.parallel.pipe_parallel_size == 0:
             return GPT2Model(config)
-        from ..model.pipe import GPT2ModelPipe  # imported here because it imports DeepSpeed, which is slow
+        from ..model.pipe import GPT2ModelPipe  # imported here: it imports DeepSpeed, which data tools do not need
 
         model: nn.Module = GPT2ModelPipe(config)
         return model

@@ -141,7 +141,7 @@ def bpe(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"add_prefix_space": True}, "sets add_prefix_space True, but tokenizer.json"),
+        ({"add_prefix_space": True}, "sets add_prefix_space to True, but tokenizer.json"),
         ({"added_tokens_decoder": {"400": {"content": "<mask>"}}}, "has no token '<mask>' with id 400"),
         ({"added_tokens_decoder": {"0": {"content": "<mask>"}}}, "has no token '<mask>' with id 0"),
         ({"added_tokens_decoder": ["<mask>"]}, "added_tokens_decoder"),
