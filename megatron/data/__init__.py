@@ -1,1 +1,1 @@
-"""Datasets: from `.bin/.idx` files to the n-th training sample, identical in every run and layout."""
+"""Datasets that read `.bin/.idx` files. Sample n is the same in every run and for any number of ranks."""

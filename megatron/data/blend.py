@@ -1,12 +1,13 @@
-"""Blend of several corpora; after any number of samples, each corpus is within one sample of its exact share.
+"""Blend of several corpora: at any point of a run, each corpus is within one sample of its exact share.
 
-The blend repeats a block in which each corpus has a whole number of samples (weights 0.7 and 0.3: 7 and 3 of 10).
-The order in the block is scheduled by earliest deadline first, so a table gives the corpus of sample n. Steiner and
-Yeomans (1993) prove that an order with a deviation below one sample exists for any shares.
+The blend repeats a block in which each corpus has a whole number of samples. For weights 0.7 and 0.3, a block has 7
+samples of the first corpus and 3 of the second. Earliest-deadline-first scheduling orders the samples of a block.
+Steiner and Yeomans (1993) prove that an order with a deviation below one sample exists for any shares. The block is
+stored as a table that maps a position in the block to a corpus.
 
-If the weights have too many digits for an exact block, corpora with fewer than FEW samples in the largest block
-form a second blend. If w is their share of all samples, this second blend provides sample n if
-floor((n + 1) w) > floor(n w).
+The weights may have too many digits for an exact block. Then the block has about LARGEST_BLOCK samples, and corpora
+with fewer than FEW samples in it form a second blend. If w is the total share of these corpora, the second blend
+provides sample n whenever floor((n + 1) w) > floor(n w).
 """
 
 import heapq
@@ -21,13 +22,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 LARGEST_BLOCK = 1 << 16
-# Number of samples that a corpus needs in a block of LARGEST_BLOCK samples. With fewer, rounding to whole samples could
-# change its share by about 1% or more, so such corpora form the second blend.
+# A corpus with fewer samples than this in a block of LARGEST_BLOCK samples goes to the second blend. Rounding the
+# number of its samples to an integer could change its share by about 1% or more.
 FEW = 64
 
 
 def quotas(weights: Sequence[float | str]) -> list[int]:
-    """Return each corpus's samples per block: exact for weights of few digits, else rounded to 1/65536."""
+    """Return the number of samples of each corpus in a block.
+
+    The shares are exact if a block of at most LARGEST_BLOCK samples can represent them, else rounded to 1/65536.
+    """
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     common = math.lcm(*((weight / total).denominator for weight in exact))
@@ -39,7 +43,7 @@ def quotas(weights: Sequence[float | str]) -> list[int]:
 
 
 def rare(weights: Sequence[float | str]) -> list[int]:
-    """Return the indices of the corpora whose share is too small for a block and that form a separate blend."""
+    """Return the indices of the rare corpora: their share is too small for a block, so they form a second blend."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     if math.lcm(*((weight / total).denominator for weight in exact)) <= LARGEST_BLOCK:
@@ -50,9 +54,13 @@ def rare(weights: Sequence[float | str]) -> list[int]:
 
 
 def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
-    """Return the corpus of each sample of a block, [sum of counts], scheduled by earliest deadline first."""
+    """Return the corpus index of each sample of a block, [sum of counts], by earliest-deadline-first scheduling.
+
+    counts: number of samples of each corpus in the block.
+    """
     block = sum(counts)
-    # Sample k of a corpus with quota q gets a position p with k * block / q <= p < (k + 1) * block / q, rounded.
+    # Sample k of a corpus with q samples per block must be at a position from k * block / q (rounded down) to
+    # (k + 1) * block / q (rounded up) - 1. The second bound is the deadline.
     arrivals = [(0, i, 0) for i in range(len(counts))]
     due: list[tuple[int, int, int]] = []
     found = np.empty(block, dtype=np.int32)
@@ -73,13 +81,16 @@ def consumed_by_corpus(weights: Sequence[float | str], samples: int) -> list[int
 
 
 class BlendedDataset(Dataset[dict[str, Tensor]]):
-    """Blend of `datasets` in proportion to `weights`: sample n, for any n >= 0, is the next sample of one of them."""
+    """Blend that draws its samples from `datasets` in proportion to `weights`.
+
+    Sample n exists for any n >= 0. The samples of each dataset appear in their order.
+    """
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float | str]) -> None:
         if len(datasets) != len(weights) or not all(float(weight) > 0 for weight in weights):
             raise ValueError("a blend needs a positive weight for each corpus")
         self.datasets = list(datasets)
-        self.plan = getattr(datasets[0], "plan", None)  # T5's sequence lengths, equal for all corpora
+        self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all datasets
         self._rare_ones = rare(weights)
         self._common_ones = [i for i in range(len(weights)) if i not in set(self._rare_ones)]
         self._rare: BlendedDataset | None = None
@@ -96,9 +107,10 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             self._nth[self._which == i] = np.arange(quota)
 
     def locate(self, n: int) -> tuple[int, int]:
-        """Return (index of a corpus, index of the sample in that corpus) for sample n of the blend."""
+        """Return (corpus index, sample index in that corpus) for sample n of the blend."""
         n = int(n)
-        before = math.floor(n * self._share) if self._rare else 0  # samples of rare corpora among the first n
+        # number of samples of rare corpora among samples 0 to n - 1 of the blend
+        before = math.floor(n * self._share) if self._rare else 0
         if self._rare and math.floor((n + 1) * self._share) > before:
             which, k = self._rare.locate(before)
             return self._rare_ones[which], k
@@ -132,12 +144,13 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         for i, dataset in enumerate(self.datasets):
             mine = np.flatnonzero(owners == i)
             if len(mine):
-                k = numbers[mine]  # these sample numbers are consecutive, as places() requires
+                # places() takes a range. The samples of one corpus in a range of the blend are a range of that corpus.
+                k = numbers[mine]
                 found[mine] = dataset.places(int(k[0]), len(k)) * len(self.datasets) + i
         return found
 
     def _locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return two arrays [count] for samples `first`, `first` + 1, ...: the corpus, and the index in that corpus."""
+        """Return (corpus indices [count], sample indices in these corpora [count]) of `count` samples from `first`."""
         begin, end = (math.floor(n * self._share) for n in (first, first + count))
         owners, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         taken = np.array([math.ceil(r / self._share) - 1 - first for r in range(begin + 1, end + 1)], dtype=np.int64)
@@ -154,7 +167,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples of the blend until one of the corpora, the earliest, has been read once."""
+        """Number of samples of the blend after which the first corpus has been read completely."""
         pairs = zip([self.datasets[i] for i in self._common_ones], self.quotas, strict=True)
         common = min(int(dataset.samples_per_epoch) * self.block // quota for dataset, quota in pairs)
         if not self._rare:

@@ -1,6 +1,6 @@
-"""Building the train, validation and test datasets from --data-path and related flags.
+"""Building the training, validation and test datasets from --data-path and related flags.
 
-Each dataset reads one corpus or a blend of several.
+Each dataset reads one corpus or a blend of several corpora.
 """
 
 import json
@@ -14,8 +14,8 @@ from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
 
 Paths = str | Sequence[str] | Mapping[str, Sequence[str]]
-Make = Callable[[range, str], Any]  # (documents, part) -> dataset
-Open = Callable[[str], tuple[int, Make]]  # prefix -> (number of documents, dataset factory)
+Make = Callable[[range, str], Any]  # dataset factory: (documents, "train", "valid" or "test") -> dataset
+Open = Callable[[str], tuple[int, Make]]  # prefix of a corpus -> (number of documents, dataset factory)
 
 
 def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
@@ -26,18 +26,20 @@ def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
     words = [word for each in ([words] if isinstance(words, str) else words) for word in _split(each)]
     if len(words) < 2 or not _is_number(words[0]):
         if any(_is_number(word) and not Path(f"{word}.idx").exists() for word in words):
-            raise DatasetError(f"--data-path {' '.join(words)} must alternate weight and prefix, as in 0.7 a 0.3 b")
+            raise DatasetError(
+                f"--data-path {' '.join(words)} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b"
+            )
         return [(None, word) for word in words]
     weights, prefixes = words[::2], words[1::2]
     if len(weights) != len(prefixes) or not all(_is_number(w) and float(w) > 0 for w in weights):
         raise DatasetError(
-            f"--data-path {' '.join(words)} must alternate positive weight and prefix, as in 0.7 a 0.3 b"
+            f"--data-path {' '.join(words)} must be pairs of a positive weight and a prefix, as in 0.7 a 0.3 b"
         )
     return list(zip(weights, prefixes, strict=True))
 
 
 def _split(word: str) -> list[str]:
-    """Split a word such as "0.7 a 0.3 b", which holds a whole list; leave a prefix that contains spaces as it is."""
+    """Split a quoted list such as "0.7 a 0.3 b" into its words; return a prefix that contains spaces unchanged."""
     parts = word.split()
     return parts if len(parts) > 1 and _is_number(parts[0]) else [word]
 
@@ -56,13 +58,13 @@ def prefixes_of(paths: Paths) -> list[str]:
 
 
 def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
-    """Return the datasets for training, validation and test, and notes on empty parts.
+    """Return ((training, validation, test) datasets, notes on empty datasets); an empty dataset is None.
 
-    paths: corpora whose documents --split divides, or a mapping from `train`, `valid` and `test` to the corpora of
-    this part, which are used in full.
-    open_: opens the corpus of a prefix; returns its number of documents and a dataset factory, which raises
+    paths: corpora whose documents `split` divides into the three datasets, or a mapping from `train`, `valid` and
+    `test` to corpora of which all documents are used.
+    open_: opens the corpus of a prefix and returns (number of documents, dataset factory). The factory must raise
     ValueError if the documents do not fill a sample.
-    Raises DatasetError if nothing is left for training.
+    Raises DatasetError if the training dataset is empty.
     """
     notes: list[str] = []
     found: dict[str, list[tuple[str | None, Any]]] = {part: [] for part in PARTS}
@@ -108,9 +110,9 @@ def _blend(members: list[tuple[str | None, Any]]) -> Any:
 
 
 def made_with(prefix: str) -> dict[str, Any] | None:
-    """Return the metadata that tools/preprocess_data.py wrote beside a corpus, or None if there is none.
+    """Return the metadata in `prefix`.json, which tools/preprocess_data.py writes, or None without this file.
 
-    Raises ValueError naming a damaged file.
+    Raises ValueError if the file is damaged.
     """
     path = Path(f"{prefix}.json")
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Masking of documents during preprocessing, into the format of CPM's corpora for T5 (see cpm_triples.py).
+"""Masking of spans of a document for T5 during preprocessing, in the corpus format of CPM-2 (see cpm_triples.py).
 
 This module imports only numpy, so that many worker processes start fast.
 """
@@ -19,10 +19,11 @@ def mask_document(
 ) -> tuple[Ids, Ids, Ids]:
     """Mask spans of a document that ends with <eod>; return (context, target, offsets).
 
-    context: the document with a sentinel in place of each span. target: the spans, each after its sentinel. offsets:
-    for each span, its start in the target (at the sentinel) and its length with the sentinel.
+    context: the document with a sentinel in place of each span. target: the spans, each preceded by its sentinel.
+    offsets: two numbers for each span: the position of its sentinel in the target, and its length including the
+    sentinel.
 
-    first_id: id of the first sentinel, which is the size of the text vocabulary. density: fraction of masked
+    first_id: id of the first sentinel, equal to the size of the text vocabulary. density: fraction of masked
     tokens. mean_span: mean length of a span in tokens. seed: determines which tokens are masked.
     """
     text = ids.astype(np.int64)
@@ -32,7 +33,7 @@ def mask_document(
     rng = np.random.default_rng(list(seed))
     masked, first, _ = draw_spans_to_document_ends(
         rng, SpanPlan(len(text), noise, spans, 2 * len(text), 0), ends
-    )  # 2 * len(text) encoder tokens are always enough
+    )  # the encoder length, 2 * len(text), is large enough for any mask
     context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
     lengths = np.diff(at, append=len(target))
     return context, target, np.stack([at, lengths], axis=1).ravel()

@@ -1,10 +1,10 @@
-"""CPM's corpora for T5, masked during preprocessing: three `.bin/.idx` pairs.
+"""Corpora for T5 that are masked during preprocessing, in the format of CPM-2: three `.bin/.idx` pairs.
 
     PREFIX_context        a document with sentinel V + j in place of its span j (V: size of the text vocabulary)
-    PREFIX_target         its spans, each after its sentinel: V + 0, tokens, V + 1, tokens, ...
-    PREFIX_target_offset  for each span, its start in the target (at its sentinel) and its length with the sentinel
+    PREFIX_target         the spans of the document, each after its sentinel: V + 0, tokens, V + 1, tokens, ...
+    PREFIX_target_offset  for each span: position of its sentinel in the target, length including the sentinel
 
-Every document ends with a masked span, whose last token is the only end-of-document token.
+Every document ends with a masked span. The last token of this span is the only end-of-document token.
 """
 
 from pathlib import Path
@@ -24,15 +24,15 @@ Ids = NDArray[np.int64]
 
 
 def is_triple(prefix: str) -> bool:
-    """Return True if `prefix` names a corpus that was masked during preprocessing, which has three pairs."""
+    """Return True if `prefix` names a corpus that was masked during preprocessing (three `.bin/.idx` pairs)."""
     return Path(f"{prefix}_context.idx").is_file()
 
 
 class CPMTripleDataset(T5Samples):
-    """Dataset of T5 samples (see `T5Samples`), which are windows of `encoder` tokens of the concatenated contexts.
+    """Dataset of T5 samples (see `T5Samples`): windows of `encoder` tokens of the concatenated contexts.
 
-    A sample ends before the first span that does not fit into the decoder or for which no sentinel is left. The rest
-    of encoder and decoder is padding, so no target is truncated.
+    A sample ends before the first span that does not fit into the decoder or for which no sentinel is left. The
+    remaining positions of encoder and decoder are padding. So no span is truncated.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CPMTripleDataset(T5Samples):
         self.parts = {name: IndexedDataset(f"{prefix}_{name}") for name in PARTS}
         counts = {name: each.num_documents for name, each in self.parts.items()}
         if len(set(counts.values())) > 1:
-            raise DatasetError(f"the pairs of {prefix} do not match: they contain {counts} documents; make them again")
+            raise DatasetError(f"the pairs of {prefix} do not match: they contain {counts} documents; preprocess again")
         self.specials, self.first_id, self.first = specials, text_vocab_size, documents.start
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
@@ -83,7 +83,7 @@ class CPMTripleDataset(T5Samples):
     def _closed(
         self, context: list[int], owners: list[int], written: list[int], written_owners: list[int], used: int
     ) -> dict[str, Tensor]:
-        if not written:  # without a span in the window, the decoder only predicts the closing sentinel
+        if not written:  # the window contains no span, so the decoder predicts the closing sentinel only
             written, written_owners = [self.specials.sentinels[0]], [1]
             used = max(used, 1)
         closed = [*written, self.specials.sentinels[used]]
@@ -95,14 +95,15 @@ def build_train_valid_test_datasets(
     data_path: Paths, split: str, enc_seq_length: int, dec_seq_length: int | None, specials: Specials, seed: int,
     text_vocab_size: int,
 ) -> tuple[Datasets, list[str]]:  # fmt: skip
-    """Return the datasets of one or several corpora masked during preprocessing, and notes on empty parts.
+    """Return ((training, validation, test) datasets, notes) of corpora that were masked during preprocessing.
 
+    The notes report text that is dropped and datasets that are empty.
     Raises DatasetError if a corpus is damaged or --dec-seq-length is not set.
     """
     if dec_seq_length is None:
         raise DatasetError(
-            f"the spans of {prefixes_of(data_path)[0]}_context were masked during preprocessing, so --dec-seq-length "
-            f"is required"
+            f"{prefixes_of(data_path)[0]}_context was masked during preprocessing, so the number of targets varies; "
+            f"set --dec-seq-length"
         )
 
     def open_(prefix: str) -> tuple[int, Make]:
@@ -118,7 +119,7 @@ def build_train_valid_test_datasets(
 
 
 def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
-    """Return a warning if the spans of an average window do not fit into the decoder, else an empty string."""
+    """Return a warning if the spans of an average window exceed the decoder or the sentinels, else an empty string."""
     tokens, written, offsets = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
     needed, spans = encoder * written / max(tokens, 1) + 1, encoder * offsets / 2 / max(tokens, 1)
     fits = min(decoder / needed, sentinels / max(spans, 1))

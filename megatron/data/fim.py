@@ -1,13 +1,12 @@
-"""Fill-in-the-middle (Bavarian et al. 2022): the middle of a document moves to its end.
+"""Fill-in-the-middle (Bavarian et al. 2022): moves the middle of a document to its end.
 
-A left-to-right model then learns to infill.
+So a left-to-right model learns to infill.
 
     text    A B C D E F G H I J K <eod>
     PSM     <prefix> A B <suffix> G H <middle> C D E F <eod>
     SPM     <prefix> <suffix> G H <middle> A B C D E F <eod>
 
-A document keeps its length: the three special tokens replace the last three tokens of its text in the window
-(I J K).
+A document keeps its length: the three special tokens take the place of the last three tokens of its text (I J K).
 """
 
 from collections.abc import Sequence
@@ -24,8 +23,8 @@ SPECIAL_TOKENS = 3
 class FillInTheMiddle:
     """Fill-in-the-middle settings: rates and special tokens.
 
-    rate: probability that a document of a window is rearranged. spm_rate: probability that a rearranged document has
-    SPM order (suffix, prefix, middle) instead of PSM order (prefix, suffix, middle).
+    rate: probability that a document is rearranged. spm_rate: probability that a rearranged document has SPM order
+    (suffix, prefix, middle) instead of PSM order (prefix, suffix, middle).
     prefix, middle, suffix: ids of the special tokens. eod: end-of-document id, which stays last.
     """
 
@@ -37,9 +36,9 @@ class FillInTheMiddle:
     eod: int
 
     def window(self, text: Ids, sizes: Sequence[int], seed: Sequence[int]) -> Ids:
-        """Rearrange some documents of a window, text [s] -> [s]; a pure function of the arguments.
+        """Rearrange randomly chosen documents of a window, text [s] -> [s].
 
-        sizes: tokens of each document in the window.
+        sizes: number of tokens of each document in the window. seed: determines the choice and the cuts.
         """
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         chances = rng.random((len(sizes), 4))
@@ -53,7 +52,7 @@ class FillInTheMiddle:
     def document(self, ids: Ids, rearranged: bool, spm: bool, cuts: tuple[float, float]) -> Ids:
         """Rearrange one document, ids [n] -> [n]; a document of at most three text tokens stays unchanged.
 
-        cuts: both ends of the middle, as fractions from 0 to 1 in any order.
+        cuts: start and end of the middle as fractions of the document from 0 to 1, in any order.
         """
         closed = bool(len(ids)) and ids[-1] == self.eod
         text = ids[: len(ids) - closed]

@@ -1,4 +1,4 @@
-"""Samples for a left-to-right language model: seq_length + 1 tokens of the concatenated documents."""
+"""Dataset for a left-to-right language model: a sample is seq_length + 1 tokens of the concatenated documents."""
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from .windows import Windows
 class GPT2Dataset(Dataset[dict[str, Tensor]]):
     """Dataset of samples `{"text": int64 [seq_length + 1]}`.
 
-    Sample n, for any n >= 0, is a pure function of (corpus, part, seed, n). Samples that are consecutive in the
-    text overlap by one token, so every token is a target once.
-    fim: fill-in-the-middle settings. prefixes: if given, samples also have `"prefixes": int64 [seq_length]`, 1 for
-    tokens of a prefix. Reading a sample with an id outside the vocabulary raises DatasetError.
+    Sample n, for any n >= 0, depends only on the corpus, `documents`, `part`, `seed` and n. Samples that are adjacent
+    in the text overlap by one token, so every token is a target once per epoch.
+    part: "train", "valid" or "test"; part of the random seed. fim: fill-in-the-middle settings. prefixes: prefix-LM
+    settings; samples then also have `"prefixes": int64 [seq_length]`, which is 1 for tokens of a prefix.
+    Reading a sample with an id outside the vocabulary raises DatasetError.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ def build_train_valid_test_datasets(
     fim: FillInTheMiddle | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
-    """Return the (training, validation, test) datasets of one or several `.bin/.idx` pairs, and notes on empty parts.
+    """Return ((training, validation, test) datasets, notes on empty datasets) of one or several `.bin/.idx` pairs.
 
-    Raises DatasetError if a pair is damaged, if a pair has ids outside the vocabulary, or if the training part does
-    not fill a sample.
+    Raises DatasetError if a pair is damaged, if a pair has ids outside the vocabulary, or if the training documents
+    do not fill a sample.
     """
 
     def open_(prefix: str) -> tuple[int, Make]:
@@ -89,19 +90,19 @@ def build_train_valid_test_datasets(
 
 
 def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
-    """Open a pair and check the ids at its start and end.
+    """Open a `.bin/.idx` pair and check the token ids at the start and the end of the .bin file.
 
-    Raises DatasetError if the pair is damaged or empty, or has ids outside the vocabulary.
+    Raises DatasetError if the pair is damaged or empty, or if one of these ids is outside the vocabulary.
     """
     indexed = IndexedDataset(prefix)
     if not indexed.num_tokens:
-        raise DatasetError(f"{prefix}.bin contains no tokens")
+        raise DatasetError(f"{prefix}.bin contains no tokens; preprocess the text again")
     check_ids(indexed, vocab_size)
     return indexed
 
 
 def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_000_000) -> None:
-    """Raise DatasetError if the start or end of the corpus has ids outside the vocabulary.
+    """Raise DatasetError if one of the first or last `at_most` token ids of the corpus is outside the vocabulary.
 
     Such ids show that the corpus was made with another tokenizer.
     """

@@ -31,13 +31,13 @@ MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
-LOSS = "_loss"  # suffix of the pair that marks which tokens of a corpus count in the loss (sft_dataset.py)
-AT_ONCE = 1 << 18  # index entries checked at once
+LOSS = "_loss"  # PREFIX_loss.bin/.idx holds the loss mask of a fine-tuning corpus (sft_dataset.py)
+AT_ONCE = 1 << 18  # number of index entries that are read and checked at a time
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 
 class DatasetError(ValueError):
-    """Error for a .bin/.idx pair that is missing, damaged or of another format; the message names the file."""
+    """Error for a .bin/.idx pair that is missing, damaged or in another format; the message names the file."""
 
 
 def best_dtype(vocab_size: int) -> type[np.integer[Any]]:
@@ -50,10 +50,10 @@ _checked: ContextVar[dict[str, bool] | None] = ContextVar("checked", default=Non
 
 @contextmanager
 def checked_once(found: dict[str, bool]) -> Iterator[None]:
-    """Within this context, open pairs listed in `found` without the full check; check and list all others.
+    """Within this context, `IndexedDataset` skips the slow check of pairs in `found`; it checks and adds other pairs.
 
-    found: prefix -> True if every document of the pair is one sequence. One process checks a large index, and the
-    other processes reuse its result.
+    So one process can check a large index, and other processes can reuse the result.
+    found: prefix of a pair -> True if every document of the pair is one sequence.
     """
     token = _checked.set(found)
     try:
@@ -69,10 +69,10 @@ def _entries(path: str, at: int, count: int) -> NDArray[np.int64]:
 class IndexedDataset:
     """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
 
-    Attributes: sizes int32 [sequences], tokens of each sequence; document_index int64 [documents + 1], index of each
-    document's first sequence, then the number of sequences; dtype of the tokens.
-    Raises DatasetError if the two files do not match. Unpickling reopens the files. Returned arrays stay valid as
-    long as they are referenced.
+    sizes: number of tokens of each sequence, int32 [sequences]. document_index: index of the first sequence of each
+    document, followed by the number of sequences, int64 [documents + 1]. dtype: dtype of the tokens.
+    Raises DatasetError if the two files do not match. Unpickling reopens the files. A returned array stays valid as
+    long as it is referenced.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -87,15 +87,15 @@ class IndexedDataset:
         size = os.path.getsize(index_path)
         if size < HEADER.size:
             raise DatasetError(
-                f"{index_path} is truncated: it has {size} bytes, but the header alone has {HEADER.size}"
+                f"{index_path} is truncated: it has {size} bytes, fewer than its header of {HEADER.size}"
             )
         raw = np.memmap(index_path, mode="r", dtype=np.uint8)
         magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC or version != VERSION or code not in DTYPES:
             raise DatasetError(f"{index_path} is not an integer index in Megatron's MMIDIDX format, version 1")
         expected = HEADER.size + 12 * sequences + 8 * documents
-        if size not in (expected, expected + sequences):  # multimodal files end with one mode byte per sequence
-            raise DatasetError(f"{index_path} is damaged: it has {size} bytes, but its header describes {expected}")
+        if size not in (expected, expected + sequences):  # multimodal files have one more byte per sequence, its mode
+            raise DatasetError(f"{index_path} is damaged: it has {size} bytes, but its header implies {expected}")
         self.dtype = np.dtype(DTYPES[code])
         at = HEADER.size
         self.sizes: NDArray[np.int32] = np.frombuffer(raw, np.int32, sequences, at)
@@ -107,19 +107,19 @@ class IndexedDataset:
             self._check_against(data_path)
         if checked is not None:
             checked[prefix] = self._one_each
-        # numpy keeps the map alive as long as any array refers to it, so no explicit close is needed.
+        # numpy closes the memory map when no array refers to it, so this class needs no close().
         empty = os.path.getsize(data_path) == 0
         self.tokens: NDArray[Any] = (
             np.empty(0, self.dtype)
             if empty
-            else np.memmap(data_path, mode="r", dtype=self.dtype).view(np.ndarray)  # slices of a memmap are slow
+            else np.memmap(data_path, mode="r", dtype=self.dtype).view(np.ndarray)  # slicing an np.memmap is slow
         )
 
     def _check_against(self, data_path: str) -> None:
         needed = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
         found = os.path.getsize(data_path)
         if found != needed:
-            raise DatasetError(f"{data_path} has {found} bytes, but {self.prefix}.idx describes {needed}")
+            raise DatasetError(f"{data_path} has {found} bytes, but {self.prefix}.idx requires {needed}")
         documents = self.document_index
         if not len(documents) or documents[0] != 0 or documents[-1] != len(self.sizes):
             raise DatasetError(
@@ -130,8 +130,8 @@ class IndexedDataset:
     def _check_order(self) -> None:
         """Raise DatasetError for an index whose sequences or documents are out of order.
 
-        Such an index would silently give wrong tokens later. The offsets are read from the file, not through the memory
-        map, whose pages would count as memory of this process.
+        Such an index would silently give wrong tokens later. The check reads the offsets from the file because pages of
+        the memory map would count as memory of this process.
         """
         count, ends_at = len(self.sizes), len(self.document_index)
         path, begin, self._one_each = self.prefix + ".idx", 0, True
@@ -167,14 +167,14 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all sequences."""
+        """Total number of tokens."""
         return len(self.tokens)
 
     def __getitem__(self, i: int | np.integer[Any]) -> NDArray[Any]:
         return self.get(i)
 
     def get(self, i: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return tokens `offset` to `offset + length` - 1 of sequence i as a view into the file.
+        """Return tokens `offset` to `offset + length` - 1 of sequence i as a view of the memory map.
 
         Raises IndexError if the range exceeds the sequence.
         """
@@ -185,20 +185,20 @@ class IndexedDataset:
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"tokens {offset} to {offset + length} exceed sequence {i} of {self.prefix}, which has {size}"
+                f"tokens {offset} to {offset + length} exceed sequence {i} of {self.prefix}, which has {size} tokens"
             )
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
     def document_start(self, d: int) -> int:
-        """Return the index of the first token of document d, which must not be empty."""
+        """Return the index in `tokens` of the first token of document d. The document must not be empty."""
         first = d if self._one_each else self.document_index.item(d)
         return self.pointers.item(first) // self.dtype.itemsize
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
-        """Return the number of tokens of each document, [documents].
+        """Return the number of tokens of each of these documents, [documents].
 
-        The result is a view into the file if every document is one sequence.
+        The result is a view of the memory map if every document is one sequence.
         """
         if self._one_each:
             return self.sizes[documents.start : documents.stop]

@@ -1,7 +1,7 @@
-"""Sample order of a large epoch as a file, written once per node and memory-mapped by all processes of the node.
+"""File with the sample order of a large epoch, written once per node and memory-mapped by all processes of the node.
 
 The order of an epoch of a billion documents takes 12 GB or more. Without the file, every rank and every data worker
-would hold a copy in memory; memory-mapped pages exist once per node and can be evicted. The file name is a hash of
+would hold a copy in memory. Memory-mapped pages exist once per node and can be evicted. The file name is a hash of
 everything that determines the content. The file gets this name when it is complete, and never changes afterwards.
 """
 
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from ..atomic import own_folder, temporary_name, whole_file
 
-AT_ONCE = 1 << 20  # numbers copied at once from a memory map
+AT_ONCE = 1 << 20  # length of the slices in which large arrays are processed
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
 
 
 def release_pages(array: NDArray[Any]) -> None:
-    """Release the resident pages of the memory map behind `array`, which count as memory of this process."""
+    """Release the resident pages of the memory map behind `array`; until then they count as memory of this process."""
     base: Any = array
     while isinstance(base, (np.ndarray, memoryview)):
         base = base.obj if isinstance(base, memoryview) else base.base
@@ -40,9 +40,10 @@ def pieces(count: int) -> Iterator[slice]:
 def map_arrays(
     folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Callable[[dict[str, NDArray[Any]]], None]
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays in `folder/name`, read-only; `make` fills them if the file does not exist yet.
+    """Return the arrays in the file `folder/name`, read-only. If the file does not exist, create it and call `make`.
 
-    If the folder is not writable, the file goes to a temporary folder of this user, with a message on stderr.
+    arrays: name, length and dtype of each array. make: fills the new arrays.
+    If the file cannot be created in `folder`, it goes to `scratch()`, and a message is printed on stderr.
     """
     places = [Path(folder) / name, scratch() / name]
     size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
@@ -56,7 +57,7 @@ def map_arrays(
 
 
 def remove(folder: str | os.PathLike[str], name: str) -> None:
-    """Delete a file that is no longer needed. Processes that map it keep its content."""
+    """Delete an order file. Processes that have mapped the file can still read it."""
     for path in (Path(folder) / name, scratch() / name):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -91,15 +92,16 @@ def _create(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # or a full disk would raise SIGBUS on writing to the map
+                # Without reserved space, writing to the map on a full disk would kill the process with SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             if path == places[-1]:
                 raise
             print(
-                f"cannot keep the order of samples in {path.parent} ({error.strerror}); "
-                f"it is kept in {places[-1].parent}",
+                f"cannot write the file with the sample order to {path.parent} ({error.strerror}); "
+                f"it is written to {places[-1].parent} instead",
                 file=sys.stderr,
             )
             continue
@@ -115,6 +117,6 @@ def _views(path: Path, arrays: Arrays, mode: Any) -> dict[str, NDArray[Any]]:
     at = 0
     for name, (length, dtype) in arrays.items():
         end = at + length * np.dtype(dtype).itemsize
-        found[name] = raw[at:end].view(np.ndarray).view(dtype)  # slicing a memmap is slow
+        found[name] = raw[at:end].view(np.ndarray).view(dtype)  # slicing an np.memmap is slow
         at = end
     return found

@@ -1,8 +1,8 @@
 """Packing of whole records, such as conversations, into windows of fixed length.
 
-Best-fit decreasing (Krell et al. 2021) looks at lengths only, so which lengths share a window is computed only once.
-Each epoch then permutes the records of equal length. So all epochs have equally many windows, and window n is
-computed without its predecessors.
+Best-fit decreasing (Krell et al. 2021) depends on the lengths of the records only. So it is computed once: it
+determines which lengths share a window. Each epoch then permutes records of equal length and shuffles the windows.
+So all epochs have the same number of windows, and window n is computed without its predecessors.
 """
 
 import bisect
@@ -16,10 +16,13 @@ Ints = NDArray[np.int64]
 
 
 def fit(lengths: Ints, capacity: int) -> Ints:
-    """Return the window of each record, [n] -> [n], for lengths from 1 to `capacity` in descending order."""
+    """Return the window index of each record by best-fit decreasing, lengths [n] -> [n].
+
+    lengths: from 1 to `capacity`, in descending order.
+    """
     window_of = np.empty(len(lengths), dtype=np.int64)
-    open_: dict[int, list[int]] = {}  # number of free positions -> the windows that have this number of them
-    rooms: list[int] = []  # the numbers of free positions that some window has, ascending
+    open_: dict[int, list[int]] = {}  # number of free positions -> windows with this number of free positions
+    rooms: list[int] = []  # keys of open_ that have a window, in ascending order
     opened = at = 0
 
     def leave(room: int, windows: list[int]) -> None:
@@ -55,15 +58,18 @@ def fit(lengths: Ints, capacity: int) -> Ints:
 class PackedOrder:
     """Assignment of records to windows; the records of window n, for any n >= 0, depend only on n and the arguments.
 
-    lengths: number of positions that each record occupies, [records]; 0 skips the record. capacity: positions of a
-    window. stream: text that is part of the random seed. Raises ValueError if all lengths are 0.
-    A process holds 24 bytes per record, and 8 more bytes per record for each of the last two epochs.
+    lengths: number of positions that each record occupies, [records]; 0 skips the record. capacity: number of positions
+    of a window. stream: any text; different texts give independent random orders.
+    Raises ValueError if all lengths are 0.
+    Uses 24 bytes of memory per record, and 8 more bytes per record for each of the two cached epochs.
     """
 
     def __init__(self, lengths: Ints, capacity: int, seed: int, stream: str) -> None:
         self._records = np.flatnonzero(lengths)
         if not len(self._records):
-            raise ValueError(f"none of {len(lengths)} records has a token that counts in the loss")
+            raise ValueError(
+                f"none of {len(lengths)} records has a token that counts in the loss within --seq-length tokens"
+            )
         self._lengths = lengths[self._records]
         window_of = fit(-np.sort(-self._lengths), capacity)
         self._places = np.argsort(window_of, kind="stable")
@@ -78,7 +84,7 @@ class PackedOrder:
         return {**self.__dict__, "_epochs": OrderedDict()}
 
     def _epoch(self, number: int) -> tuple[Ints, Ints]:
-        """Return (records window by window, order of the windows) of an epoch."""
+        """Return (record indices, window after window; order of the windows) of epoch `number`."""
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 self._epochs.popitem(last=False)

@@ -1,6 +1,6 @@
-"""Prefix lengths for prefix LM (Raffel et al. 2020).
+"""Random prefixes for prefix-LM training (Raffel et al. 2020).
 
-Tokens of a prefix attend bidirectionally and are not trained on.
+Tokens of a prefix attend to each other bidirectionally and do not count in the loss.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,19 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Prefix settings. eod: end-of-document id. by_document: one prefix per document instead of one per window."""
+    """Prefix-LM settings.
+
+    eod: end-of-document id. by_document: True for one prefix per document, False for one per window.
+    """
 
     eod: int
     by_document: bool
 
     def of(self, tokens: Ids, seed: Sequence[int]) -> Ids:
-        """Return 1 for tokens in prefixes, else 0, tokens [s] -> [s]; a pure function of tokens and seed.
+        """Return a mask with 1 for tokens of a prefix and 0 for other tokens, tokens [s] -> [s].
 
-        Prefix lengths are uniform from 0 to the length of the document or window minus 1, so at least one token
-        is trained on.
+        The length of a prefix is uniform from 0 to n - 1, where n is the length of the document or window. So at
+        least one token counts in the loss. The same tokens and seed give the same mask.
         """
         ends = np.flatnonzero(tokens[:-1] == self.eod) + 1 if self.by_document else np.empty(0, np.int64)
         stops = np.concatenate([[0], ends, [len(tokens)]])

@@ -1,7 +1,7 @@
-"""Hash that proves which samples a run has read, and in which order.
+"""Hash of the samples that a run has read and of their order.
 
-It is a polynomial hash over the sample ids, modulo 2^64. It does not depend on batching or on the distribution of
-samples over ranks, and can be extended sample by sample.
+It is a polynomial hash over the sample ids, modulo 2^64. The hash does not depend on the batch size or on the
+distribution of samples over ranks. It can be extended sample by sample.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ AT_ONCE = 1 << 18
 
 
 def extend(state: int, dataset: Any, first: int, count: int) -> int:
-    """Extend the hash of the first `first` samples to the first `first + count` samples.
+    """Return the hash of samples 0 to `first + count` - 1, given the hash `state` of samples 0 to `first` - 1.
 
-    dataset: its `places(first, count)` gives the sample ids; without that method the sample numbers are used.
+    dataset: `dataset.places(first, count)` returns the sample ids. Without this method, the id of sample n is n.
     """
     places = getattr(dataset, "places", lambda first, count: np.arange(first, first + count))
     for at in range(first, first + count, AT_ONCE):

@@ -1,12 +1,12 @@
-"""Position of the n-th training sample in the corpus: a pure function of (document lengths, seed, n).
+"""Position of training sample n in the corpus, a pure function of the document lengths, the seed and n.
 
 Each epoch shuffles the documents, concatenates them, cuts the text into samples and shuffles the samples. A sample is
-located on demand by binary search. The order does not depend on the length of a run, its layout or its number
-of workers. (Megatron shuffles the documents of all epochs together, so its order changes with --train-iters.)
+located on demand by binary search. The order does not depend on the length of a run, the number of ranks or the number
+of data workers. (Megatron shuffles the documents of all epochs together, so its order changes with --train-iters.)
 
-An epoch covers each document once, except the final tokens that fill no sample. The order of a small epoch is
-computed in memory on first use. The order of a large epoch is a file that all processes of a node share
-(order_file.py); it is recomputed if it is deleted.
+An epoch covers each document once, except the last tokens, which do not fill a sample. The order of a small epoch is
+computed in memory on first use. The order of a large epoch is stored in a file that all processes of a node share
+(order_file.py). If the file is deleted, it is computed again.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from . import order_file
 
-SMALL = 1 << 20  # an epoch is kept in memory if it has at most so many documents and samples together
+SMALL = 1 << 20  # the order of an epoch is kept in memory if documents + samples <= SMALL, else in a file
 
 
 class Epoch(NamedTuple):
@@ -37,30 +37,30 @@ Piece = tuple[int, int, int]
 
 
 class HasSizes(Protocol):
-    """Protocol of an opened corpus."""
+    """Protocol of a corpus that provides the lengths of its documents, such as `IndexedDataset`."""
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
-        """Return the number of tokens of each of these documents."""
+        """Return the number of tokens of each document in the range."""
         ...
 
 
 class Sizes(NamedTuple):
-    """Lengths of some documents of a corpus, read on demand, so that no process has to hold a copy."""
+    """Lengths of the documents in a range, read from the corpus on demand so that a process needs no copy."""
 
     indexed: HasSizes
     documents: range
 
     def read(self) -> NDArray[np.integer[Any]]:
-        """Return the number of tokens of each of the documents, in their order."""
+        """Return the number of tokens of each document in the range."""
         return self.indexed.document_sizes(self.documents)
 
 
 class SampleOrder:
-    """Order of samples of `length` + `overlap` tokens; sample i+1 starts `length` tokens after sample i.
+    """Order of samples of `length` + `overlap` tokens, which start every `length` tokens in the shuffled text.
 
-    sizes: number of tokens of each document, int [documents]. stream: text that is part of the random seed.
-    shuffle=False keeps documents and samples in order.
-    folder: folder for the files of large epochs; None keeps all epochs in memory.
+    sizes: number of tokens of each document, int [documents]. stream: any text; different texts give independent
+    random orders. shuffle=False keeps documents and samples in the order of the corpus.
+    folder: folder for the files with the order of large epochs; None keeps all epochs in memory.
     Raises ValueError if all documents together do not fill one sample.
     """
 
@@ -90,7 +90,10 @@ class SampleOrder:
         return self._sizes.read() if isinstance(self._sizes, Sizes) else self._sizes
 
     def _read_sizes(self) -> tuple[int, int, str]:
-        """Return (number of tokens, number of documents, digest of all document lengths, used to name files)."""
+        """Return (number of tokens, number of documents, hash of all document lengths).
+
+        The hash becomes part of the names of order files.
+        """
         sizes, tokens, digest = self.sizes(), 0, hashlib.blake2b(digest_size=16)
         for piece in order_file.pieces(len(sizes)):
             tokens += int(sizes[piece].sum(dtype=np.int64))
@@ -106,7 +109,7 @@ class SampleOrder:
             return self._latest[1]
         if number not in self._epochs:
             small = self.documents + self.per_epoch <= SMALL
-            self._latest = _NONE  # release the old epoch before the next one is allocated
+            self._latest = _NONE  # free the memory of the previous epoch before the next epoch is allocated
             while len(self._epochs) >= (2 if small else 1):
                 self._epochs.popitem(last=False)
             self._epochs[number] = self._in_memory(number) if small or not self._folder else self._in_file(number)
@@ -115,7 +118,7 @@ class SampleOrder:
         return self._latest[1]
 
     def release_pages(self) -> None:
-        """Release this process's resident pages of the current epoch if the epoch is memory-mapped."""
+        """Release the resident pages of the current epoch's order in this process, if the order is memory-mapped."""
         for array in self._latest[1]:
             order_file.release_pages(array)
 
@@ -131,22 +134,22 @@ class SampleOrder:
                 self._folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
             )
         except OSError as error:
-            where = "every process keeps it in memory; set TMPDIR to a folder with free space to share it"
-            print(f"cannot keep the order of samples in a file ({error.strerror}), so {where}", file=sys.stderr)
+            where = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
+            print(f"cannot write the sample order to a file ({error.strerror}), so {where}", file=sys.stderr)
             return self._in_memory(number)
         for array in made.values():
             order_file.release_pages(array)
-        # An order file takes 12 bytes or more per document, so the file of an earlier epoch is deleted.
+        # The file of the epoch before the previous one is deleted, as an order file takes 12 or more bytes a document.
         order_file.remove(self._folder, self._name(number - 2))
         return Epoch(made["order"], made["ends"], made["samples"])
 
     def _name(self, number: int) -> str:
-        """Return a file name that hashes everything that determines an epoch."""
+        """Return the name of the order file: a hash of everything that determines the order of epoch `number`."""
         facts = (self._digest, self.documents, self.length, self.overlap, self.shuffle, self.seed, number)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest() + ".order"
 
     def _shapes(self) -> order_file.Arrays:
-        """Return length and dtype of an epoch's arrays; int32 where it suffices."""
+        """Return length and dtype of the arrays of an epoch; dtype is int32 where it suffices, else int64."""
 
         def numbers(count: int) -> type[np.integer[Any]]:
             return np.int32 if count < 2**31 else np.int64
@@ -175,9 +178,9 @@ class SampleOrder:
             np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return a unique id of each sample: its position in the concatenated epochs, counted in samples.
+        """Return a unique id for each sample from `first` to `first + count` - 1.
 
-        Covers samples `first` to `first + count` - 1.
+        The id is the position of the sample in the concatenated text of all epochs, in samples.
         """
         found = np.empty(count, dtype=np.int64)
         at = 0
@@ -190,7 +193,7 @@ class SampleOrder:
         return found
 
     def pieces(self, n: int) -> list[Piece]:
-        """Return (document, first token, token after the last) of each document in sample n, in order.
+        """Return (document, first token, last token + 1) of each document in sample n, in order.
 
         n may be any number >= 0: sample `per_epoch` is the first sample of the second epoch.
         """
@@ -201,7 +204,7 @@ class SampleOrder:
         begin = samples.item(at) * self.length
         end = begin + self.length + self.overlap
         place = int(ends.searchsorted(begin, side="right"))
-        base = ends.item(place - 1) if place else 0  # start of the document in the concatenated text
+        base = ends.item(place - 1) if place else 0  # position of the first document in the text of the epoch
         skipped, found = begin - base, []
         while base < end:
             stop = ends.item(place)
@@ -209,7 +212,7 @@ class SampleOrder:
                 found.append((order.item(place), 0, stop - base))
             base = stop
             place += 1
-        # The first and the last document are only partly in the sample.
+        # Correct the first and the last entry: of these two documents, the sample may contain only a part.
         document, _, stop = found[0]
         found[0] = document, skipped, stop
         document, start, stop = found[-1]

@@ -11,14 +11,14 @@ from .workers import block_signals, end_all_at_exit, end_with_parent
 class ConsecutiveSampler(Sampler[list[int]]):
     """Endless sampler that yields micro-batches of sample numbers for one data-parallel rank.
 
-    Iteration k takes samples k*B to (k+1)*B - 1 for global batch size B. Every rank takes an equal number of
-    consecutive samples of the iteration, split into micro-batches. So the samples of an iteration do not depend on
-    the number of ranks or micro-batches.
+    With global batch size B, iteration k uses samples k*B to (k+1)*B - 1. Every rank takes an equal number of
+    consecutive samples of the iteration and splits them into micro-batches. So the samples of an iteration do not
+    depend on the number of ranks or micro-batches.
 
-    batch_size: samples of a micro-batch. gas: micro-batches of a rank in an iteration.
-    consumed_samples: samples used by earlier iterations, a multiple of B unless B was changed.
-    is_skipped: takes the number of an iteration's first sample; True skips the iteration without reading its
-    samples.
+    batch_size: samples of a micro-batch. gas: number of micro-batches of a rank in an iteration (gradient
+    accumulation steps). consumed_samples: number of samples used by earlier iterations.
+    is_skipped: called with the number of an iteration's first sample; if it returns True, the iteration is skipped
+    and its samples are not read.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ConsecutiveSampler(Sampler[list[int]]):
 
 
 class _Endless(Dataset[Any]):
-    """Wrapper that explains an IndexError of a dataset: datasets must accept any n >= 0."""
+    """Wrapper that turns a dataset's IndexError into a message that the dataset must accept any n >= 0."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -64,7 +64,7 @@ class _Endless(Dataset[Any]):
 
 class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
-        with block_signals():  # the call below starts the worker processes
+        with block_signals():  # super().__iter__() starts the worker processes, which inherit the blocked signals
             return super().__iter__()
 
 
@@ -76,8 +76,8 @@ def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers
         _Endless(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        # Spawned workers do not inherit threads or accelerator state. As direct children they notice when the
-        # parent dies, whereas children of a forkserver do not.
+        # Unlike forked workers, spawned workers do not inherit threads or accelerator state. Unlike workers of a
+        # forkserver, they are children of this process, so they notice when it dies.
         multiprocessing_context="spawn" if num_workers else None,
         persistent_workers=bool(num_workers),
         worker_init_fn=end_with_parent,

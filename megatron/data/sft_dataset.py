@@ -1,8 +1,8 @@
-"""Samples for supervised fine-tuning: whole conversations packed into a window, with loss on answers only.
+"""Dataset for supervised fine-tuning: packs whole conversations into windows, with loss on answers only.
 
-The records of a window do not attend to each other. The corpus is a pair PREFIX.bin/.idx of tokens and a pair
-PREFIX_loss.bin/.idx of uint8 with the same documents, 1 where a token counts in the loss. A record of L tokens
-occupies L - 1 positions because its last token is only a target.
+The conversations (records) of a window do not attend to each other. A corpus has two pairs of files:
+PREFIX.bin/.idx with the tokens, and PREFIX_loss.bin/.idx with uint8 loss masks (1: the token counts in the loss).
+A record of L tokens occupies L - 1 positions because its last token is only a target.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from .gpt2_dataset import open_corpus
 from .indexed_dataset import LOSS, DatasetError, IndexedDataset
 from .packing import Ints, PackedOrder
 
-AT_ONCE = 1 << 20  # tokens checked at once
+AT_ONCE = 1 << 20  # number of tokens whose loss mask is read at a time
 
 
 class Records:
-    """A corpus's `.bin/.idx` pairs of tokens and of loss masks.
+    """Fine-tuning corpus: a `.bin/.idx` pair with tokens and a pair with loss masks.
 
-    Raises DatasetError if a pair is missing or if the two pairs do not match.
+    Raises DatasetError if a pair is missing or damaged, or if the two pairs do not match.
     """
 
     def __init__(self, prefix: str, vocab_size: int | None) -> None:
@@ -40,12 +40,12 @@ class Records:
             self.counts.document_sizes(every), self.tokens.document_sizes(every)
         )
         if not same or self.counts.dtype != np.uint8:
-            raise DatasetError(f"{prefix}{LOSS}.bin is not a loss mask of {prefix}.bin; preprocess the corpus again")
+            raise DatasetError(f"{prefix}{LOSS}.bin is not a loss mask for {prefix}.bin; preprocess the corpus again")
 
     def targets(self, documents: range, longest: int) -> Ints:
-        """Return how many of each document's first `longest` tokens are targets that count in the loss, [documents].
+        """Return the number of targets among the first `longest` tokens of each document, [documents].
 
-        The first token of a document is never a target.
+        A target is a token that counts in the loss. The first token of a document is never a target.
         """
         found = np.zeros(len(documents), dtype=np.int64)
         for some in _runs(self.tokens, documents):
@@ -55,7 +55,9 @@ class Records:
             begin = self.tokens.document_start(some[int(np.flatnonzero(sizes)[0])])
             flags = self.counts.tokens[begin : begin + int(sizes.sum())]
             if flags.max() > 1:
-                raise DatasetError(f"{self.prefix}{LOSS}.bin contains {flags.max()}, which is neither 0 nor 1")
+                raise DatasetError(
+                    f"{self.prefix}{LOSS}.bin is damaged: a loss mask contains {flags.max()}, which is neither 0 nor 1"
+                )
             before = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
             starts = np.cumsum(sizes) - sizes
             ends = starts + np.minimum(sizes, longest)
@@ -65,7 +67,7 @@ class Records:
 
 
 def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
-    """Yield ranges of consecutive documents of about AT_ONCE tokens."""
+    """Split `documents` into ranges of about AT_ONCE tokens each."""
     ends = np.cumsum(indexed.document_sizes(documents), dtype=np.int64)
     at = 0
     while at < len(documents):
@@ -78,12 +80,13 @@ def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
 class SftDataset(Dataset[dict[str, Tensor]]):
     """Dataset of packed records; a sample is a dict of int64 tensors [seq_length].
 
-    Sample n >= 0 is a pure function of (corpus, part, seed, n). tokens, labels: ids, padded with `eod`.
-    loss_mask: 1 where a label counts in the loss. document_ids: index of the record in the window from 1, 0 for
-    padding. A record of more than seq_length + 1 tokens is truncated. A record without a token in the loss is
-    skipped.
-    cut: number of truncated records. left_out: number of skipped records. records: number of all records.
-    Raises ValueError if no record is left.
+    Sample n, for any n >= 0, depends only on the corpus, `documents`, `part`, `seed` and n. Its tensors are:
+    tokens, labels: token ids, padded with `eod`. loss_mask: 1 where a label counts in the loss, else 0.
+    document_ids: number of the record in the window, starting at 1; 0 for padding.
+
+    A record of more than seq_length + 1 tokens is truncated. A record without a token that counts in the loss is
+    skipped. cut: number of truncated records. left_out: number of skipped records. records: number of all records.
+    Raises ValueError if all records are skipped.
     """
 
     def __init__(self, records: Records, documents: range, seq_length: int, eod: int, seed: int, part: str) -> None:
@@ -125,15 +128,17 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         limit = self._records.vocab_size
         if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
             raise DatasetError(
-                f"{self._records.prefix}.bin contains a token id outside the vocabulary of {limit} in document "
-                f"{document}: the file is damaged or was made with another tokenizer"
+                f"document {document} of {self._records.prefix}.bin contains a token id outside the vocabulary of "
+                f"{limit} tokens: the file is damaged or was made with another tokenizer"
             )
 
     def note(self) -> str:
-        """Return a summary: how many records are used, truncated and skipped, and how full the windows are."""
+        """Return a summary: the numbers of used, truncated and skipped records, and how full the windows are."""
         cut = f", {self.cut} of them truncated to {self._seq_length + 1} tokens" if self.cut else ""
         left = (
-            f"; {self.left_out} skipped, as no token that fits in a window counts in the loss" if self.left_out else ""
+            f"; {self.left_out} skipped, as none of their tokens within --seq-length counts in the loss"
+            if self.left_out
+            else ""
         )
         return (
             f"{self.records - self.left_out} records{cut}, in {self.order.per_epoch} windows that are "
@@ -147,10 +152,10 @@ AnyDataset = SftDataset | BlendedDataset | None
 def build_train_valid_test_datasets(
     data_path: Paths, split: str, seq_length: int, eod: int, seed: int, vocab_size: int | None = None
 ) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
-    """Return the (training, validation, test) datasets of one or several corpora of records, and notes.
+    """Return ((training, validation, test) datasets, notes) of one or several fine-tuning corpora.
 
-    The notes report truncated and skipped records and empty parts.
-    Raises DatasetError if a corpus is damaged, or if the training part has nothing to train on.
+    The notes report truncated and skipped records, how full the windows are, and empty datasets.
+    Raises DatasetError if a corpus is damaged, or if no training record has a token that counts in the loss.
     """
     made: list[str] = []
 

@@ -1,8 +1,8 @@
-"""Sample lengths for short documents with CPM's objective, in which every document ends with a masked span.
+"""Window lengths for short documents with the convention `cpm`, in which every document ends with a masked span.
 
-With T5's masking rates a window has one span for every 20 tokens. If documents are shorter, more documents end in
-a window than it has spans, and the text after the last span would be unused. In a corpus of single lines this would
-be most of the text. So windows become shorter and have room for as many spans as documents end in them.
+With T5's masking rates, a window has one span for every 20 tokens. If documents are shorter than this, more documents
+end in a window than it has spans, and the text after the last span would be unused. In a corpus of single lines, most
+of the text would be unused. So windows become shorter, and a window may have one span for each document end in it.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from .spans import SpanPlan
 
-ENOUGH = 200_000  # largest sample of documents from which to estimate how many documents end in a window
-TOLERATED = 1e-3  # largest unused fraction of the text for which a plan is not shortened
+ENOUGH = 200_000  # number of documents that suffice to estimate how many documents end in a window
+TOLERATED = 1e-3  # windows are shortened if more than this fraction of the text would be unused
 Sizes = NDArray[np.integer]
 
 
 def _document_ends(sizes: Sizes) -> NDArray[np.int64]:
     """Return the positions of document ends in the text of the documents, concatenated in random order.
 
-    If the corpus is large, a random sample of its documents stands for all of them.
+    From a large corpus, only ENOUGH random documents are taken.
     """
     rng = np.random.default_rng(0)
     chosen = sizes if len(sizes) <= ENOUGH else sizes[np.sort(rng.choice(len(sizes), ENOUGH, replace=False))]
@@ -29,12 +29,15 @@ def _document_ends(sizes: Sizes) -> NDArray[np.int64]:
 
 
 def _unused(ends: NDArray[np.int64], plan: SpanPlan) -> float:
-    """Return the fraction of the text that windows of this plan leave unused for lack of spans."""
+    """Return the fraction of the text that is unused because windows of this plan have too few spans.
+
+    ends: positions of document ends in the concatenated text.
+    """
     windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
     if not windows:
         return 0.0
-    # `first` is the index of each window's first document end. Text after the document end that takes the window's
-    # last span is unused.
+    # `first` is the index of each window's first document end, `last` the index of the document end that needs the
+    # window's last available span. Text after `last` is unused.
     first = ends.searchsorted(np.arange(windows) * plan.tokens)
     last = first + max(plan.spans, plan.room) - 1
     over = (last + 1 < len(ends)) & (ends[np.minimum(last + 1, len(ends) - 1)] < (np.arange(windows) + 1) * plan.tokens)
@@ -50,10 +53,11 @@ def _most_ends(ends: NDArray[np.int64], tokens: int) -> int:
 def fit_documents(
     plan: SpanPlan, corpora: Sequence[Sizes], density: float, mean_span: float, decoder: int | None, sentinels: int
 ) -> tuple[SpanPlan, str]:
-    """Return the plan, shortened if it would leave text unused, and a note on the change.
+    """Return (plan, note). If `plan` would leave text unused, the windows of the returned plan are shorter.
 
-    corpora: for each corpus, the tokens of each document, [documents]. decoder: longest target, None if unbounded.
-    sentinels: number of sentinels, including the closing sentinel.
+    corpora: for each corpus, the number of tokens of each document, [documents]. decoder: largest number of decoder
+    tokens, or None for no limit. sentinels: number of sentinels, including the closing sentinel.
+    The note describes the change and how to avoid it; it is empty if the plan is unchanged.
     """
     every = [_document_ends(sizes) for sizes in corpora]
     lost = max((_unused(ends, plan) for ends in every), default=0.0)
@@ -62,7 +66,7 @@ def fit_documents(
     tokens = plan.tokens
     while True:
         most = max(_most_ends(ends, tokens) for ends in every)
-        room = most + -(-most // 8)  # other document orders may have more ends in a window
+        room = most + -(-most // 8)  # with documents in another order, more documents may end in a window
         noise = max(round(tokens * density), 1)
         spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
         room = min(max(room, spans), tokens)
@@ -84,7 +88,7 @@ def fit_documents(
 
 
 def _longer(made: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:
-    """Return a hint on the limit that keeps windows from filling the encoder, or an empty string."""
+    """Return a hint which option limits the window length (decoder length or sentinels), or an empty string."""
     if made.encoder > 0.95 * plan.encoder:
         return ""
     if made.room + max(made.room // 16, 2) >= sentinels:

@@ -1,6 +1,7 @@
-"""Iterations that a run skips: their samples count as consumed, but are not trained on.
+"""Iterations that a run skips: their samples count as consumed, but the model is not trained on them.
 
-An iteration with any listed sample is skipped as a whole, so that iteration k has equal samples in every layout.
+If an iteration contains one sample to skip, the whole iteration is skipped. So iteration k has the same samples for any
+number of ranks.
 """
 
 from collections.abc import Iterable
@@ -17,13 +18,16 @@ def parse_ranges(words: Iterable[str]) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class Skips:
-    """Ranges to skip. iterations: numbered from 1, as in log lines. samples: numbered from 0."""
+    """Ranges of iterations and of samples to skip.
+
+    iterations: numbered from 1, as in log lines. samples: numbered from 0.
+    """
 
     iterations: tuple[Range, ...] = ()
     samples: tuple[Range, ...] = ()
 
     def hold(self, iteration: int, first: int, count: int) -> bool:
-        """Return True if `iteration`, with samples `first` to `first + count` - 1, is to be skipped."""
+        """Return True if `iteration` must be skipped; it contains samples `first` to `first + count` - 1."""
         return any(low <= iteration <= high for low, high in self.iterations) or any(
             low < first + count and first <= high for low, high in self.samples
         )

@@ -1,5 +1,6 @@
-"""Span masking as in T5 (Raffel et al. 2020), with window lengths that fill encoder and decoder exactly.
+"""Span masking as in T5 (Raffel et al. 2020).
 
+The length of a window is chosen so that the masked window fills encoder and decoder.
 Shapes: l is the number of tokens of a window.
 """
 
@@ -15,11 +16,11 @@ Ids = NDArray[np.int64]
 
 
 class SpanPlan(NamedTuple):
-    """Sizes of a sample.
+    """Numbers of tokens and spans in a sample.
 
     tokens: text tokens of the window. noise: masked tokens. spans: number of spans. encoder, decoder: tokens of the
-    encoder and of the decoder. room: largest number of spans in a window in which more than `spans` documents end
-    (short_documents.py).
+    encoder and of the decoder. room: maximum number of spans if more than `spans` documents end in a window; 0 means
+    that the maximum is `spans` (see short_documents.py).
     """
 
     tokens: int
@@ -41,9 +42,9 @@ def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> 
 def plan_spans(
     encoder: int, decoder: int | None, density: float, mean_span: float, sentinels: int, encoder_ends: bool
 ) -> SpanPlan:
-    """Return the longest window that needs at most `encoder` encoder tokens and `decoder` decoder tokens.
+    """Return the plan with the longest window that fits into `encoder` encoder tokens and `decoder` decoder tokens.
 
-    encoder_ends: whether encoder input and labels end with an end token (as in t5, not in cpm).
+    decoder: None for no limit. encoder_ends: True if encoder input and labels end with an end token (convention t5).
     Raises DatasetError if there are too few sentinels.
     """
     tokens = 2
@@ -54,17 +55,17 @@ def plan_spans(
         if plan.encoder > encoder or (decoder is not None and plan.decoder > decoder):
             break
         best = plan
-    needed = best.spans + (not encoder_ends)  # cpm needs a closing sentinel
+    needed = best.spans + (not encoder_ends)  # convention cpm needs one more sentinel, which closes the labels
     if needed > sentinels:
         raise DatasetError(
-            f"an encoder of {encoder} tokens has {best.spans} masked spans and needs {needed} sentinels; raise "
+            f"a sample of {encoder} encoder tokens has {best.spans} masked spans and needs {needed} sentinels; raise "
             f"--num-sentinels {sentinels} or --mean-span-length {mean_span:g}, or lower --noise-density {density:g}"
         )
     return best
 
 
 def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int64]:
-    """Draw `parts` positive lengths that sum to `total`, uniformly over all such sequences."""
+    """Draw `parts` positive lengths whose sum is `total`; all such sequences are equally likely."""
     cuts = np.empty(parts + 1, dtype=np.int64)
     cuts[0], cuts[-1] = 0, total
     cuts[1:-1] = rng.permutation(total - 1)[: parts - 1] + 1
@@ -73,7 +74,10 @@ def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int6
 
 
 def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
-    """Draw spans; return masks (token of a span [l], first token of a span [l]). The first token stays unmasked."""
+    """Draw spans; return (mask of tokens in spans [l], mask of first tokens of spans [l]).
+
+    The first token of the window is never masked.
+    """
     lengths = np.empty(2 * plan.spans, dtype=np.int64)
     lengths[0::2] = compose(rng, plan.tokens - plan.noise, plan.spans)
     lengths[1::2] = compose(rng, plan.noise, plan.spans)
@@ -87,12 +91,12 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
 
 
 def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
-    """Draw spans for CPM, where the last token of each document (True in ends [l]) ends a span.
+    """Draw spans for convention cpm, in which the last token of each document is the last token of a span.
 
-    Returns (mask of the tokens in spans [l], mask of each span's first token [l], number n of used tokens): the sample
-    consists of the first n tokens of the window. n is less than l in two cases: if more than
-    max(plan.spans, plan.room) documents end in the window, or if the documents are so short that too few tokens can be
-    masked, so that the unmasked ones would not fit into the encoder.
+    ends: mask of the last tokens of documents [l].
+    Returns (mask of tokens in spans [l], mask of first tokens of spans [l], n). The sample consists of the first n
+    tokens of the window. n is less than l in two cases: more than max(plan.spans, plan.room) documents end in the
+    window, or short documents allow so few masked tokens that the other tokens exceed the encoder.
     """
     boundaries = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)
@@ -104,7 +108,7 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
         sizes = np.diff(stops, prepend=0)
         must = np.ones(len(sizes), dtype=np.int64)
         if len(stops) > len(boundaries):
-            must[-1] = 0  # this document continues beyond the window, so it need not end with a span
+            must[-1] = 0  # the last document continues beyond the window, so it needs no span at its end
         spans = _distribute(sizes // 2, min(max(plan.spans, len(boundaries)), used), must)
         noise = _distribute(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
@@ -121,9 +125,9 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
 
 
 def _distribute(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Divide up to `total` into parts in proportion to `room`, and return the sizes of the parts.
+    """Divide at most `total` into parts in proportion to `room`, and return the sizes of the parts.
 
-    Part i has at least the size least[i], and at most room[i], or least[i] if that is larger.
+    The size of part i is from least[i] to max(room[i], least[i]).
     """
     room = np.maximum(room, least)
     left = max(min(total, int(room.sum())) - int(least.sum()), 0)
@@ -136,10 +140,14 @@ def _distribute(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -
 
 
 def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise: int, ended: bool) -> None:
-    """Draw `spans` spans, `noise` tokens in total, in one document; with `ended`, its last token ends the last span."""
+    """Draw `spans` spans with `noise` tokens in total in one document, and set them in `masked` and `first`.
+
+    ended: True if the last span must end at the last token of the document.
+    """
     if not spans:
         return
-    kept = len(masked) - noise  # unmasked tokens; one or more precede each span, except in a document of one token
+    # Number of unmasked tokens. At least one precedes each span, except in a document of one token.
+    kept = len(masked) - noise
     kept_lengths = np.zeros(spans + 1, dtype=np.int64)
     if kept > spans and not ended:
         kept_lengths[:] = compose(rng, kept, spans + 1)
@@ -153,10 +161,10 @@ def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise
 
 
 def splice(text: Ids, masked: Mask, first: Mask, sentinels: Ids) -> tuple[Ids, Ids, Ids]:
-    """Split a text into encoder and decoder tokens.
+    """Split a text into encoder tokens and decoder tokens; return (encoder tokens, decoder tokens, positions).
 
-    Returns (encoder tokens: the text with a sentinel in place of each span; decoder tokens: the spans, each after
-    its sentinel; position of each sentinel in the decoder tokens).
+    The encoder tokens are the text with a sentinel in place of each span. The decoder tokens are the spans, each
+    preceded by its sentinel. The positions are those of the sentinels in the decoder tokens.
     """
     kept = text.copy()
     kept[first] = sentinels

@@ -1,4 +1,4 @@
-"""Split of a corpus into documents for training, validation and test."""
+"""Split of the documents of a corpus into training, validation and test documents."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,9 @@ def parse_split(text: str) -> list[float]:
 
 
 def split_documents(shares: Sequence[float], documents: int) -> list[range]:
-    """Return consecutive ranges of documents, one per part, as close to the shares as whole documents allow.
+    """Split `documents` documents into consecutive ranges, one per share, by the largest remainder method.
 
-    Uses the largest remainder method. A part with a non-zero share gets at least one document if there are
-    enough.
+    A non-zero share gets at least one document if there are enough documents.
     """
     exact = [share * documents for share in shares]
     counts = [int(x) for x in exact]

@@ -1,12 +1,12 @@
-"""Samples for an encoder-decoder from an ordinary corpus, with spans masked when a sample is read.
+"""T5 dataset over a corpus of plain text; spans are masked when a sample is read.
 
-A sample is a window of concatenated documents, whose length is chosen so that it fills encoder and decoder exactly.
-The masked tokens are a pure function of (corpus, part, seed, sample number). So every epoch masks different tokens,
-and no mask is stored.
+A sample is a window of concatenated documents. Its length is chosen so that it fills encoder and decoder. The corpus,
+the seed and the number of the sample determine the masked tokens. So every epoch masks different tokens, and no mask is
+stored.
 
     text      A B C D E F G H
-    encoder   A B <1> E F <2> H             with convention t5, an end token follows
-    decoder   <1> C D <2> G                 with convention t5, a start token precedes; the last label is an end token
+    encoder   A B <1> E F <2> H             convention t5 appends an end token
+    decoder   <1> C D <2> G                 convention t5 inserts a start token before and appends an end-token label
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ Ids = NDArray[np.int64]
 class Specials:
     """Ids of special tokens.
 
-    sentinels: ids of the first, second, ... sentinel. eod: id that ends a document and, with convention `t5`, also
-    encoder input and labels.
+    sentinels: ids of the first, second, ... sentinel. eod: end-of-document id; with convention `t5`, also the last id
+    of encoder input and labels.
     """
 
     eod: int
@@ -46,8 +46,9 @@ class Specials:
 class Objective:
     """Training objective.
 
-    name: `span-corruption` or `prefix-lm`. convention: what begins and ends sequences, `t5` (start and end tokens) or
-    `cpm` (first and closing sentinel).
+    name: `span-corruption` or `prefix-lm`.
+    convention: with `t5`, a start token begins the decoder input, and an end token ends encoder input and labels. With
+    `cpm`, the first sentinel begins the decoder input, and a closing sentinel ends the labels.
     """
 
     name: str = "span-corruption"
@@ -56,7 +57,7 @@ class Objective:
     mean_span_length: float = 3.0
 
     def plan(self, encoder: int, decoder: int | None, sentinels: int) -> SpanPlan:
-        """Return the sizes of a sample. Raises DatasetError if there are too few sentinels."""
+        """Return the numbers of tokens and spans in a sample. Raises DatasetError if there are too few sentinels."""
         ends = self.convention == "t5"
         if self.name == "prefix-lm":
             answer = decoder or max(encoder // 4, 1)
@@ -65,11 +66,11 @@ class Objective:
 
 
 class T5Samples(Dataset[dict[str, Tensor]]):
-    """Base of T5 datasets; a sample is a dict of int64 tensors of k encoder or q decoder positions.
+    """Base of T5 datasets; a sample is a dict of int64 tensors of k encoder or q decoder tokens.
 
     Sample n exists for any n >= 0. encoder, decoder, labels: padded token ids [k], [q], [q].
-    encoder_document_ids [k], decoder_document_ids [q]: number of each token's document, from 1; 0 for padding.
-    loss_mask [q]: 1 where a label counts in the loss.
+    encoder_document_ids [k], decoder_document_ids [q]: number of each token's document in the sample, starting at 1;
+    0 for padding. loss_mask [q]: 1 where a label counts in the loss, else 0.
     """
 
     plan: SpanPlan
@@ -86,7 +87,10 @@ class T5Samples(Dataset[dict[str, Tensor]]):
         return self.order.places(first, count)
 
     def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
-        """Return a padded sample. documents: document of each encoder token. owner: document of each decoder token."""
+        """Return the sample, padded to `plan.encoder` encoder tokens and `plan.decoder` decoder tokens.
+
+        documents: document id of each encoder token. owner: document id of each decoder token.
+        """
         k, q = self.plan.encoder, self.plan.decoder
 
         def fill(values: Ids, length: int, filler: int) -> Tensor:
@@ -131,7 +135,7 @@ class T5Dataset(T5Samples):
         self.sentinels = np.array(specials.sentinels, dtype=np.int64)
 
     def window(self, n: int) -> tuple[Ids, Ids]:
-        """Return the tokens of sample n and the document of each token, from 1."""
+        """Return (tokens of window n, document id of each token); document ids start at 1."""
         text, sizes = self.windows.read(n)
         return text, np.repeat(np.arange(1, len(sizes) + 1), sizes)
 
@@ -151,7 +155,7 @@ class T5Dataset(T5Samples):
     def _sample(
         self, text: Ids, documents: Ids, masked: NDArray[np.bool_], first: NDArray[np.bool_]
     ) -> dict[str, Tensor]:
-        """Split the text into encoder input and decoder targets."""
+        """Return the sample for a text; `masked` and `first` mark the tokens and the first tokens of its spans."""
         count = int(first.sum())
         if self.objective.name == "prefix-lm":
             encoder, written = text[~masked], text[masked]
@@ -190,10 +194,11 @@ def build_train_valid_test_datasets(
     seed: int,
     text_vocab_size: int | None = None,
 ) -> tuple[Datasets, list[str]]:
-    """Return the datasets of one or several `.bin/.idx` pairs, and notes on sample lengths and empty parts.
+    """Return ((training, validation, test) datasets, notes) of one or several `.bin/.idx` pairs.
 
-    text_vocab_size: number of text tokens; a corpus must not contain this id or larger ones.
-    Raises DatasetError if a pair is damaged or has ids outside the vocabulary, if the training part does not fill
+    text_vocab_size: size of the text vocabulary; all ids of a corpus must be smaller.
+    The notes report the lengths of a sample and empty datasets.
+    Raises DatasetError if a pair is damaged or has ids outside the vocabulary, if the training documents do not fill
     one sample, or if there are too few sentinels.
     """
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))

@@ -1,6 +1,6 @@
-"""Start of Python's resource tracker without its warning about leaked semaphores.
+"""Starts Python's resource tracker without its warning about leaked semaphores.
 
-The tracker itself removes the semaphores of a killed process, so users need no warning.
+The tracker removes the semaphores of a killed process, so the warning is needless.
 """
 
 import sys
@@ -10,7 +10,7 @@ _QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 def start_tracker() -> None:
-    """Start the resource tracker without its warning about leaked semaphores; no effect if the tracker runs already."""
+    """Start the resource tracker without its warning about leaked semaphores, unless the tracker already runs."""
     sys.warnoptions.append(_QUIET)  # the tracker inherits the warning options of this process
     try:
         resource_tracker.ensure_running()

@@ -7,14 +7,14 @@ from . import order_file
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SMALL, SampleOrder, Sizes
 
-OFTEN = 256  # after reading this many documents of a large corpus, its memory-mapped pages are released
+OFTEN = 256  # memory-mapped pages of a large corpus are released after this number of documents has been read
 
 
 class Windows:
-    """Windows of `length` + `overlap` tokens over some documents.
+    """Windows of `length` + `overlap` tokens of the concatenated, shuffled documents.
 
-    vocab_size: reading a window with an id outside the vocabulary raises DatasetError. Raises ValueError if the
-    documents do not fill one window.
+    vocab_size: if given, reading a window with a token id outside the vocabulary raises DatasetError.
+    Raises ValueError if the documents do not fill one window.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Windows:
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=f"{indexed.prefix}.orders")
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
-        """Return the tokens of window n, and how many of them belong to each document in the window."""
+        """Return (tokens of window n, number of tokens of each document in the window)."""
         tokens, start_of, first = self._indexed.tokens, self._start_of, self._first
         pieces = self.order.pieces(n)
         self._read += len(pieces)
@@ -51,7 +51,7 @@ class Windows:
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
 
     def _release_pages(self) -> None:
-        """Release memory-mapped pages, which count as memory of this process: 64 kB or more for each position read."""
+        """Release memory-mapped pages, as each read position costs this process 64 kB of memory or more."""
         self._read = 0
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):
@@ -61,6 +61,6 @@ class Windows:
         bad = int(raw.max()) if raw.max() >= self._vocab_size else int(raw.min())
         where = [self._first + document for document, _, _ in self.order.pieces(n)]
         raise DatasetError(
-            f"{self._indexed.prefix}.bin contains token id {bad} in one of the documents {where}, outside the "
-            f"vocabulary of {self._vocab_size}: the file is damaged or was made with another tokenizer"
+            f"{self._indexed.prefix}.bin contains token id {bad} in one of the documents {where}, which is outside the "
+            f"vocabulary of {self._vocab_size} tokens: the file is damaged or was made with another tokenizer"
         )

@@ -1,4 +1,4 @@
-"""Life cycle of data-loading workers: they block signals, and exit when the training process exits."""
+"""Start and end of data workers: workers block signals, and exit when the training process exits."""
 
 import atexit
 import multiprocessing
@@ -14,15 +14,15 @@ from megatron.data.tracker import start_tracker
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Block signals while worker processes start, so that the workers inherit the blocked signals.
+    """Block SIGTERM, SIGINT and SIGUSR1 while worker processes start, so that the workers block these signals, too.
 
-    A signal to the whole process group then acts only on the training process, which saves a checkpoint and ends its
-    workers.
+    Then a signal to the whole process group acts on the training process only. The training process saves a checkpoint
+    and ends its workers.
     """
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        start_tracker()  # starting the tracker unblocks SIGTERM, so the mask is set again below
+        start_tracker()  # unblocks SIGTERM and SIGINT, so the next line blocks the signals again
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield
     finally:
@@ -30,13 +30,16 @@ def block_signals() -> Iterator[None]:
 
 
 def end_all() -> None:
-    """Kill the workers of this process. Python itself would send SIGTERM, which workers block, and wait for them."""
+    """Kill the workers of this process.
+
+    At exit, Python would send SIGTERM to the workers and wait for them forever, as workers block SIGTERM.
+    """
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
 def end_all_at_exit() -> None:
-    """Kill the workers at exit, so that none outlives this process."""
+    """Kill the workers when this process exits, so that no worker outlives it."""
     atexit.unregister(end_all)
     atexit.register(end_all)
 
@@ -44,8 +47,8 @@ def end_all_at_exit() -> None:
 def end_with_parent(_: int) -> None:
     """Start a thread that ends this worker process as soon as its parent process ends.
 
-    torch checks for the parent only while a worker waits for work, and misses a parent that died before the worker
-    had started.
+    PyTorch checks whether the parent is alive only while a worker waits for work. It does not notice that the parent
+    died before the worker had started.
     """
     threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
 

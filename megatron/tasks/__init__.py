@@ -1,4 +1,4 @@
-"""Training tasks, one per model family, looked up by the family name in settings and checkpoints."""
+"""Training tasks, one per model family. `TASKS` maps the family name in settings and checkpoints to a task class."""
 
 from ..config import Config
 from ..training.task import Task
@@ -9,7 +9,7 @@ TASKS: dict[str, type[Task]] = {"gpt2": GPT2, "llama": Llama, "t5": T5}
 
 
 def task_of(config: Config) -> Task:
-    """Return the task of the configured family; a model without a family uses GPT-2's task."""
+    """Return the task of the model family in `config`, or GPT-2's task if no family is set."""
     return TASKS[config.model.family or "gpt2"]()
 
 

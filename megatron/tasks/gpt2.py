@@ -1,4 +1,4 @@
-"""Tasks of decoders, GPT-2 and Llama: predict the next token of running text."""
+"""Training tasks of the decoder models GPT-2 and Llama: next-token prediction."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from .prefix import with_prefixes
 
 
 class GPT2(Task):
-    """Task of a decoder that reads windows of --seq-length tokens."""
+    """Training task of a decoder that reads windows of --seq-length tokens."""
 
     name = "gpt2"
     defaults = DEFAULTS["gpt2"]
@@ -29,9 +29,10 @@ class GPT2(Task):
     shares_out_tokens = True
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the datasets, and notes to print.
+        """Return ((training, validation, test) datasets, notes to print).
 
-        A sample is {"text": [s + 1]}; for --objective sft it has tokens, labels, loss_mask and document_ids, [s] each.
+        A sample is {"text": [s + 1]}, with --objective prefix-lm also {"prefixes": [s]}. With --objective sft, a sample
+        has the keys tokens, labels, loss_mask and document_ids, each [s].
         """
         if config.objective == "sft":
             return sft.datasets(config, tokenizer)
@@ -47,10 +48,10 @@ class GPT2(Task):
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
-        """Return the whole model, or this rank's pipeline stage of it."""
+        """Return the whole model, or with pipeline parallelism this rank's stage of the model."""
         if config.parallel.pipe_parallel_size == 0:
             return GPT2Model(config)
-        from ..model.pipe import GPT2ModelPipe  # imports DeepSpeed, which tools that only read data do not need
+        from ..model.pipe import GPT2ModelPipe  # imported here: it imports DeepSpeed, which data tools do not need
 
         model: nn.Module = GPT2ModelPipe(config)
         return model
@@ -58,11 +59,11 @@ class GPT2(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """Return (tokens, positions, document ids), (labels, loss mask), each [b, s].
+        """Return ((tokens, positions, document ids), (labels, loss mask)), each [b, s].
 
-        data: a batch of samples, {"text": [b, s + 1]} or for --objective sft the fields that `datasets` describes.
+        data: batch of samples with the keys that `datasets` describes, or None on ranks that read no data.
 
-        Each of c context-parallel ranks takes its own tokens, labels and loss mask, [b, s/c]. Positions and
+        With c context-parallel ranks, tokens, labels and loss mask are this rank's shard, [b, s/c]. Positions and
         document ids cover the whole sequence on every rank.
         """
         (tokens, *others), (labels, loss_mask) = self._whole_batch(data, config, tokenizer)
@@ -94,14 +95,20 @@ class GPT2(Task):
         return (tokens, position_ids, document_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the summed loss, a scalar. The model computes the loss, so that it can compute logits in chunks."""
+        """Return the summed loss, a scalar.
+
+        The model computes the loss because it may compute the logits in chunks.
+        """
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total
 
 
 class Llama(GPT2):
-    """GPT-2's task with the usual defaults of a Llama, Qwen or Mistral; the presets in configs/models complete them."""
+    """GPT-2's task with the common default settings of Llama, Qwen and Mistral models.
+
+    The presets in configs/models add the settings of a single model.
+    """
 
     name = "llama"
     defaults = DEFAULTS["llama"]
@@ -110,7 +117,7 @@ class Llama(GPT2):
 def fill_in_the_middle(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle | None:
     """Return the fill-in-the-middle settings, or None without --fim-rate.
 
-    Raises ValueError for a special token that the tokenizer lacks.
+    Raises ValueError if the tokenizer lacks one of the --fim-tokens.
     """
     data = config.data
     if not data.fim_rate:
@@ -120,8 +127,8 @@ def fill_in_the_middle(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle 
     if missing:
         raise ValueError(
             f"--fim-tokens: {data.vocab_file} has no special token {' or '.join(missing)}, only "
-            f"{', '.join(tokenizer.marks)}; train a tokenizer by tools/train_tokenizer.py --special-tokens, or add the "
-            f"tokens to a Hugging Face tokenizer by add_special_tokens() and save_pretrained()"
+            f"{', '.join(tokenizer.marks)}; train a tokenizer with tools/train_tokenizer.py --special-tokens, or add "
+            f"the tokens to a Hugging Face tokenizer with add_special_tokens() and save_pretrained()"
         )
     prefix, middle, suffix = (tokenizer.marks[name] for name in names)
     return FillInTheMiddle(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)

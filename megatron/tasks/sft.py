@@ -1,6 +1,6 @@
-"""Supervised fine-tuning of a decoder on windows of whole records.
+"""Supervised fine-tuning of a decoder on windows that pack whole records, such as conversations.
 
-The tokens of a record attend only to that record, and their positions are counted from its first token.
+Tokens attend only to tokens of their own record. Positions start at 0 in each record.
 """
 
 import torch
@@ -18,7 +18,10 @@ KEYS = ("tokens", "labels", "loss_mask", "document_ids")
 
 
 def datasets(config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-    """Return the datasets and notes to print; a sample has tokens, labels, loss_mask and document_ids, [s] each."""
+    """Return ((training, validation, test) datasets, notes to print).
+
+    A sample has the keys tokens, labels, loss_mask and document_ids, each [s].
+    """
     data, seed = config.data, config.train.seed
     return build_train_valid_test_datasets(
         data.paths, data.split, data.seq_length, tokenizer.eod, seed, tokenizer.vocab_size
@@ -26,9 +29,9 @@ def datasets(config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]
 
 
 def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Return (tokens, positions, document ids), (labels, loss mask), each [b, s], from a batch of samples.
+    """Return ((tokens, positions, document ids), (labels, loss mask)), each [b, s], from a batch of samples.
 
-    Records are always separate documents, whatever --reset-position-ids and --reset-attention-mask say.
+    --reset-position-ids and --reset-attention-mask have no effect here: records are always separate documents.
     """
     size = config.train.batch_size, config.data.seq_length
     found = mpu.broadcast_data(KEYS, data, torch.int64, sizes=dict.fromkeys(KEYS, size))

@@ -1,4 +1,4 @@
-"""T5's task: predict the masked spans of a text, or its continuation (--objective)."""
+"""Training task of T5: predict masked spans of a text or the continuation of a text, depending on --objective."""
 
 from functools import partial
 from typing import Any, cast
@@ -22,16 +22,16 @@ KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_documen
 
 
 def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
-    """Return a bool tensor [b, q] that is True where a label is text: no sentinel, end token or padding."""
+    """Return a bool tensor [b, q]: True where a label is text, False for sentinels, end tokens and padding."""
     marks = torch.tensor([tokenizer.pad, tokenizer.eod, *tokenizer.sentinels], device=labels.device)
     return ~torch.isin(labels, marks)
 
 
 def _without_needless_ids(data: Batch) -> Batch:
-    """Return `data` with all documents merged into one, and with empty document ids if `data` has no padding.
+    """Return `data` with document ids 1 for all tokens and 0 for padding, or empty document ids without padding.
 
-    Padding is rare, and empty ids need not be sent. The check for padding runs on the CPU tensors of the reading
-    rank, because on an accelerator it would synchronise in every micro-batch.
+    Padding is rare, and empty ids need not be sent to other ranks. The rank that reads the data checks its CPU tensors
+    for padding. A check on an accelerator would synchronise the accelerator in every micro-batch.
     """
     names = ["encoder_document_ids", "decoder_document_ids"]
     ids = {name: data[name].clamp(max=1) for name in names}
@@ -41,20 +41,20 @@ def _without_needless_ids(data: Batch) -> Batch:
 
 
 class T5(Task):
-    """Task of an encoder that reads --enc-seq-length tokens and a decoder that predicts the missing tokens."""
+    """Training task of an encoder that reads --enc-seq-length tokens and a decoder that predicts the targets."""
 
     name = "t5"
     defaults = DEFAULTS["t5"]
     reads_alone = True
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> SentinelTokenizer:
-        """Return the tokenizer extended by padding and sentinel tokens."""
+        """Return the tokenizer with added padding and sentinel tokens."""
         return SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the datasets, and notes to print.
+        """Return ((training, validation, test) datasets, notes to print).
 
-        A sample is a dict with the keys `KEYS`, of k encoder tokens and q decoder tokens.
+        A sample is a dict with the keys `KEYS`; its tensors are [k] for k encoder tokens or [q] for q decoder tokens.
         """
         data, seed, words = config.data, config.train.seed, cast(SentinelTokenizer, tokenizer)
         lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
@@ -69,11 +69,11 @@ class T5(Task):
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
-        """Return the whole model, or this rank's pipeline stage of it."""
+        """Return the whole model, or with pipeline parallelism this rank's stage of the model."""
         looks = partial(is_text, cast(SentinelTokenizer, tokenizer))
         if config.parallel.pipe_parallel_size == 0:
             return T5Model(config, is_text=looks)
-        from ..model.pipe import T5ModelPipe  # imports DeepSpeed, which tools that only read data do not need
+        from ..model.pipe import T5ModelPipe  # imported here: it imports DeepSpeed, which data tools do not need
 
         model: nn.Module = T5ModelPipe(config, looks)
         return model
@@ -81,11 +81,12 @@ class T5(Task):
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """Return (encoder [b, k], decoder [b, q], encoder and decoder document ids), (labels, loss mask), both [b, q].
+        """Return ((encoder, decoder, encoder document ids, decoder document ids), (labels, loss mask)).
 
-        The layers build attention masks from the document ids; padding has id 0. Padding that this method
-        appends to the decoder gets id 1: any id would do, because no decoder token attends to later tokens. A label
-        without loss becomes padding.
+        Shapes: encoder and its document ids [b, k], all other tensors [b, q].
+        The layers build attention masks from the document ids; padding has id 0. Padding that this method appends to
+        the decoder gets id 1. Any id is correct there, because no decoder token attends to later tokens. Labels that
+        do not count in the loss become padding.
         """
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
@@ -108,7 +109,10 @@ class T5(Task):
         return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the summed loss, a scalar. The model computes the loss, so that it can compute logits in chunks."""
+        """Return the summed loss, a scalar.
+
+        The model computes the loss because it may compute the logits in chunks.
+        """
         inputs, (labels, loss_mask) = batch
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
         return total

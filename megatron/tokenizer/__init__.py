@@ -1,4 +1,4 @@
-"""Tokenizers: lossless conversion between text and token ids."""
+"""Tokenizers, which convert text to token ids and back."""
 
 from .base import Tokenizer, TokenizerError
 from .load import load_tokenizer

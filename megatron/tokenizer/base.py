@@ -1,4 +1,4 @@
-"""The interface of all tokenizers, and helpers that they share."""
+"""Interface of all tokenizers, and helpers that tokenizers share."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ class TokenizerError(ValueError):
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ValueError, which names the file, for any other content."""
+    """Return the JSON object in the file `path`. Raises ValueError, with `path` in its message, for other content."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -29,20 +29,19 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {describe_json(text, error)}") from None
     except RecursionError:
-        raise ValueError(f"{path} is not JSON: nested too deeply") from None
+        raise ValueError(f"{path} cannot be read: its JSON is nested too deeply") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} contains {str(content)[:40]!r}, not a JSON object")
     return content
 
 
 class Tokenizer(ABC):
-    """Conversion between text and token ids.
+    """Base class of tokenizers, which convert text to token ids and back.
 
-    vocab_size: number of ids. eod: the end-of-document id. fingerprint: equal for tokenizers that produce the
-    same ids, different for all others. specials: special tokens as name -> id; plain text never encodes to
-    them. marks: `specials`, and other added tokens whose names chat templates and fill-in-the-middle turn into
-    tokens. start: ids that the model expects before every text (Llama's <|begin_of_text|>); empty
-    if none.
+    vocab_size: number of ids. eod: end-of-document id. fingerprint: hash of everything that determines the ids, so
+    two tokenizers with the same fingerprint give the same ids. specials: special tokens as name -> id; plain text is
+    never encoded to these ids. marks: `specials` plus other added tokens that chat templates and fill-in-the-middle
+    may use by name. start: ids that the model expects before every text, such as Llama's <|begin_of_text|>, or ().
     """
 
     name: str
@@ -59,7 +58,7 @@ class Tokenizer(ABC):
 
     @property
     def marks(self) -> dict[str, int]:
-        """Tokens that a chat template may contain by name, as name -> id: special and some other added tokens."""
+        """Special tokens and other added tokens that a chat template may use by name, as name -> id."""
         return self.specials
 
     @abstractmethod
@@ -68,20 +67,20 @@ class Tokenizer(ABC):
         ...
 
     def encode_inside(self, text: str) -> list[int]:
-        """Return the ids of text that follows a special token."""
+        """Return the ids of `text` if it follows a special token instead of starting a document."""
         return self.encode(text)
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
-        """Return the ids of message content, in which names of special and other added tokens remain plain text.
+        """Return the ids of the content of a chat message. Names of special tokens in it are encoded as plain text.
 
-        inside: the content follows a special token.
+        inside: True if the content follows a special token.
         """
         return self.encode_inside(text) if inside else self.encode(text)
 
     def encode_names(self, text: str) -> list[int]:
-        """Return the ids of `text`, in which names of special and some other added tokens become these tokens.
+        """Return the ids of `text`, encoding the name of each token in `marks` as this token.
 
-        `marks` holds these names. transformers encodes text in the same way.
+        transformers encodes text in the same way.
         """
         marks, ids = self.marks, list[int]()
         for part in filter(None, any_of(marks).split(text)):
@@ -92,12 +91,12 @@ class Tokenizer(ABC):
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the ids of each text. Runs in one thread: callers parallelise over processes."""
+        """Return the ids of each text, computed in one thread. Callers that need parallelism start processes."""
         return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without `eod`. Ids that form an incomplete character become U+FFFD."""
+        """Return the text of `ids`, omitting `eod`. Ids that form an incomplete UTF-8 character become U+FFFD."""
 
     def padded_vocab_size(self, multiple: int) -> int:
         """Return the number of rows of the embedding: the vocabulary size rounded up to a multiple of `multiple`."""
@@ -105,7 +104,7 @@ class Tokenizer(ABC):
 
 
 def fingerprint(kind: str, *contents: bytes) -> str:
-    """Return the SHA-256, in hexadecimal, of everything that determines the ids."""
+    """Return the hexadecimal SHA-256 of the kind of a tokenizer and of the contents of its files."""
     digest = hashlib.sha256(kind.encode())
     for content in contents:
         digest.update(len(content).to_bytes(8, "little") + content)
@@ -115,8 +114,8 @@ def fingerprint(kind: str, *contents: bytes) -> str:
 def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | None) -> str:
     """Return a message if a corpus and `tokenizer` use different end-of-document tokens, else "".
 
-    about: the sidecar of a corpus that has this tokenizer's fingerprint. An equal fingerprint proves an equal
-    tokenizer.json, but the end-of-document token may come from the tokenizer_config.json next to it, which often
+    about: metadata of the corpus (PREFIX.json). The fingerprints of corpus and tokenizer must be equal. This proves
+    that the tokenizer.json is the same. But the end-of-document token may come from tokenizer_config.json, which often
     differs between a base model and its chat model.
     """
     theirs = about.get("eod")
@@ -128,14 +127,17 @@ def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | 
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the names, longest first, as a group, so that `split` keeps the names."""
+    """Return a pattern that matches any of the names, the longest possible one first.
+
+    The pattern is a group, so `pattern.split(text)` keeps the names in its result.
+    """
     return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or '(?!)'})")
 
 
 def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches each name without its first character, wherever a text contains the whole name.
+    """Return a pattern whose matches start after the first character of each of the names in a text.
 
-    If a text is cut where the matches start, none of its parts contains a whole name.
+    Cutting the text at the start of each match leaves no part that contains a whole name.
     """
     return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
 

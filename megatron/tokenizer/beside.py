@@ -1,4 +1,4 @@
-"""Readers for the Hugging Face files next to a vocabulary, such as tokenizer_config.json."""
+"""Reading of the Hugging Face files next to a vocabulary file, such as tokenizer_config.json."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +9,8 @@ from .base import TokenizerError, read_object
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-# model_type in config.json -> default tokenizer class. Lists the classes that assign roles, such as end-of-text, to
-# tokens even if there is no tokenizer_config.json.
+# model_type in config.json -> default tokenizer class. The table lists only classes that define tokens such as the
+# end-of-text token even without a tokenizer_config.json.
 CLASSES = {
     "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer",
     "mt5": "T5Tokenizer",
@@ -21,7 +21,10 @@ TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 def settings_beside(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json, {} if it is missing. Raises ValueError if it is not an object."""
+    """Return the content of tokenizer_config.json next to `path`, or {} if the file does not exist.
+
+    Raises ValueError if the file does not contain a JSON object.
+    """
     nearby = path.with_name(SETTINGS)
     return read_object(nearby) if nearby.is_file() else {}
 
@@ -34,12 +37,12 @@ def token_beside(path: Path, key: str) -> str | None:
     token = settings_beside(path).get(key)
     name = token.get("content", token) if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
-        raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, not a token name")
+        raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, but must be the name of a token")
     return name
 
 
 def named_beside(path: Path) -> set[str]:
-    """Return the names of tokens that tokenizer_config.json lists under a role (such as eos_token) or as special."""
+    """Return the names of the tokens that tokenizer_config.json lists under a key such as eos_token or as special."""
     settings = settings_beside(path)
     found: list[Any] = [token for key, token in settings.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -50,9 +53,9 @@ def named_beside(path: Path) -> set[str]:
 
 
 def added_beside(path: Path) -> dict[str, int]:
-    """Return the tokens in added_tokens.json and added_tokens_decoder as name -> id.
+    """Return the added tokens in added_tokens.json and in tokenizer_config.json as name -> id.
 
-    Raises TokenizerError if added_tokens_decoder is malformed.
+    Raises TokenizerError if added_tokens_decoder in tokenizer_config.json is malformed.
     """
     nearby, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
     added = dict(read_object(more)) if more.is_file() else {}
@@ -63,16 +66,17 @@ def added_beside(path: Path) -> dict[str, int]:
 
 
 def placeholder_of(file: str) -> dict[str, Any]:
-    """Return a tokenizer.json that every library rejects, with an error that shows its `version`.
+    """Return the content of a placeholder tokenizer.json, which makes transformers fail with an error.
 
-    Without this placeholder, transformers would silently build a different or an empty tokenizer from `file`.
+    Without the placeholder, transformers would silently build a different or an empty tokenizer from `file`. The error
+    message shows the value of `version`, so this value names the library that can read `file`.
     """
     version = f"none: {file} beside it is read by megatron.tokenizer, not by transformers"
     return {"version": version, PLACEHOLDER: file, "added_tokens": [], "model": {}}
 
 
 def named_by_placeholder(path: Path) -> Path | None:
-    """Return the file beside `path` that a placeholder names; None if `path` is a real tokenizer.json."""
+    """Return the vocabulary file that the placeholder `path` names, or None if `path` is a real tokenizer.json."""
     with open(path, "rb") as file:
         if f'"{PLACEHOLDER}"'.encode() not in file.read(1024):
             return None
@@ -80,15 +84,19 @@ def named_by_placeholder(path: Path) -> Path | None:
 
 
 def generation_beside(path: Path) -> dict[str, Any]:
-    """Return the content of generation_config.json, {} if it is missing. Raises ValueError if it is not an object."""
+    """Return the content of generation_config.json next to `path`, or {} if the file does not exist.
+
+    Raises ValueError if the file does not contain a JSON object.
+    """
     nearby = path.with_name(GENERATION)
     return read_object(nearby) if nearby.is_file() else {}
 
 
 def class_beside(path: Path) -> str:
-    """Return the transformers class of a tokenizer, without the suffix "Fast", or "" if unknown.
+    """Return the name of the tokenizer's class in transformers, without the suffix "Fast", or "" if unknown.
 
-    tokenizer_config.json takes precedence over config.json; the default of the model_type comes last.
+    tokenizer_config.json takes precedence over config.json. If neither file names a class, the default class of the
+    model_type in config.json is returned.
     """
     nearby = path.with_name("config.json")
     config = read_object(nearby) if nearby.is_file() else {}
@@ -98,7 +106,7 @@ def class_beside(path: Path) -> str:
 
 
 def ids_beside(path: Path) -> dict[str, Any]:
-    """Return the ids of tokens with a role, such as bos_token_id, from the config.json next to a tokenizer."""
+    """Return the entries of config.json that name token ids, such as bos_token_id."""
     nearby = path.with_name("config.json")
     content = read_object(nearby) if nearby.is_file() else {}
     return {key: content[key] for key in ROLES if key in content}
@@ -113,13 +121,13 @@ def ends_beside(path: Path) -> int | list[int] | None:
 def refuse_missing_tokens(
     path: Path, id_of: Callable[[str], int | None], known: Callable[[str], object] | None = None
 ) -> None:
-    """Raise TokenizerError for an added token that the vocabulary lacks or has under a different id.
+    """Raise TokenizerError if the vocabulary lacks an added token or has the token under a different id.
 
-    known: predicate for token names that the vocabulary may lack, such as sentinels.
+    known: returns True for names of tokens that the vocabulary may lack, such as sentinels.
     """
     for token, i in added_beside(path).items():
         if id_of(token) != i and not (known and known(token)):
             raise TokenizerError(
-                f"{path} has no token {token!r} of id {i}, which a file next to it lists; save the tokenizer again as "
-                f"one tokenizer.json with transformers' save_pretrained"
+                f"{path} has no token {token!r} with id {i}, which a file next to it lists; save the tokenizer again "
+                f"as one tokenizer.json with transformers' save_pretrained()"
             )

@@ -1,8 +1,9 @@
-"""CPM's two tokenizers. They split jieba's words by sentencepiece (CPM-1) or by longest match in a vocabulary.
+"""The two tokenizers of CPM. Both split text into words with jieba, and then split the words into tokens.
 
-Both tokenizers write a space as U+2582 and a newline as U+2583. They are lossless if the vocabulary has a token for
-each byte, as vocabularies from tools/train_tokenizer.py do. CPM's published vocabularies have no byte tokens, so a
-character that they lack becomes <unk>.
+The tokenizer of CPM-1 splits words with sentencepiece, the other tokenizer by longest match in a vocabulary. Both
+represent a space as U+2582 and a newline as U+2583. They are lossless if the vocabulary has a token for each byte, like
+vocabularies from tools/train_tokenizer.py. CPM's published vocabularies have no byte tokens, so characters that are not
+in the vocabulary become <unk>.
 """
 
 import json
@@ -20,17 +21,20 @@ from .sentencepiece import EOD, open_model
 
 WORD, SPACE, NEWLINE = "\u2581", "\u2582", "\u2583"
 _MARKS = re.compile(f"([{WORD}{SPACE}{NEWLINE}])")
-LONGEST_WORD = 200  # CPM's limit; longer words become <unk>
+LONGEST_WORD = 200  # in characters; as in CPM, longer words become <unk> if the vocabulary has no byte tokens
 
 
 def is_cpm_model(path: Path) -> bool:
-    """Return whether a sentencepiece model contains CPM's characters for space and newline, U+2582 and U+2583."""
+    """Return True if a sentencepiece model contains U+2582 and U+2583, CPM's characters for space and newline."""
     model = open_model(str(path))
     return all(model.id_to_piece(model.piece_to_id(mark)) == mark for mark in (SPACE, NEWLINE))
 
 
 def joined_words(cut_text: str) -> str:
-    """Return segmented text as CPM's input for sentencepiece, with words separated by spaces."""
+    """Return the input for CPM's sentencepiece model: words separated by spaces; U+2582, U+2583 for space, newline.
+
+    cut_text: text whose words are separated by SEPARATOR.
+    """
     return cut_text.replace(" ", SPACE).replace("\n", NEWLINE).replace(SEPARATOR, " ")
 
 
@@ -39,15 +43,21 @@ def _as_text(piece: str) -> bytes:
 
 
 def named(kind: str, cut_with: str) -> str:
-    """Return the tokenizer's name, which is part of its fingerprint: different segmenters may give different ids."""
+    """Return the name of the tokenizer, including the segmenter `cut_with` unless it is jieba.
+
+    The name is part of the fingerprint because different segmenters may give different ids.
+    """
     return kind if cut_with == "jieba" else f"{kind}+{cut_with}"
 
 
 class _ByPieces(Tokenizer):
-    """Base of both CPM tokenizers: decodes ids one by one and encodes U+2581 to U+2583 in a text as bytes."""
+    """Base class of both CPM tokenizers.
 
-    _bytes: list[int]  # ids of the 256 bytes; empty if the vocabulary has none
-    _table: list[bytes]  # UTF-8 text of each id
+    The characters U+2581 to U+2583 have a special meaning in the vocabulary, so in a text they are encoded as bytes.
+    """
+
+    _bytes: list[int]  # ids of the tokens for the 256 bytes; empty if the vocabulary has no such tokens
+    _table: list[bytes]  # id -> UTF-8 text of the token
 
     def encode(self, text: str) -> list[int]:
         return self._ids(text).tolist()  # type: ignore[no-any-return]
@@ -74,7 +84,7 @@ class _ByPieces(Tokenizer):
 
 
 class CpmTokenizer(_ByPieces):
-    """A sentencepiece model over jieba's words joined by spaces, as in CPM-1."""
+    """Tokenizer of CPM-1: a sentencepiece model whose input is the words of jieba, separated by spaces."""
 
     def __init__(self, model_file: str, cut_with: str = "jieba") -> None:
         self.name = named("cpm", cut_with)
@@ -100,9 +110,10 @@ class CpmTokenizer(_ByPieces):
 
 
 class CpmVocabTokenizer(_ByPieces):
-    """Greedy longest match in a vocabulary, within each of jieba's words, as in CPM-Pretrain.
+    """Tokenizer of CPM-Pretrain: splits each word of jieba by greedy longest match in a vocabulary.
 
-    A .txt file has one token per line, whose id is the line number from 0. A .json file maps tokens to ids.
+    A .txt vocabulary has one token per line. The id of a token is its line number, starting at 0. A .json vocabulary
+    maps tokens to ids.
     """
 
     def __init__(self, vocab_file: str, cut_with: str = "jieba") -> None:
@@ -152,7 +163,7 @@ class CpmVocabTokenizer(_ByPieces):
         if self._bytes:
             return [self._bytes[b] for b in char.encode()]
         if self._unknown is None:
-            raise TokenizerError(f"the vocabulary has no token for {char!r}, no byte tokens and no <unk>")
+            raise TokenizerError(f"cannot encode {char!r}: the vocabulary lacks it and has no byte tokens or <unk>")
         return [self._unknown]
 
 
@@ -164,7 +175,7 @@ def read_vocabulary(vocab_file: str, content: bytes) -> dict[str, int]:
             return {token: i for i, token in enumerate(text.removesuffix("\n").split("\n"))}
         found = json.loads(text)
         if not isinstance(found, dict) or not all(isinstance(i, int) and i >= 0 for i in found.values()) or not found:
-            raise ValueError("not a JSON object that maps tokens to ids")
+            raise ValueError("it is not a JSON object that maps tokens to ids")
     except ValueError as error:
         raise TokenizerError(f"{vocab_file} is not a vocabulary: {error}") from None
     return found

@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE (Radford et al. 2019), and any other tokenizer in a Hugging Face tokenizer.json."""
+"""Tokenizers of Hugging Face: a tokenizer.json, or the files of GPT-2's byte-level BPE (Radford et al. 2019)."""
 
 import contextlib
 import itertools
@@ -20,17 +20,17 @@ END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP
 
 
 def library() -> Any:
-    """Return the package tokenizers, imported on first use. Raises TokenizerError if it is not installed."""
+    """Import and return the package `tokenizers`. Raises TokenizerError if the package is not installed."""
     try:
         import tokenizers
     except ImportError:
-        raise TokenizerError("this tokenizer needs the package tokenizers: pip install tokenizers") from None
+        raise TokenizerError("the package tokenizers is not installed: pip install tokenizers") from None
     return tokenizers
 
 
 @contextlib.contextmanager
 def no_panic(path: str) -> Iterator[None]:
-    """Turn a panic of the Rust library into a TokenizerError.
+    """Convert a panic of the Rust library `tokenizers` in this context into a TokenizerError.
 
     A panic is an exception that does not derive from Exception and cannot be pickled for another process.
     """
@@ -40,13 +40,13 @@ def no_panic(path: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(
-            f"{path} cannot split this text: {str(error)[:200]}; its pre_tokenizer may contain a regular expression "
-            f"that takes exponential time"
+            f"the tokenizer {path} cannot split this text: {str(error)[:200]}; its pre_tokenizer may contain a regular "
+            f"expression that takes exponential time"
         ) from None
 
 
 class HFTokenizer(Tokenizer):
-    """Tokenizer in a `tokenizer.json`. Names of special tokens in a text are encoded as text.
+    """Tokenizer that is defined by a `tokenizer.json`. Names of special tokens in a text are encoded as plain text.
 
     `eod` is the eos_token of tokenizer_config.json, or else the first token of END_NAMES that the vocabulary has.
     """
@@ -60,15 +60,15 @@ class HFTokenizer(Tokenizer):
                 tokenizer = library().Tokenizer.from_str(content.decode("utf-8"))
         except TokenizerError:
             raise
-        except Exception as error:  # the library raises no narrower class
+        except Exception as error:  # tokenizers raises Exception itself, no subclass
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
         self._use(tokenizer, path, [token_beside(Path(path), "eos_token"), *END_NAMES])
         _check_beside(Path(path), tokenizer)
         added = settings_beside(Path(path)).get("add_bos_token")
         if added is not None and bool(added) != bool(self.start):
             raise TokenizerError(
-                f"{Path(path).with_name(SETTINGS)} sets add_bos_token {added}, but {Path(path).name} begins texts with "
-                f"{list(self.start) or 'no token'}; make both agree"
+                f"{Path(path).with_name(SETTINGS)} sets add_bos_token to {added}, but {Path(path).name} begins a text "
+                f"with {list(self.start) or 'no token'}; make the two files agree"
             )
         self.fingerprint = fingerprint(self.name, content)
 
@@ -81,15 +81,16 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         end = next((name for name in ends if name in vocabulary), None)
         if end is None:
-            raise TokenizerError(f"{path} has no end-of-document token, such as {', '.join(END_NAMES)}")
+            raise TokenizerError(f"{path} has no end-of-document token; add one of {', '.join(END_NAMES)}")
         self.eod = vocabulary[end]
         added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         self.specials = {
             name: vocabulary[name] for name, token in added.items() if token.special or SENTINEL.fullmatch(name)
         }
         self.specials |= {end: self.eod}
-        # Other added tokens are in `marks` only if they look like <name> or [name], or have a role such as eos_token.
-        # Ordinary added words and white space (CodeGen's, Phi's) are plain text.
+        # Added tokens that are not special are in `marks` only if they look like <name> or [name], or if
+        # tokenizer_config.json lists them, for example as eos_token. Other added tokens, such as the words and white
+        # space of CodeGen and Phi, are plain text.
         roles = {name for name in named_beside(Path(path)) if name.strip()}
         more = {name: vocabulary[name] for name in added if LIKE_A_MARK.fullmatch(name) or name in roles}
         more = {name: i for name, i in more.items() if name not in self.specials}
@@ -97,7 +98,7 @@ class HFTokenizer(Tokenizer):
         with no_panic(path):
             self.start = _start_of(tokenizer, self.eod)
             self._words = _Words(tokenizer, self.specials)
-        self._contents = None if more else self._words  # None: created on first use
+        self._contents = None if more else self._words  # None: encode_content() creates it on first use
         self._named: Any = None
 
     @property
@@ -144,18 +145,22 @@ class HFTokenizer(Tokenizer):
 
 
 class _Words:
-    """Encoder of text in which no name in `specials` is recognised as its token."""
+    """Encoder that encodes the names of the tokens in `specials` as plain text, not as these tokens."""
 
     def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
         description = tokenizer.to_str()
         self._first = tokenizer
         self._inside = _without_prefix(tokenizer, description, "first")
         self._bare = _without_prefix(tokenizer, description, "first", "always")
-        # A unigram model also has the names of special tokens as ordinary pieces and would match them in a text.
+        # A unigram model also has the names of special tokens as ordinary pieces, so it matches them in a text.
+        # `names` matches such names, so that ids() can cut them.
         self.names = split_name_pattern(name for name, i in specials.items() if i in _ids(tokenizer, name))
 
     def ids(self, text: str, inside: bool) -> list[int]:
-        """Return the ids of `text`; it is cut within names of special tokens, so that no name is recognised."""
+        """Return the ids of `text`. The text is cut within names of special tokens, so that no name is recognised.
+
+        inside: True if the text follows a special token.
+        """
         cuts = [0, *(name.start() for name in self.names.finditer(text)), len(text)]
         ids = _ids(self._inside if inside else self._first, text[: cuts[1]])
         for begin, end in itertools.pairwise(cuts[1:]):
@@ -168,7 +173,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
-    """Return a copy of the tokenizer that treats the tokens `names` as special and so does not match them in a text."""
+    """Return a copy of the tokenizer in which the tokens `names` are special and so are not matched in a text."""
     description = json.loads(tokenizer.to_str())
     for token in description["added_tokens"]:
         token["special"] = token["special"] or token["content"] in names
@@ -178,10 +183,10 @@ def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
 
 
 def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
-    """Return the ids that the post-processor prepends to a text.
+    """Return the ids that the tokenizer's post-processor prepends to a text.
 
-    An `eod` that the post-processor appends is ignored, as documents end with `eod` anyway. Returns () if the
-    post-processor appends other ids, as BERT's does.
+    The post-processor may append `eod`, as documents end with `eod` anyway. If it appends other ids, like BERT's
+    post-processor, the result is ().
     """
     whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
     if whole[-1:] == [eod] and bare[-1:] != [eod]:
@@ -191,19 +196,19 @@ def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
 
 
 def _check_beside(path: Path, tokenizer: Any) -> None:
-    """Raise TokenizerError if transformers' settings next to the file disagree with the tokenizer."""
+    """Raise TokenizerError if tokenizer_config.json or added_tokens.json next to `path` contradict the tokenizer."""
     refuse_missing_tokens(path, tokenizer.token_to_id)
     settings = settings_beside(path)
     prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
     if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
         raise TokenizerError(
-            f"{path.with_name(SETTINGS)} sets add_prefix_space {settings['add_prefix_space']}, but {path.name} sets it "
-            f"to {prefix}; make both agree"
+            f"{path.with_name(SETTINGS)} sets add_prefix_space to {settings['add_prefix_space']}, but {path.name} sets "
+            f"it to {prefix}; make the two files agree"
         )
 
 
 def _prefixes(part: Any) -> bool | None:
-    """Return whether a byte-level pre-tokenizer prepends a space; None for any other kind of pre-tokenizer."""
+    """Return True if the byte-level pre-tokenizer prepends a space, False if not, None for other pre-tokenizers."""
     for each in (part or {}).get("pretokenizers", [part]):
         if each and each["type"] == "ByteLevel":
             return bool(each["add_prefix_space"])
@@ -211,7 +216,10 @@ def _prefixes(part: Any) -> bool | None:
 
 
 def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
-    """Return a copy for text after a special token: wherever `prepend_scheme` is in `schemes`, it prepends no space."""
+    """Return a copy of the tokenizer that prepends no space, for text after a special token.
+
+    description: the tokenizer as JSON. schemes: values of `prepend_scheme` that are replaced by "never".
+    """
     inside = description
     for scheme in schemes:
         inside = inside.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
@@ -223,13 +231,13 @@ def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
 
 
 def merges_of(path: Path) -> Path:
-    """Return the merges file of a vocabulary: gpt2-merges.txt for gpt2-vocab.json, else merges.txt."""
+    """Return the path of the merges file of a vocabulary: gpt2-merges.txt for gpt2-vocab.json, else merges.txt."""
     own = path.with_name(path.name.replace("vocab.json", "merges.txt"))
     return own if own != path and own.is_file() else path.with_name("merges.txt")
 
 
 class Gpt2BpeTokenizer(HFTokenizer):
-    """GPT-2's `vocab.json` with `merges.txt` (see `merges_of`); the ids equal Hugging Face's GPT2Tokenizer."""
+    """GPT-2's tokenizer in `vocab.json` and `merges.txt`; the ids equal those of Hugging Face's GPT2Tokenizer."""
 
     name = "gpt2-bpe"
 
@@ -237,11 +245,13 @@ class Gpt2BpeTokenizer(HFTokenizer):
         tokenizers = library()
         merges = merges_of(Path(path))
         if not merges.is_file():
-            raise TokenizerError(f"there is no {merges}, which {path} needs")
+            raise TokenizerError(f"there is no {merges}; the vocabulary {path} needs this file")
         try:
             tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(path, str(merges)))
-        except Exception as error:  # the library raises no narrower class
-            raise TokenizerError(f"{path} and {merges} are not GPT-2's files ({str(error)[:200]})") from None
+        except Exception as error:  # tokenizers raises Exception itself, no subclass
+            raise TokenizerError(
+                f"{path} and {merges} are not the vocabulary and merges of a GPT-2 tokenizer ({str(error)[:200]})"
+            ) from None
         prefix = bool(settings_beside(Path(path)).get("add_prefix_space"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()

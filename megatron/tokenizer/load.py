@@ -18,9 +18,9 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
 
     kind: one of
     - `sentencepiece`: X.model
-    - `cpm`: X.model over words from jieba
-    - `cpm-vocab`: X.txt or X.json over words from jieba
-    - `cpm+rjieba`, `cpm-vocab+rjieba`: with rjieba, a faster segmenter, whose words may differ from jieba's
+    - `cpm`: X.model, applied to words from jieba
+    - `cpm-vocab`: X.txt or X.json, applied to words from jieba
+    - `cpm+rjieba`, `cpm-vocab+rjieba`: with rjieba, which is faster than jieba but may split text differently
     - `gpt2-bpe`: vocab.json next to merges.txt, or Megatron-LM's gpt2-vocab.json next to gpt2-merges.txt
     - `hf`: tokenizer.json
     - `auto`: detected from the file
@@ -33,12 +33,17 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
 
 
 def file_of(vocab_file: str) -> Path:
-    """Return a tokenizer's vocabulary file, given the file or its folder. Raises TokenizerError if it is missing."""
+    """Return the path of a tokenizer's vocabulary file, given this file or its folder.
+
+    Raises TokenizerError if there is no vocabulary file.
+    """
     path = Path(vocab_file)
     if path.is_dir():
         path = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
         if path.is_dir():
-            raise TokenizerError(f"the folder {vocab_file} contains none of {', '.join(IN_FOLDER)}")
+            raise TokenizerError(
+                f"the folder {vocab_file} has no vocabulary file: it contains none of {', '.join(IN_FOLDER)}"
+            )
     if path.name == IN_FOLDER[0] and path.is_file():
         path = named_by_placeholder(path) or path
     if not path.is_file():
@@ -47,12 +52,15 @@ def file_of(vocab_file: str) -> Path:
 
 
 def folder_has_one(folder: Path) -> bool:
-    """Return whether `load_tokenizer` finds a tokenizer in this folder."""
+    """Return True if the folder contains a vocabulary file that `load_tokenizer` can find."""
     return any((folder / name).is_file() for name in IN_FOLDER)
 
 
 def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
-    """Raise TokenizerError unless vocabularies and `eod` are equal, and some sample texts have equal ids."""
+    """Raise TokenizerError if vocabulary, `eod` or the ids of a sample text differ between the two tokenizers.
+
+    what: first words of the error message.
+    """
     if (found.vocab_size, found.eod) != (expected.vocab_size, expected.eod):
         raise TokenizerError(
             f"{what}: it has {found.vocab_size} tokens and end-of-document id {found.eod}, "
@@ -60,14 +68,14 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
         )
     ours, theirs = ({i: name for name, i in each.specials.items()} for each in (found, expected))
     for i in range(found.vocab_size):
-        # Two tokens are equal if they decode to equal text or have equal names: some tokenizers decode a special token
-        # to its name, others to nothing, and sentencepiece decodes <unk> to a double question mark.
+        # Two tokens are equal if they decode to equal text or have equal names. Decoded text does not suffice: some
+        # tokenizers decode a special token to its name, others to nothing, and sentencepiece decodes <unk> to "⁇".
         written, wanted = {found.decode([i]), ours.get(i)}, {expected.decode([i]), theirs.get(i)}
         if not (written & wanted) - {None}:
             raise TokenizerError(f"{what}: its token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")
     for text in PROBES:
         if found.encode(text) != expected.encode(text):
-            raise TokenizerError(f"{what}: it encodes {text!r} to other ids")
+            raise TokenizerError(f"{what}: the two tokenizers encode {text!r} to different ids")
 
 
 def _recognize(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Facts about a sentencepiece `.model` that the sentencepiece library does not expose, such as its piece types.
+"""Parser for facts about a sentencepiece `.model` that the sentencepiece library does not expose, such as piece types.
 
-The file is a protobuf message (sentencepiece_model.proto). This parser reads only the fields that this project needs,
-without the protobuf package.
+The file is a protobuf message (sentencepiece_model.proto). The parser reads only the fields that this project needs,
+and does not use the protobuf package.
 """
 
 import struct
@@ -21,8 +21,9 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 class ModelFacts:
     """Facts about a sentencepiece model.
 
-    types: the type of each piece, by id. algorithm: a value of ALGORITHMS. normalization: name of the rule, such as
-    `nmt_nfkc`. prefixes: whether the model prepends a space to a text. squeezes: whether it collapses runs of spaces.
+    types: the type of each piece, in the order of ids. algorithm: a value of ALGORITHMS. normalization: name of the
+    normalization rule, such as `nmt_nfkc`. prefixes: True if the model prepends a space to a text. squeezes: True if
+    the model replaces several spaces by one.
     """
 
     types: list[int] = field(default_factory=list)
@@ -37,7 +38,10 @@ class ModelFacts:
 
 
 def read_facts(content: bytes, name: str) -> ModelFacts:
-    """Parse the bytes of the `.model` file `name`. Raises TokenizerError if they are not a sentencepiece model."""
+    """Return the facts about a sentencepiece model. Raises TokenizerError if `content` is not a sentencepiece model.
+
+    content: content of the `.model` file. name: file name, for the error message.
+    """
     facts = ModelFacts()
     try:
         for number, value in _fields(content):
@@ -54,7 +58,10 @@ def read_facts(content: bytes, name: str) -> ModelFacts:
 
 
 def with_rounded_scores(content: bytes, step: float) -> bytes:
-    """Return a `.model` with its scores rounded to multiples of `step`, a power of two."""
+    """Return the content of a `.model` file with the scores of its pieces rounded to multiples of `step`.
+
+    step: a power of two.
+    """
     found = bytearray(content)
     for number, begin, end in _spans(content):
         if number != PIECES:
@@ -80,13 +87,16 @@ def _message(value: int | bytes) -> bytes:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field. Raises IndexError or ValueError for malformed bytes."""
+    """Yield (field number, value) of each field of a protobuf message.
+
+    Raises IndexError or ValueError for malformed bytes.
+    """
     for number, begin, end in _spans(message):
         yield (-number, _varint(message, begin)[0]) if number < 0 else (number, message[begin:end])
 
 
 def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield each field's number, negated for a varint, and the start and end of its value."""
+    """Yield (field number, start of the value, end of the value) of each field; a varint's number is negated."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

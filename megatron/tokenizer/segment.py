@@ -1,17 +1,17 @@
 """Chinese word segmentation with jieba (accurate mode, HMM), or with rjieba, which is several times as fast.
 
-rjieba nearly always agrees with jieba on runs of Han characters but treats the text between the runs differently
-(rjieba keeps `package.json` whole). So rjieba segments only the runs of Han characters, and the other text is split by
-jieba's two regular expressions. The results could still differ in two cases, both next to letters and digits. In these
-cases jieba itself segments the whole block of Han characters, letters and digits:
+rjieba nearly always agrees with jieba on sequences of Han characters. It treats other text differently: for example, it
+keeps `package.json` whole. So rjieba segments only sequences of Han characters. The regular expressions of jieba split
+the other text. Near letters and digits, the results could still differ in two cases. In these cases jieba segments the
+whole block of Han characters, letters and digits:
 
-- a dictionary word that contains a letter (T恤, C++);
-- a run of single characters on the best path. jieba segments such a run again with its HMM, unless the run is a
-  dictionary word. Adjacent letters become part of the run, so that it is not a dictionary word. rjieba does not
-  see the letters, and its output does not show where such a run begins.
+- A dictionary word contains a letter (T恤, C++).
+- The dictionary splits several adjacent Han characters into single characters. jieba segments such a sequence again
+  with its HMM, unless the sequence is a dictionary word. Adjacent letters belong to the sequence, so with letters it is
+  not a dictionary word. rjieba does not see the letters, and its output does not show where such a sequence begins.
 
-Differences remain where two segmentations have nearly equal scores, whose last bits decide. Such differences cannot be
-ruled out, so a tokenizer with rjieba has another fingerprint than one with jieba.
+Differences are still possible where two segmentations have nearly equal scores. So a tokenizer with rjieba has another
+fingerprint than the same tokenizer with jieba.
 """
 
 import importlib.util
@@ -27,11 +27,11 @@ from .base import TokenizerError
 
 SEGMENTERS = ("jieba", "rjieba")
 _HAN = re.compile("([\u4e00-\u9fd5]+)")
-_ASCII = re.compile(r"([a-zA-Z0-9+#&._%\-]+)")  # dictionary words consist of these and Han characters
+_ASCII = re.compile(r"([a-zA-Z0-9+#&._%\-]+)")  # characters of dictionary words besides Han characters
 _NUMBER = re.compile(r"([a-zA-Z0-9]+(?:\.\d+)?%?)")
 _SPACE = re.compile(r"(\r\n|\s)")
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+#&._%-")
-SEPARATOR = "\ud800"  # word separator; half of a surrogate pair, so it occurs in no text
+SEPARATOR = "\ud800"  # word separator; an unpaired surrogate, which cannot occur in valid text
 _FIRST_SINGLES = re.compile(f"^(?:[^{SEPARATOR}]{SEPARATOR})+[^{SEPARATOR}](?![^{SEPARATOR}])")
 _LAST_SINGLES = re.compile(f"(?<![^{SEPARATOR}])(?:[^{SEPARATOR}]{SEPARATOR})+[^{SEPARATOR}]$")
 
@@ -39,19 +39,19 @@ Cut = Callable[[str], str]
 
 
 def segmenter(kind: str = "jieba") -> Cut:
-    """Return the function that inserts SEPARATOR between the words of a text.
+    """Return a function that takes a text and returns it with SEPARATOR between the words.
 
-    kind: `jieba` or `rjieba`. Raises TokenizerError if the package is missing.
+    kind: `jieba` or `rjieba`. Raises TokenizerError if the package is not installed.
     """
     if kind not in SEGMENTERS:
         raise TokenizerError(f"there is no segmenter {kind!r}; choose one of {', '.join(SEGMENTERS)}")
     for name in dict.fromkeys(("jieba", kind)):
         if not importlib.util.find_spec(name):
-            raise TokenizerError(f"this tokenizer needs the package {name} to segment words: pip install {name}")
+            raise TokenizerError(f"this tokenizer needs the package {name} to split words: pip install {name}")
     made: list[Cut] = []
 
     def cut(text: str) -> str:
-        if not made:  # the dictionary takes a second to load, and many tokenizers never segment a text
+        if not made:  # jieba is loaded on first use: it takes a second, and many processes never segment a text
             jieba = _load_jieba()
             made.append(
                 _RjiebaSegmenter(jieba).cut if kind == "rjieba" else lambda text: SEPARATOR.join(jieba.cut(text))
@@ -65,8 +65,8 @@ def segmenter(kind: str = "jieba") -> Cut:
 def _load_jieba() -> Any:
     import jieba
 
-    # jieba caches its parsed dictionary under a well-known name in the shared temporary folder and trusts
-    # whatever it finds there. A private folder prevents that, at the cost of a second to parse the dictionary.
+    # By default, jieba caches its parsed dictionary under a well-known name in the shared temporary folder. It would
+    # also load a file that another user put there. With a private folder, jieba parses the dictionary (1 s) instead.
     jieba.setLogLevel("WARNING")
     with tempfile.TemporaryDirectory() as folder:
         jieba.dt.tmp_dir = folder
@@ -76,7 +76,10 @@ def _load_jieba() -> Any:
 
 @lru_cache(maxsize=1 << 17)
 def _cut_between(text: str) -> str:
-    """Split a text that contains no Han characters and no dictionary words into words, as jieba does."""
+    """Split text between Han characters into words with jieba's regular expressions; return it with SEPARATORs.
+
+    The text must contain no Han characters and no dictionary words.
+    """
     words: list[str] = []
     for i, part in enumerate(_ASCII.split(text)):
         if i % 2:
@@ -88,7 +91,10 @@ def _cut_between(text: str) -> str:
 
 
 def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
-    """Return pairs of Han characters whose HMM scores as one word and as two words differ by less than `margin`."""
+    """Return the two-character strings that the HMM scores almost equally as one word and as two words.
+
+    margin: the maximum difference of the scores.
+    """
     trans, start, never = hmm.trans_P, hmm.start_P, hmm.MIN_FLOAT
     single, begin, end = (hmm.emit_P[state] for state in "SBE")
     first = {c: single[c] - begin[c] for c in single.keys() & begin.keys()}
@@ -106,7 +112,7 @@ def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
 
 
 class _RjiebaSegmenter:
-    """Segmenter that uses rjieba on runs of Han characters, and jieba where rjieba could differ from it."""
+    """Segmenter that uses rjieba for sequences of Han characters, and jieba where the results could differ."""
 
     def __init__(self, jieba: Any) -> None:
         import rjieba
@@ -124,7 +130,10 @@ class _RjiebaSegmenter:
         return SEPARATOR.join(parts)
 
     def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
-        """Segment blocks around the `doubtful` spans with jieba, as rjieba could differ, and other text with rjieba."""
+        """Segment the blocks around `doubtful` spans with jieba and the other text with rjieba; append to `into`.
+
+        doubtful: (start, end) of text for which rjieba could differ from jieba.
+        """
         at = 0
         for start, end in doubtful:
             if start < at:
@@ -143,8 +152,8 @@ class _RjiebaSegmenter:
         return char in _LETTERS or _HAN.match(char) is not None
 
     def _cut_plain(self, text: str, into: list[str]) -> None:
-        """Segment text that contains no dictionary word on which rjieba could differ from jieba."""
-        parts = _HAN.split(text)  # other text (maybe empty) at even indices, Han runs at odd ones
+        """Segment text that matches no pattern in `_doubtful`; append its words to `into`."""
+        parts = _HAN.split(text)  # even indices: other text, maybe empty; odd indices: sequences of Han characters
         if len(parts) == 1:
             into += [_cut_between(text)] if text else []
             return
@@ -164,7 +173,12 @@ class _RjiebaSegmenter:
             into += [run] if run else []
 
     def _could_differ(self, run: str, before: str, after: str) -> bool:
-        """Return whether a run of single Han characters next to letters is a dictionary word."""
+        """Return True if jieba could segment a sequence of Han characters differently because of adjacent letters.
+
+        That is possible if `run` begins or ends with single-character words next to a letter, and if these characters
+        together are a dictionary word.
+        run: the sequence with SEPARATOR between the words. before, after: text before and after the sequence.
+        """
         first = _FIRST_SINGLES.search(run) if run[1:2] == SEPARATOR and before and before[-1] in _LETTERS else None
         last = _LAST_SINGLES.search(run) if run[-2:-1] == SEPARATOR and after and after[0] in _LETTERS else None
         return any(found and self._frequency.get(found[0].replace(SEPARATOR, "")) for found in (first, last))

@@ -1,4 +1,4 @@
-"""Sentencepiece on raw text (Kudo and Richardson 2018): BPE or unigram, with byte fallback."""
+"""Tokenizer for sentencepiece models (Kudo and Richardson 2018): BPE or unigram on raw text, with byte fallback."""
 
 import functools
 import hashlib
@@ -17,24 +17,24 @@ from .model_proto import USER_DEFINED, read_facts
 from .sentinels import MARK as SENTINEL
 
 EOD = "<eod>"
-MARK = "\u2581"  # stands for a space in sentencepiece's tokens
+MARK = "\u2581"  # represents a space in sentencepiece's tokens
 
 
-# Concatenated protobuf messages merge. Appending these bytes to a model therefore sets
-# normalizer_spec.add_dummy_prefix to false.
+# Appending these bytes to a model sets normalizer_spec.add_dummy_prefix to false: in concatenated protobuf messages,
+# the last value of a field counts.
 NO_PREFIX = b"\x1a\x02\x18\x00"
-# Tokenizer classes with unclear beginnings of text: add_bos_token is by default true in transformers 4, but false in
+# Tokenizer classes that need an explicit add_bos_token, because its default is true in transformers 4, but false in
 # transformers 5.
 UNCLEAR = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 def open_model(model_file: str, more: bytes = b"") -> Any:
-    """Load a `.model` file with `more` appended to its bytes. Raises TokenizerError for any other file."""
+    """Load a sentencepiece `.model` file, with the bytes `more` appended. Raises TokenizerError for any other file."""
     from sentencepiece import SentencePieceProcessor
 
     content = Path(model_file).read_bytes()
     if not content:
-        raise TokenizerError(f"{model_file} is empty, not a sentencepiece model")
+        raise TokenizerError(f"{model_file} is not a sentencepiece model: the file is empty")
     try:
         return SentencePieceProcessor(model_proto=content + more)
     except (RuntimeError, OSError, TypeError):
@@ -42,12 +42,13 @@ def open_model(model_file: str, more: bytes = b"") -> Any:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer in a sentencepiece `.model`; `eod` is `<eod>`, or `</s>` if the model has no `<eod>`.
+    """Tokenizer that is defined by a sentencepiece `.model` file.
 
-    Models trained by tools/train_tokenizer.py are lossless; others may normalise the text. With a
-    tokenizer_config.json in the same folder, the ids equal those of transformers: tokenizer_config.json decides how a
-    text begins and ends. settings: content of tokenizer_config.json, {} if it is missing. facts: piece types, algorithm
-    and normalisation of the `.model`. Raises TokenizerError for added tokens that the model lacks.
+    `eod` is the id of `<eod>`, or of `</s>` if the model has no `<eod>`. Models from tools/train_tokenizer.py are
+    lossless; other models may normalise the text. A tokenizer_config.json in the same folder may set `eod` and `start`.
+    With such a file, the ids equal those of transformers.
+    settings: content of tokenizer_config.json, or {} without this file. facts: piece types, algorithm and normalisation
+    of the `.model`. Raises TokenizerError if the model lacks an added token.
     """
 
     name = "sentencepiece"
@@ -64,8 +65,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._apply_settings(Path(model_file))
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
-        # A literal U+2581 in a text would be decoded as a space, so it is encoded as byte tokens. transformers'
-        # LlamaTokenizer encodes it as a space, so models with this class do the same.
+        # A literal U+2581 in a text is encoded as byte tokens, because the token U+2581 would be decoded as a space.
+        # With the class LlamaTokenizer, it is encoded as a space, as in transformers.
         spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
         has_bytes = self._sp.is_byte(spelled[0])
         self._mark = np.array(spelled if has_bytes and not self.is_llama else [], dtype=np.int32)
@@ -79,17 +80,20 @@ class SentencePieceTokenizer(Tokenizer):
             for i in range(self.vocab_size)
             if self._sp.is_control(i) or self._sp.is_unknown(i)
         }
-        # mT5's sentinels are ordinary pieces that begin with U+2581, which stands for a space.
+        # The sentinels of mT5 are ordinary pieces whose names begin with U+2581, the character for a space.
         for i in itertools.takewhile(lambda i: self._piece(f"{MARK}<extra_id_{i}>") is not None, itertools.count()):
             self.specials[f"<extra_id_{i}>"] = self._sp.piece_to_id(f"{MARK}<extra_id_{i}>")
 
     @property
     def is_llama(self) -> bool:
-        """True if the ids follow transformers' LlamaTokenizer."""
+        """True if tokenizer_config.json names LlamaTokenizer or a class with the same encoding."""
         return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
 
     def _llama_differences(self, has_bytes: bool) -> list[str]:
-        """Return how tokenizer_config.json changes the ids of the `.model`, as parts of the fingerprint."""
+        """Return the differences from the ids of the bare `.model` that tokenizer_config.json causes.
+
+        They are texts that become part of the fingerprint.
+        """
         ways = ["marks of spaces are spaces"] if has_bytes else []
         ways += ["user-defined symbols cut a text"] if self._symbols else []
         if not self._prefixes:
@@ -114,12 +118,15 @@ class SentencePieceTokenizer(Tokenizer):
         return id_
 
     def _refuse_unclear(self, path: Path) -> None:
-        """Raise TokenizerError for settings that transformers 4 and 5 read differently or that contradict the model."""
+        """Raise TokenizerError if tokenizer_config.json is ambiguous or contradicts the model.
+
+        Ambiguous settings are those that transformers 4 and 5 interpret differently.
+        """
         nearby = path.with_name(SETTINGS)
         if self.settings.get("add_bos_token") is None:
             raise TokenizerError(
-                f"{nearby} does not set add_bos_token, which defaults to true in transformers 4 and to false in 5; "
-                f"set it to true or false there (Llama, Llama 2 and Mistral were trained with true)"
+                f"{nearby} does not set add_bos_token, whose default is true in transformers 4 and false in "
+                f"transformers 5; set it to true or false there (Llama, Llama 2 and Mistral were trained with true)"
             )
         if self._prefixes and self._sp.normalize("a") == "a":
             raise TokenizerError(
@@ -129,7 +136,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def _prefixes(self) -> bool:
-        """True if a LlamaTokenizer prepends a space to a text: add_prefix_space is true or not set."""
+        """True if add_prefix_space is true or not set, so that a LlamaTokenizer prepends a space to a text."""
         said = self.settings.get("add_prefix_space")
         return said is None or bool(said)
 
@@ -139,13 +146,16 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _defined(self) -> dict[str, int]:
-        """User-defined symbols that look like `<name>`, as name -> id; sentencepiece matches them before others."""
+        """User-defined symbols that look like `<name>`, as name -> id.
+
+        sentencepiece matches user-defined symbols before other pieces.
+        """
         pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
         return {piece: i for piece, i in pieces.items() if re.fullmatch(r"<\S+>", piece) and piece not in self.specials}
 
     @functools.cached_property
     def _bare(self) -> Any:
-        """A processor for this model that prepends no space to a text."""
+        """SentencePieceProcessor for this model that prepends no space to a text."""
         return open_model(self._file, NO_PREFIX)
 
     def _piece(self, name: str) -> int | None:
@@ -156,15 +166,18 @@ class SentencePieceTokenizer(Tokenizer):
         return self.encode_batch([text])[0].tolist()  # type: ignore[no-any-return]
 
     def encode_inside(self, text: str) -> list[int]:
-        """Return the ids of text after a special token; a LlamaTokenizer prepends a space only with `legacy` set."""
+        """Return the ids of `text` if it follows a special token.
+
+        After a special token, a LlamaTokenizer prepends a space only if tokenizer_config.json sets `legacy`.
+        """
         if self.is_llama and not self.settings.get("legacy"):
             return self._bare.encode(text)  # type: ignore[no-any-return]
         return self.encode(text)
 
     def _is_bare(self, text: str) -> bool:
-        """Return whether a LlamaTokenizer encodes this text without a prepended space.
+        """Return True if a LlamaTokenizer prepends no space to this text.
 
-        transformers 5 prepends no space to a text that begins with a space, whereas sentencepiece always does.
+        transformers 5 prepends no space to a text that begins with a space. sentencepiece always prepends one.
         """
         return not self._prefixes or text.startswith((" ", MARK))
 
@@ -192,7 +205,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _symbols(self) -> dict[str, int]:
-        """User-defined symbols that transformers splits off before it prepends spaces to the other parts."""
+        """User-defined symbols, as name -> id.
+
+        transformers splits a text at these symbols before it encodes each part with a prepended space.
+        """
         pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
         return {piece: i for piece, i in pieces.items() if MARK not in piece}
 

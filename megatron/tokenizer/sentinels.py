@@ -1,4 +1,4 @@
-"""A tokenizer with T5's special tokens: padding, and a sentinel for each masked span."""
+"""Tokenizer with the special tokens of T5: a padding token and sentinels, which replace masked spans."""
 
 import re
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ MARK = re.compile(r"<(?:extra_id_|s_)(\d+)>")
 
 
 class SentinelTokenizer(Tokenizer):
-    """`tokenizer` extended by a padding token and `count` sentinels.
+    """Tokenizer that adds a padding token and `count` sentinels to `tokenizer`.
 
-    If `tokenizer` has sentinels, they are used; otherwise the sentinels get new ids after its last id. convention: the
-    order of new ids, which descend from the first sentinel on (`t5`, as in Hugging Face) or ascend (`cpm`). Text may
-    contain sentinels as `<extra_id_0>` or `<s_0>`, with either convention. The fingerprint is that of `tokenizer`,
-    because corpora contain no sentinels. Raises ValueError if `tokenizer` has sentinels, but fewer than `count`.
+    If `tokenizer` has sentinels, the first `count` of them are used. Otherwise the sentinels get new ids after the last
+    id of `tokenizer`. In a text, `<extra_id_0>` and `<s_0>` both stand for the first sentinel.
+    convention: order of new ids: descending (`t5`, as in Hugging Face) or ascending (`cpm`).
+    The fingerprint is that of `tokenizer`, because corpora contain no sentinels.
+    Raises ValueError if `tokenizer` has sentinels, but fewer than `count`.
     """
 
     def __init__(self, tokenizer: Tokenizer, count: int, convention: str) -> None:
@@ -33,7 +34,10 @@ class SentinelTokenizer(Tokenizer):
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text with sentinels. Raises ValueError for a sentinel beyond `count`."""
+        """Return the ids of a text that may contain sentinels.
+
+        Raises ValueError if the number of a sentinel is not below `count`.
+        """
         ids: list[int] = []
         at = 0
         for mark in MARK.finditer(text):
@@ -51,7 +55,7 @@ class SentinelTokenizer(Tokenizer):
         return self.base.encode_inside(text[begin:end]) if begin else self.base.encode(text[:end])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` with the names of sentinels; skip padding and ids beyond the vocabulary."""
+        """Return the text of `ids`, with sentinels by name and without padding and ids beyond the vocabulary."""
         parts: list[str] = []
         run: list[int] = []
         for id_ in [*map(int, ids), self.pad]:
@@ -65,7 +69,10 @@ class SentinelTokenizer(Tokenizer):
 
 
 def own_sentinels(tokenizer: Tokenizer, convention: str) -> tuple[int, ...]:
-    """Return the ids of sentinels 0, 1, ... that a tokenizer defines by name, as Hugging Face's T5 and CPM-2 do."""
+    """Return the ids of the sentinels that a tokenizer defines by name, like the tokenizers of T5 and CPM-2.
+
+    The names are `<extra_id_0>`, `<extra_id_1>`, ... for convention `t5`, and `<s_0>`, `<s_1>`, ... otherwise.
+    """
     name = "<extra_id_{}>" if convention == "t5" else "<s_{}>"
     found: list[int] = []
     while name.format(len(found)) in tokenizer.specials:

@@ -1,6 +1,6 @@
-"""Runs that train a model: `run(task)`, `pretrain` for entry scripts, and the parts of which both consist.
+"""Training of a model: `run(task)`, `pretrain` for entry scripts, and the functions that both call.
 
-The names in `__all__` are imported lazily, so code that needs only an engine does not import checkpointing.
+The names in `__all__` are imported lazily. So code that needs only `start_engine` does not import checkpointing.
 """
 
 from importlib import import_module

@@ -1,6 +1,7 @@
-"""Advisory locks (`flock`), which the kernel releases when the process that holds them ends.
+"""Advisory file locks (`flock`). The kernel releases a lock when the process that holds it ends.
 
-On a local file system (`is_local`) a free lock proves that its holder has ended; on other file systems it does not.
+On a local file system (see `is_local`), a free lock proves that its previous holder has ended. On other file systems it
+proves nothing.
 """
 
 import contextlib
@@ -10,19 +11,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Only one machine can mount these file systems at a time, so every process that sees a file on them sees its lock.
-# Network and virtual file systems may keep each machine's locks separately.
+# File systems that only one machine can mount at a time. So every process that sees a file there also sees its lock.
+# On network and virtual file systems, a machine may not see the locks of other machines.
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
 _held: set[int] = set()
 
 
 def hold(handle: int) -> bool:
-    """Lock the open file `handle` until `drop` or the end of this process; return False if it cannot be locked."""
+    """Lock the open file `handle` until `drop(handle)` or the end of this process; return True on success."""
     for _ in range(20):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.05)  # another process may be probing the lock, for microseconds
+            time.sleep(0.05)  # another process may hold the lock for microseconds, in is_held()
         except OSError:
             return False
         else:
@@ -32,14 +33,14 @@ def hold(handle: int) -> bool:
 
 
 def drop(handle: int) -> None:
-    """Close the file, which also releases its lock."""
+    """Close the file `handle`; this also releases its lock."""
     _held.discard(handle)
     os.close(handle)
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[bool | None]:
-    """Lock a file inside the context. Yields True, or False if another process holds the lock.
+    """Lock a file inside the context; yields True if it is locked, False if another process holds the lock.
 
     Yields None if the file cannot be opened or its file system has no locks.
     """
@@ -60,13 +61,13 @@ def exclusive(path: Path) -> Iterator[bool | None]:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return whether some process holds a lock on the file, None if that is unknown."""
+    """Return True if some process holds a lock on the file, False if not, None if this cannot be determined."""
     with exclusive(path) as mine:
         return None if mine is None else not mine
 
 
 def is_local(path: Path) -> bool:
-    """Return whether no other machine can mount the file system of this file."""
+    """Return True if only this machine can mount the file system of `path`."""
     there = path.resolve()
     kind, longest = "", -1
     try:
@@ -75,14 +76,14 @@ def is_local(path: Path) -> bool:
         return False
     for line in lines:
         before, _, after = line.partition(" - ")
-        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # mountinfo writes a space as \040
+        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # mountinfo escapes a space as \040
         if (mount == there or mount in there.parents) and len(mount.parts) >= longest:
             kind, longest = after.split()[0], len(mount.parts)
     return kind in LOCAL
 
 
 def _forget_in_child() -> None:
-    """Close inherited copies of locked files: a forked worker that outlives the run must not keep the run's lock."""
+    """Close the locked files that a forked worker inherits, so that a worker that outlives the run holds no lock."""
     for handle in _held:
         os.close(handle)
     _held.clear()

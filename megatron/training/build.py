@@ -1,4 +1,4 @@
-"""Startup of a task's ranks, model and engine, which needs neither data nor checkpoints."""
+"""Startup of the ranks, the model and the engine of a task, without data and checkpoints."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,9 +33,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None) -> Engine:
-    """Join the other ranks and build the task's engine, for a custom training loop.
+    """Initialize torch.distributed, and return the engine of `task` for a custom training loop.
 
-    tokenizer: needed only if the task's model or batches use it.
+    tokenizer: required only if the model or the batches of the task use it.
     """
     check_task(task, "model", "batch")
     device = initialize_megatron(config)
@@ -46,19 +46,19 @@ def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None)
 
 
 def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Tokenizer | None) -> nn.Module:
-    """Build the task's model. Raises RunError alike on every rank.
+    """Build the model of `task`. If a rank fails, every rank raises RunError.
 
-    The initial weights do not depend on the parallel layout.
+    The initial weights do not depend on the numbers of data-, tensor- and pipeline-parallel ranks.
 
-    Under ZeRO 3 each layer of `megatron.model` is partitioned over the ranks as soon as it is built, so no rank
-    ever holds the whole model.
+    With ZeRO 3, each layer of `megatron.model` is partitioned over the ranks as soon as it is built. So no rank ever
+    holds the whole model.
     """
     cut = zero3_partitioner(resolved.deepspeed, mpu, DTYPES[resolved.precision])
     with all_ranks(), tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
         model = checked_model(task, config, tokenizer)
     if cut is not None:
-        # Also partition the user's own modules around the layers of megatron.model: DeepSpeed casts and moves either
-        # all parameters or none.
+        # Also partition the user's modules outside the layers of megatron.model: DeepSpeed casts and moves either all
+        # parameters or none.
         cut(model)
     return model
 
@@ -71,11 +71,11 @@ def build_engine(
     tokenizer: Tokenizer | None,
     timers: Timers,
 ) -> Engine:
-    """Return DeepSpeed's engine for a plain model, the pipeline engine for a PipelineModule."""
+    """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise."""
     compile_layers(model, config)
     with all_ranks():
         pipeline = _checked(model, task, config)
-    if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size 1 permits a plain model
+    if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
@@ -99,37 +99,40 @@ def build_engine(
 
 
 def _checked(model: nn.Module, task: Task, config: Config) -> bool:
-    """Return whether `model` is a PipelineModule. Raises ValueError if a model does not fit the task or settings."""
+    """Return True if `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
     for name, parameter in global_parameters(model):
         if not parameter.dim():
             raise ValueError(
-                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as "
-                "torch.ones(1) has"
+                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as in "
+                "torch.ones(1)"
             )
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
-            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over ranks (the "
-            "tasks of GPT-2 and Llama do); leave the flag out"
+            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over context-parallel "
+            "ranks (the tasks of GPT-2 and Llama do); leave the flag out"
         )
     pipeline = _is_pipeline(model, config)
     if pipeline and not hasattr(model, "_megatron_batch_fn"):
         counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None
         if not task.makes_batches:
             raise ValueError(
-                "the PipelineModule does not know how to make a batch: set model._megatron_batch_fn to a function that "
+                "no function makes the batches of the PipelineModule: set model._megatron_batch_fn to a function that "
                 "returns ((inputs of the first layer), (targets of loss_fn))"
             )
         if counts != (task.count_targets is not None):
             raise ValueError(
-                f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or in "
-                "neither: with count_targets a loss is the sum over targets; without it (or with None), the mean"
+                f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or set it to "
+                "None in both: with count_targets, a loss is the sum over targets; without it, the mean"
             )
     return pipeline
 
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:
-    """Return whether `model` is a PipelineModule of tds or DeepSpeed. Raises ValueError if the settings disagree."""
+    """Return True if `model` is a PipelineModule of tds or DeepSpeed.
+
+    Raises ValueError if the model contradicts --pipe-parallel-size or --model-parallel-size.
+    """
     pipeline = tds.pipe.is_pipeline(model)
     wanted = config.parallel.pipe_parallel_size
     if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
@@ -140,12 +143,12 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
     ranks, topology = mpu.get_mesh().model.size, cast(Any, model).topology if pipeline else None
     if topology and max(topology().get_dim("model"), 1) != ranks:
         raise ValueError(
-            f"the model is a PipelineModule that does not know of --model-parallel-size {ranks}: build it with "
-            f"topology=mpu.get_topology(), not num_stages"
+            f"the model is a PipelineModule whose topology does not match --model-parallel-size {ranks}: build it "
+            f"with topology=mpu.get_topology(), not num_stages"
         )
     if not pipeline and wanted > 1:
         raise ValueError(
             f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
-            f"build one from a list of layers, or give --pipe-parallel-size 0"
+            f"build a PipelineModule from a list of layers, or pass --pipe-parallel-size 0"
         )
     return pipeline

@@ -1,4 +1,4 @@
-"""--compile: `torch.compile` for each transformer layer separately, so that equal layers are compiled only once."""
+"""The flag --compile: compiles each transformer layer separately, so that identical layers are compiled only once."""
 
 import functools
 from typing import Any
@@ -14,17 +14,17 @@ from ..ranks.rank_0 import print_rank_0
 
 
 def compile_layers(model: Any, config: Config) -> None:
-    """Have each transformer layer of this process compiled at its first call.
+    """With --compile, let `torch.compile` compile each transformer layer of this process at its first call.
 
-    All-reduces over model-parallel ranks (`mpu/traced.py`), dropout with its named random streams
-    (`mpu/dropout.py`) and oneDNN matmuls (`mpu/linear.py`) are compiled as well. Recomputation is not compiled,
-    nor, on accelerators, attention with dropout.
+    All-reduces over model-parallel ranks (`mpu/traced.py`), dropout with named random streams (`mpu/dropout.py`) and
+    oneDNN matmuls (`mpu/linear.py`) are compiled, too. Recomputation is not compiled. Attention with dropout is not
+    compiled on accelerators.
     On a CPU without a C++ compiler, the function prints a note and changes nothing.
     """
     if not config.train.compile:
         return
     if not compiler_found():
-        print_rank_0("--compile has no effect: no C++ compiler was found; set CXX to a compiler's name")
+        print_rank_0("--compile has no effect: no C++ compiler was found; set the variable CXX to a C++ compiler")
         return
     _keep_outside()
     for module in model.modules():
@@ -34,7 +34,10 @@ def compile_layers(model: Any, config: Config) -> None:
 
 @functools.cache
 def _keep_outside() -> None:
-    """Exclude functions from compilation. Call this only with --compile: importing torch's compiler takes seconds."""
+    """Exclude some functions from compilation.
+
+    Call this function only with --compile, because importing PyTorch's compiler takes seconds.
+    """
     kept = [
         (Attention, "_with_dropout"),
         (Attention, "_computed_again"),
@@ -46,7 +49,7 @@ def _keep_outside() -> None:
 
 
 def compiler_found() -> bool:
-    """Return whether torch.compile can build code: a CPU needs a C++ compiler, accelerators bring their own."""
+    """Return True if torch.compile finds a compiler; on a CPU it needs a C++ compiler."""
     from ..ranks.device import available
 
     if available():

@@ -1,4 +1,4 @@
-"""Formatting of the log line of an iteration, whose columns align from line to line."""
+"""Formatting of the log line of an iteration. The columns of successive lines are aligned."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def short(number: float) -> str:
-    """Format a number with three digits and a suffix, in six characters at most: 20.5K, 1.02M, 3.4T."""
+    """Format a number with three digits and a suffix, in at most six characters, such as 20.5K or 1.02M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
         if number >= 0.9995 * size:
             value = number / size
@@ -27,19 +27,19 @@ def duration(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Estimate of the time left in a run, from the time between its log lines.
+    """Estimator of the remaining time of a run, from the time between its log lines.
 
-    The estimate includes evaluations and saves, but not the startup.
+    The estimate includes the time of evaluations and saves, but not of the startup.
     """
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def after(self, iteration: int, last: int, seconds: float, now: float | None = None) -> float:
-        """Return the seconds left after iteration number `iteration` of `last` iterations.
+        """Return the remaining seconds after iteration `iteration` of `last` iterations.
 
         seconds: time per iteration before this log line; used only for the first log line.
-        now: reading of a monotonic clock; default: the present.
+        now: current reading of time.monotonic(); None reads the clock.
         """
         now = time.monotonic() if now is None else now
         if self._first is None:
@@ -52,13 +52,15 @@ class TimeLeft:
 def training_line(
     row: Mapping[str, Any], last: int, seconds: float, left: float, details: bool = False, when: float | None = None
 ) -> str:
-    """Return the log line of an iteration, at most 120 columns in fp32 and bf16 unless `details` asks for all numbers.
+    """Return the log line of an iteration.
 
-    row: the row written to metrics.jsonl.
+    Without `details`, the line has at most 120 columns in fp32 and bf16.
+    row: the row of this iteration in metrics.jsonl.
     last: --train-iters.
     seconds: time of an iteration.
-    left: seconds left in the run.
-    A value that a run does not have (a loss scale, MFU) has no column in any line of the run.
+    left: remaining seconds of the run.
+    details: add more columns, such as TFLOP/s and memory.
+    The line has no column for a value that the run does not have, such as loss scale or MFU.
     """
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
     columns = [

@@ -1,6 +1,6 @@
-"""Reading of data on the ranks that need it; the other ranks open no data files.
+"""Reading of training data on the ranks that need it. The other ranks open no data files.
 
-In each replica, one rank of each model-parallel group of the first and the last pipeline stage reads data.
+In the first and the last pipeline stage, one rank of each model-parallel group reads data.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from .task import Datasets, Task, checked_datasets
 
 
 class Lengths(NamedTuple):
-    """Numbers of tokens in the encoder's and the decoder's sequence of a T5 sample."""
+    """Number of encoder tokens and number of decoder tokens of a T5 sample."""
 
     encoder: int
     decoder: int
 
 
 class RemoteDataset:
-    """Placeholder for a data set that other ranks read.
+    """Placeholder, on a rank that reads no data, for a data set that other ranks read.
 
-    plan: for T5, the lengths of a sample's encoder and decoder sequences; None for any other data set.
+    plan: for T5, the numbers of encoder and decoder tokens of a sample; None for any other data set.
     """
 
     def __init__(self, plan: Lengths | None) -> None:
@@ -39,23 +39,27 @@ class RemoteDataset:
 
 
 def lengths_of(dataset: Any) -> Lengths | None:
-    """Return the sample lengths of a T5 data set, from its attribute `plan`; None for any other data set."""
+    """Return the numbers of encoder and decoder tokens of a T5 data set's samples, or None for other data sets.
+
+    A T5 data set has an attribute `plan` with these numbers.
+    """
     plan = getattr(dataset, "plan", None)
     encoder, decoder = getattr(plan, "encoder", None), getattr(plan, "decoder", None)
     return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None
 
 
 def reads() -> bool:
-    """Return whether this rank reads data."""
+    """Return True if this rank reads data."""
     mesh = mpu.get_mesh()
     return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
 
 
 def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
-    """Open the task's data sets; ranks that do not read get placeholders. Raises RunError alike on every rank.
+    """Return the data sets of `task`. If a rank fails, every rank raises RunError.
 
-    For a task with `reads_alone`, rank 0 checks the corpora first. The other reading ranks skip that check and
-    only compare the fingerprints of their files with rank 0's.
+    For a task with `reads_alone`, ranks that read no data get placeholders (`RemoteDataset`). Rank 0 checks the
+    corpora first. Other ranks that read data skip this check, and only compare the fingerprints of their files with
+    those of rank 0.
     """
     with all_ranks():
         if is_rank_0():
@@ -91,9 +95,10 @@ def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datase
 def read(
     dataset: Any, config: Config, consumed_samples: int, skips: Callable[[int], bool] | None = None
 ) -> Batches | None:
-    """Return this rank's micro-batches, beginning after `consumed_samples`; None on a rank that reads no data.
+    """Return an iterator over this rank's micro-batches, or None on a rank that reads no data.
 
-    skips: function of the number of an iteration's first sample; it returns True to skip the iteration.
+    consumed_samples: number of samples that earlier iterations have used.
+    skips: called with the number of an iteration's first sample; if it returns True, the iteration is skipped.
     """
     if not reads():
         return None
@@ -103,12 +108,12 @@ def read(
 
 
 def _corpora(config: Config) -> list[str]:
-    """Return the prefixes of the run's `.bin/.idx` pairs; an empty list for a task that reads another format."""
+    """Return the prefixes of the run's `.bin/.idx` pairs, or [] if neither --data-path nor --train-data-path is set."""
     return prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
 
 
 def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a corpus is known to use another tokenizer or another end-of-document token."""
+    """Raise ValueError if a corpus's metadata shows another tokenizer or another end-of-document token."""
     for path in _corpora(config):
         about = made_with(path)
         if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
@@ -118,9 +123,9 @@ def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
                 f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
             )
         if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
-            raise ValueError(f"{path}.bin {otherwise}: give the tokenizer of the corpus, or preprocess again")
+            raise ValueError(f"{path}.bin {otherwise}: pass the tokenizer of the corpus, or preprocess the text again")
 
 
 def _corpus_fingerprints(config: Config) -> dict[str, str]:
-    """Return fingerprints of the corpora, to detect nodes whose own disks hold different files."""
+    """Return a fingerprint of each corpus, so that ranks can detect nodes with different files."""
     return {f"the fingerprint of {path}": corpus_fingerprint(path) for path in _corpora(config)}

@@ -1,7 +1,7 @@
-"""Uniform interface of the training loop to DeepSpeed, with a pipeline (PipeEngine) and without one (NoPipeEngine).
+"""Common interface of the training loop to DeepSpeed: PipeEngine with a pipeline, NoPipeEngine without one.
 
-Losses are sums over target tokens, divided by the number of targets in the whole global batch. That number is
-counted before the first backward pass, so gradients have the right scale from the start.
+The loss is the sum over all targets of a global batch, divided by the number of these targets. The targets are counted
+before the first backward pass, so the gradients of all micro-batches have the right scale.
 """
 
 import math
@@ -32,12 +32,13 @@ Batches = Iterator[dict[str, Tensor]]
 
 
 class Step(NamedTuple):
-    """Result of one optimizer step: mean loss over the global batch, and gradient norm before clipping.
+    """Result of one optimizer step.
 
-    loss, grad_norm: may be tensors on the device that are still being computed; reading them waits. If grad_norm
-    is not finite, the step was skipped: weights, moments and the optimizer's step count are unchanged on all ranks.
-    skipped: True if the host already knows that the step was skipped.
-    aux: the model's additional losses, averaged over targets, by name.
+    loss: mean loss over the global batch. grad_norm: gradient norm before clipping. Both may be tensors that the device
+    is still computing, so reading them may wait. If grad_norm is not finite, the step was skipped: weights, moments and
+    the optimizer's step count are unchanged on all ranks.
+    skipped: True if the host already knows that the step was skipped; False does not prove the opposite.
+    aux: name -> additional loss of the model, averaged over targets.
     """
 
     loss: Tensor
@@ -48,14 +49,14 @@ class Step(NamedTuple):
 
 
 class Engine(Protocol):
-    """Interface that the training loop needs of an engine."""
+    """Protocol of the engines that the training loop can use."""
 
     deepspeed: Any
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
-        """Run one optimizer step at this learning rate.
+        """Run one optimizer step with learning rate `lr`.
 
-        batches: None on a rank that does not read data.
+        batches: iterator over micro-batches, or None on a rank that reads no data.
         """
         ...
 
@@ -97,7 +98,8 @@ def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> 
 class PipeEngine:
     """Engine with a pipeline of one or more stages.
 
-    breakdown: measure the time of each kind of pipeline instruction; every measurement synchronizes with the device.
+    breakdown: True measures the time of each kind of pipeline instruction; each measurement synchronizes with the
+    device.
     """
 
     def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
@@ -141,8 +143,8 @@ class PipeEngine:
 class NoPipeEngine:
     """Engine without a pipeline: every rank runs all layers.
 
-    All micro-batches of a step are prepared before the first forward pass.
-    watch: watchdog that ends all ranks if one of them fails or stalls in a step; None for no watchdog.
+    All micro-batches of a step are read before the first forward pass, because their targets must be counted.
+    watch: watchdog that ends all ranks if one rank fails or stalls in a step; None for no watchdog.
     """
 
     watch: StepWatch | None = None

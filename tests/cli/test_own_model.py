@@ -309,7 +309,7 @@ MISTAKES = {
     "Module(layers, num_stages=1, loss_fn=loss_fn)": (
         1,
         2,
-        r"does not know of --model-parallel-size 2: build it with topology=mpu.get_topology\(\), not num_stages",
+        r"topology does not match --model-parallel-size 2: build it with topology=mpu.get_topology\(\), not num_stages",
     ),
 }
 

@@ -141,9 +141,9 @@ def bpe(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"add_prefix_space": True}, "sets add_prefix_space True, but tokenizer.json"),
-        ({"added_tokens_decoder": {"400": {"content": "<mask>"}}}, "has no token '<mask>' of id 400"),
-        ({"added_tokens_decoder": {"0": {"content": "<mask>"}}}, "has no token '<mask>' of id 0"),
+        ({"add_prefix_space": True}, "sets add_prefix_space to True, but tokenizer.json"),
+        ({"added_tokens_decoder": {"400": {"content": "<mask>"}}}, "has no token '<mask>' with id 400"),
+        ({"added_tokens_decoder": {"0": {"content": "<mask>"}}}, "has no token '<mask>' with id 0"),
         ({"added_tokens_decoder": ["<mask>"]}, "added_tokens_decoder"),
         ({"eos_token": ["</s>"]}, "is not a token|not a token"),
         ({"eos_token": {"text": "</s>"}}, "not a token"),

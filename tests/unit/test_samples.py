@@ -183,7 +183,7 @@ def test_a_large_epoch_is_a_file_that_all_map(
     Path(f"{indexed.prefix}.orders").rmdir()
     Path(f"{indexed.prefix}.orders").write_text("")  # a file in place of the folder simulates a read-only disk
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
-    assert "it is kept in" in capsys.readouterr().err
+    assert "it is written to" in capsys.readouterr().err
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert capsys.readouterr().err == "", "said once"
 

@@ -339,12 +339,12 @@ def test_fingerprints_of_one_model_are_the_same_where_its_ids_are(tmp_path: Path
         (
             {"add_bos_token": True},
             {"added_tokens.json": {"<|im_end|>": 330}},
-            "tokenizer.model has no token '<.im_end.>' of id 330, .*as one tokenizer.json",
+            "tokenizer.model has no token '<.im_end.>' with id 330, .*as one tokenizer.json",
         ),
         (
             {"add_bos_token": True, "added_tokens_decoder": {"2": {"content": "</s>"}, "330": {"content": "<pad>"}}},
             {},
-            "tokenizer.model has no token '<pad>' of id 330",
+            "tokenizer.model has no token '<pad>' with id 330",
         ),
     ],
 )
