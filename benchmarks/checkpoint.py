@@ -6,7 +6,7 @@
 All contenders save the same weights and Adam moments (fp32) and load them back into the same engine, in turn within
 every round. Every save writes new files; the previous ones are deleted. "ours", the checkpoint of this project, writes
 checksums, verifies them on loading and waits until the data is on disk. The other contenders do none of this, except
-"torch.save, fsync", which waits for the disk. The last table is about asynchronous saves: how long training is
+those with "fsync", which wait for the disk. The last table is about asynchronous saves: how long training is
 blocked, as a share of the time of a step, and how much slower steps are during a save.
 """
 
@@ -43,7 +43,7 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
 
     rank = dist.get_rank()
     saver = Saver(str(folder / "ours"), engine, replace(config, checkpoint=replace(config.checkpoint, keep_last=1)), "")
-    state, saves_made = TrainState(), [0]
+    state, saves_made, tags_made = TrainState(), [0], [0]
 
     def ours() -> None:
         state.iteration += 1
@@ -60,9 +60,14 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
                     os.fsync(file.fileno())
             (folder / f"{saves_made[0] - 1}.pt").unlink(missing_ok=True)
 
-    def deepspeed_save() -> None:
-        shutil.rmtree(folder / "theirs", ignore_errors=True)
-        engine.save_checkpoint(str(folder / "theirs"), tag="x")
+    def deepspeed_save(sync: bool = False) -> None:
+        tags_made[0] += 1
+        engine.save_checkpoint(str(folder / "theirs"), tag=str(tags_made[0]))
+        if rank == 0:
+            for path in (folder / "theirs" / str(tags_made[0])).iterdir() if sync else ():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            shutil.rmtree(folder / "theirs" / str(tags_made[0] - 1), ignore_errors=True)
 
     def torch_load() -> None:
         content = torch.load(max(folder.glob("*.pt")), map_location="cpu", weights_only=True)
@@ -74,11 +79,12 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
         "torch.save": torch_save,
         "torch.save, fsync": lambda: torch_save(True),
         "DeepSpeed save_checkpoint": deepspeed_save,
+        "DeepSpeed, fsync": lambda: deepspeed_save(True),
     }
     loads = {
         "ours": lambda: load_checkpoint(find_checkpoint(str(folder / "ours")), engine, config, "") and None,
         "torch.load": torch_load,
-        "DeepSpeed load_checkpoint": lambda: engine.load_checkpoint(str(folder / "theirs"), tag="x") and None,
+        "DeepSpeed load_checkpoint": lambda: engine.load_checkpoint(str(folder / "theirs")) and None,
     }
     return saves, loads
 

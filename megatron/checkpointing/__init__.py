@@ -1,8 +1,8 @@
 """Checkpoints without pickle, independent of the parallel layout: saved by any grid of ranks, loaded by any other grid.
 
-    checkpoints/latest                      name of the newest complete checkpoint, and the checksum of its SHA256SUMS
+    checkpoints/latest                      name of the newest complete checkpoint, and the SHA-256 of its BLAKE3SUMS
     checkpoints/iter_0000200/
-        SHA256SUMS                          a checksum per file; `sha256sum -c SHA256SUMS` verifies them
+        BLAKE3SUMS                          a checksum per file; `b3sum -c BLAKE3SUMS` verifies them
         checkpoint.json                     training state, settings, and the location of each tensor
         pipe00-model00-data00.safetensors   written by one rank: whole tensors or ranges of rows
 

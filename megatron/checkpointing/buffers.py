@@ -10,6 +10,7 @@ from megatron import mpu
 from megatron.model.layers import global_buffers
 from megatron.ranks.buffers import BufferCopy
 
+from .checksums import Checksum
 from .files import BUFFER
 from .stream import CODES, Slot, StreamWriter, stored
 
@@ -39,7 +40,7 @@ class Buffers:
         """Full shapes of the buffers by key."""
         return {key: list(value.shape) for key, value in self.copies.items()}
 
-    def write(self, path: Path) -> dict[str, Any] | None:
+    def write(self, path: Path, checksum: Checksum) -> dict[str, Any] | None:
         """Write this rank's buffers to `path`. Raises OSError.
 
         Returns the file's report (name, checksum and tensors); None if this rank has no buffers to write.
@@ -47,11 +48,11 @@ class Buffers:
         if not self.copies:
             return None
         slots = [Slot(key, tuple(value.shape), value.dtype) for key, value in self.copies.items()]
-        with StreamWriter(path, slots) as writer:
+        with StreamWriter(path, slots, checksum) as writer:
             for key, value in self.copies.items():
                 writer.add(key, value)
         places = {key: {"dim": 0, "begin": 0, "end": shape[0], "shape": shape} for key, shape in self.expected.items()}
-        return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": set()}
+        return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": set()}
 
 
 def savable(buffer: Tensor) -> bool:

@@ -1,7 +1,6 @@
 """The files of a checkpoint: atomic publication, lookup, and detection of damage."""
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -12,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..atomic import remove, write_text
+from .checksums import BLAKE3, SHA256, Checksum, checksum_of
 
-SUMS = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 3
 WEIGHT = "weight"  # a weight has the key `weight.<parameter>`, an optimizer moment the key `<moment>.<parameter>`
@@ -23,15 +22,6 @@ _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or belongs to another model; the message names its path."""
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -46,17 +36,17 @@ def sync(path: Path) -> None:
 # ------------------------------------------------------------------------------------ writing
 
 
-def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -> None:
+def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
     """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
     If an earlier checkpoint exists, a crash at any moment leaves a complete checkpoint, which `latest` names or
     `recover` can restore.
     index: text of checkpoint.json.
-    sums: SHA-256 of each tensor file in `temporary`, by name.
+    sums: the checksum of each tensor file in `temporary`, by name.
     """
     write_text(temporary / INDEX, index, synced=True)
-    every = {INDEX: sha256_of(temporary / INDEX), **sums}
-    write_text(temporary / SUMS, "".join(f"{every[name]}  {name}\n" for name in sorted(every)), synced=True)
+    every = {INDEX: checksum.of(temporary / INDEX), **sums}
+    write_text(temporary / checksum.file, "".join(f"{every[name]}  {name}\n" for name in sorted(every)), synced=True)
     sync(temporary)
     old = _aside(final)
     if final.exists():  # a checkpoint of this iteration was saved before
@@ -71,9 +61,13 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
 def point_latest_to(checkpoint: Path) -> None:
     """Make the file `latest` beside a complete checkpoint name this checkpoint."""
     folder = checkpoint.parent
-    content = f"{checkpoint.name}\n{sha256_of(checkpoint / SUMS)}\n"
+    content = f"{checkpoint.name}\n{SHA256.of(_sums_file(checkpoint))}\n"
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
     sync(folder)
+
+
+def _sums_file(checkpoint: Path) -> Path:
+    return checkpoint / checksum_of(checkpoint).file
 
 
 def _aside(checkpoint: Path) -> Path:
@@ -111,7 +105,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """
     pointer = folder / "latest"
     if not pointer.exists():
-        whole = sorted(path.parent.name for path in folder.glob(f"iter_*/{SUMS}") if path.parent.name[5:].isdigit())
+        whole = sorted(
+            path.name for path in folder.glob("iter_*") if path.name[5:].isdigit() and _sums_file(path).is_file()
+        )
         if whole:
             raise CheckpointError(
                 f"the file {pointer} is missing; to resume from {whole[-1]}, create {pointer} with the text {whole[-1]}"
@@ -123,10 +119,12 @@ def latest_checkpoint(folder: Path) -> Path | None:
     path = folder / found["name"]
     if not path.is_dir():
         raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name in its folder")
-    if found["sums"] and (path / SUMS).is_file() and sha256_of(path / SUMS) != found["sums"]:
+    sums = _sums_file(path)
+    if found["sums"] and sums.is_file() and SHA256.of(sums) != found["sums"]:
+        check = {BLAKE3.file: "b3sum -c", SHA256.file: "sha256sum -c"}[sums.name]
         raise CheckpointError(
-            f"the checksum in {pointer} is not that of {path / SUMS}: one of the two files is damaged; "
-            f"if `sha256sum -c {SUMS}` finds no error in {path.name}, "
+            f"the checksum in {pointer} is not that of {sums}: one of the two files is damaged; "
+            f"if `{check} {sums.name}` finds no error in {path.name}, "
             f"write only the name {path.name} into latest"
         )
     return path
@@ -135,7 +133,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def find_checkpoint(load: str) -> Path:
     """Return the checkpoint at `load`, or the newest checkpoint if `load` is a run directory or a checkpoint folder."""
     for folder in (Path(load) / "checkpoints", Path(load)):
-        if (folder / SUMS).is_file() or (folder / INDEX).is_file():
+        if _sums_file(folder).is_file() or (folder / INDEX).is_file():
             return folder
         path = latest_checkpoint(folder)
         if path:
@@ -147,8 +145,8 @@ def find_checkpoint(load: str) -> Path:
 
 
 def read_sums(checkpoint: Path) -> dict[str, str]:
-    """Read SHA256SUMS and return the SHA-256 of each file, by name. Raises CheckpointError."""
-    path = checkpoint / SUMS
+    """Read the checksum file and return the checksum of each file, by name. Raises CheckpointError."""
+    path = _sums_file(checkpoint)
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     sums = {}
@@ -181,9 +179,9 @@ def open_tensors(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def check_file(path: Path, expected: str) -> None:
+def check_file(path: Path, checksum: Checksum, expected: str) -> None:
     """Raise CheckpointError if a file is missing or its checksum differs."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
-    if sha256_of(path) != expected:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {SUMS}")
+    if checksum.of(path) != expected:
+        raise CheckpointError(f"{path} is damaged: its checksum is not the one in {checksum.file}")

@@ -1,6 +1,7 @@
 """Loading of checkpoints into an engine: the parallel layout may differ, the model and the data must match."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,17 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     """
     with all_ranks():
         reader = CheckpointReader(path)
-        reader.verify(dist.get_rank(), dist.get_world_size())
         refuse_contradictions(reader, config, fingerprint, wanted)
     unread = _unread_weights(reader, engine)
     with all_ranks():
         _refuse_unread(reader, unread, wanted)
-    with all_ranks():
-        _load_tensors(reader, engine, wanted)
+    with ThreadPoolExecutor(1) as checker:  # while the tensors are read, check the files that they come from
+        checked = checker.submit(reader.verify, dist.get_rank(), dist.get_world_size())
+        with all_ranks():
+            try:
+                _load_tensors(reader, engine, wanted)
+            finally:
+                checked.result()  # if a file is damaged, raise this error rather than its consequences
     _restore_buffers(reader, engine.module)
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_rng().seed = reader.rng_seed

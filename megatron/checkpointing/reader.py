@@ -16,7 +16,8 @@ from megatron.model.layers import global_buffers, global_parameters
 
 from . import schema
 from .bounds import refuse_absurd_sizes
-from .files import BUFFER, FORMAT, INDEX, SUMS, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
+from .checksums import checksum_of
+from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
 from .stream import CODES, FLOATS, stored
 
 
@@ -25,8 +26,8 @@ class CheckpointReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.sums = read_sums(path)
-        check_file(path / INDEX, self.sums[INDEX])
+        self.sums, self._checksum = read_sums(path), checksum_of(path)
+        check_file(path / INDEX, self._checksum, self.sums[INDEX])
         try:
             content = schema.read((path / INDEX).read_text(encoding="utf-8"))
             version = content.get("format")
@@ -49,9 +50,9 @@ class CheckpointReader:
         """
         used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
         for name in sorted(used - self.sums.keys()):
-            raise CheckpointError(f"{self.path / SUMS} does not list {name}: it is damaged")
+            raise CheckpointError(f"{self.path / self._checksum.file} does not list {name}: it is damaged")
         for name in sorted(self.sums)[rank::ranks]:
-            check_file(self.path / name, self.sums[name])
+            check_file(self.path / name, self._checksum, self.sums[name])
 
     def read(self, key: str, dim: int, begin: int, end: int) -> Tensor:
         """Return rows `begin` to `end` along `dim` of tensor `key`, concatenated from the stored pieces."""

@@ -24,6 +24,7 @@ from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from tds import optimizer_state as zero_state
 
 from .buffers import Buffers, savable
+from .checksums import SHA256, preferred
 from .files import FORMAT, publish
 from .retention import prune
 from .share import Part, expected_shapes, merge, parts_of, steps_of, values_of, without_moments, write_share
@@ -93,6 +94,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._reports: list[dict[str, Any]] = []
         self._buffers: Buffers | None = None
+        self._checksum = preferred()
         self._warned: set[str] = set()
         self._expected: dict[str, list[int]] = {}
         self._steps: dict[str, int] = {}
@@ -139,18 +141,21 @@ class Saver:
                 zero_state.get_step(self.engine),
                 zero_state.moment_names(self.engine),
                 fingerprint_buffers(module, savable),
+                preferred().name,
             )
         )
+        # All ranks use the same algorithm, even if a package is missing on some of them.
+        self._checksum = preferred() if len({name for *_, name in known}) == 1 else SHA256
         optimizer: dict[str, Any] = {
-            "step": max(step for step, _, _ in known),
-            "moments": sorted({name for _, names, _ in known for name in names}),
+            "step": max(step for step, *_ in known),
+            "moments": sorted({name for _, names, *_ in known for name in names}),
             "loss_scaler": zero_state.get_loss_scaler(self.engine),
         }
         self._pending = (final, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
         mesh = mpu.get_mesh()
         path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
         parts = parts_of(self.engine, optimizer["moments"])
-        self._buffers = Buffers(module, [held for _, _, held in known])
+        self._buffers = Buffers(module, [held for _, _, held, _ in known])
         self._warn(self._buffers.warnings)
         self._expected = expected_shapes(parts) | self._buffers.expected
         self._steps = steps_of(self.engine, parts, optimizer["step"])
@@ -179,8 +184,8 @@ class Saver:
         try:
             with named_if_slow(path):
                 written = [
-                    write_share(path, parts, values),
-                    self._buffers.write(path.with_stem(f"{path.stem}-buffers")),
+                    write_share(path, parts, values, self._checksum),
+                    self._buffers.write(path.with_stem(f"{path.stem}-buffers"), self._checksum),
                 ]
             self._reports = [report for report in written if report]
         except Exception as error:
@@ -221,7 +226,7 @@ class Saver:
         check_complete(temporary, tensors, expected)
         text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
         with named_if_slow(final):
-            publish(final, temporary, text, {report["file"]: report["sha256"] for report in reports})
+            publish(final, temporary, text, self._checksum, {each["file"]: each["sum"] for each in reports})
 
 
 @contextlib.contextmanager
@@ -260,14 +265,14 @@ def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fing
     temporary = _temporary(final)
     remove(temporary)
     temporary.mkdir(parents=True)
-    name = "weights.safetensors"
+    name, checksum = "weights.safetensors", preferred()
     try:
-        sums = {name: write_entries(temporary / name, entries)}
+        sums = {name: write_entries(temporary / name, entries, checksum)}
         tensors = {
             e.name: {"shape": list(e.shape), "dim": 0, "pieces": [{"file": name, "begin": 0, "end": e.shape[0]}]}
             for e in entries
         }
-        publish(final, temporary, index_text(TrainState(), config, fingerprint, tensors), sums)
+        publish(final, temporary, index_text(TrainState(), config, fingerprint, tensors), checksum, sums)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

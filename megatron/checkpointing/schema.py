@@ -59,7 +59,7 @@ def _expect(right: bool, where: str, what: str, found: Any) -> None:
 def check(content: Mapping[str, Any], files: Collection[str]) -> None:
     """Raise SchemaError unless the content of a checkpoint.json is valid.
 
-    files: the file names in SHA256SUMS.
+    files: the file names in the list of checksums.
     """
     for key in KEYS:
         if key not in content:
@@ -146,7 +146,7 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
         _expect(right, f"each of {where}.pieces", "an object with file, begin and end", piece)
         name = piece.get("file")
         _expect(
-            isinstance(name, str) and name in files, f"the file in {where}.pieces", "one that SHA256SUMS lists", name
+            isinstance(name, str) and name in files, f"the file in {where}.pieces", "one in the list of checksums", name
         )
     at = 0
     for piece in sorted(pieces, key=lambda piece: (piece["begin"], piece["end"])):

@@ -13,6 +13,7 @@ from megatron.model.layers import global_parameters
 from tds import optimizer_state as zero_state
 from tds.pipe import is_pipeline
 
+from .checksums import Checksum
 from .files import WEIGHT
 from .stream import Slot, StreamWriter
 
@@ -100,7 +101,9 @@ def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
                 yield f"{kind}.{name}", mpu.spec_of(parameter).without_padding(value)
 
 
-def write_share(path: Path, parts: list[Part], values: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
+def write_share(
+    path: Path, parts: list[Part], values: Iterable[tuple[str, Tensor]], checksum: Checksum
+) -> dict[str, Any] | None:
     """Write this rank's file and return the file's report; None if this rank has nothing to write.
 
     Raises OSError, and ValueError for a weight that is not finite.
@@ -126,7 +129,7 @@ def write_share(path: Path, parts: list[Part], values: Iterable[tuple[str, Tenso
     try:
         if not slots:
             return None
-        with StreamWriter(path, slots) as writer:
+        with StreamWriter(path, slots, checksum) as writer:
             for key, value in values:
                 writer.add(key, value)
                 kind, name = key.split(".", 1)
@@ -137,7 +140,7 @@ def write_share(path: Path, parts: list[Part], values: Iterable[tuple[str, Tenso
     finally:
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
-    return {"file": path.name, "sha256": writer.sha256, "tensors": places, "learns": learns}
+    return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns}
 
 
 def _finite(x: Tensor) -> bool:

@@ -1,11 +1,10 @@
 """Writing of safetensors files tensor by tensor, so that only one tensor needs to be in memory."""
 
-import hashlib
 import json
 import os
 import struct
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .checksums import Checksum
 
 # Dtype names of safetensors: FLOATS are the dtypes of weights and moments, CODES those of buffers.
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -53,10 +54,10 @@ class StreamWriter:
     """Writer of a safetensors file whose tensors are declared in advance and then added one by one.
 
     The file consists of the header's length, the header in JSON, and the tensors without gaps. Use the writer as a
-    context manager; afterwards, `sha256` is the file's checksum. Raises OSError if writing fails.
+    context manager; afterwards, `sum` is the file's checksum. Raises OSError if writing fails.
     """
 
-    def __init__(self, path: Path, slots: Iterable[Slot]) -> None:
+    def __init__(self, path: Path, slots: Iterable[Slot], checksum: Checksum) -> None:
         self._slots = list(slots)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
@@ -69,17 +70,26 @@ class StreamWriter:
             at += slot.bytes
         raw = json.dumps(header).encode()
         raw += b" " * (-len(raw) % 8)
-        self._digest = hashlib.sha256()
-        self._hasher = ThreadPoolExecutor(1)
+        self._digest = checksum.new(False)  # with several threads, hashing would slow writing down
+        self._hasher, self._syncer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._synced: Future[None] | None = None
         self._file = open(path, "wb")  # noqa: SIM115  # closed by __exit__
         self._next = 0
         self._put(struct.pack("<Q", len(raw)) + raw)
 
     def _put(self, block: bytes | memoryview) -> None:
-        # Hash in parallel with writing: both take about the same time.
+        # Hash in parallel with writing.
         hashed = self._hasher.submit(self._digest.update, block)
         self._file.write(block)
         hashed.result()
+        if self._synced is None or self._synced.done():
+            self._check_synced()
+            self._synced = self._syncer.submit(os.fdatasync, self._file.fileno())  # the disk writes in the background
+
+    def _check_synced(self) -> None:
+        """Raise the OSError of the last background synchronization, which the kernel reports only once."""
+        if self._synced is not None:
+            self._synced.result()
 
     def add(self, name: str, value: Tensor) -> None:
         """Write the next declared tensor. Raises ValueError if its name or shape differs from the declaration."""
@@ -105,21 +115,23 @@ class StreamWriter:
                 if self._next != len(self._slots):
                     raise ValueError(f"{self._slots[self._next].name} was declared but not written")
                 self._file.flush()
+                self._check_synced()
                 os.fsync(self._file.fileno())
         finally:
             self._hasher.shutdown()
+            self._syncer.shutdown()
             self._file.close()
 
     @property
-    def sha256(self) -> str:
-        """SHA-256 of the bytes written so far, in hexadecimal."""
-        return self._digest.hexdigest()
+    def sum(self) -> str:
+        """Checksum of the bytes written so far, in hexadecimal."""
+        return str(self._digest.hexdigest())
 
 
-def write_entries(path: Path, entries: Iterable[Entry]) -> str:
-    """Write the tensors one after another; return the file's SHA-256."""
+def write_entries(path: Path, entries: Iterable[Entry], checksum: Checksum) -> str:
+    """Write the tensors one after another; return the file's checksum."""
     entries = list(entries)
-    with StreamWriter(path, entries) as writer:
+    with StreamWriter(path, entries, checksum) as writer:
         for entry in entries:
             writer.add(entry.name, entry.make())
-    return writer.sha256
+    return writer.sum

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.checkpointing.bounds import refuse_absurd_sizes
+from megatron.checkpointing.checksums import preferred
 from megatron.checkpointing.files import open_tensors
 from megatron.checkpointing.stream import Entry, write_entries
 from megatron.config import Config
@@ -50,7 +51,7 @@ def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) 
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     names = ["model.safetensors"] if len(shards) == 1 else names
     for name, shard in zip(names, shards, strict=True):
-        write_entries(folder / name, shard)
+        write_entries(folder / name, shard, preferred())
     if len(shards) > 1:
         where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total = sum(entry.bytes for entry in entries)

@@ -80,8 +80,8 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put(*T, "pieces", [PIECES[0], PIECES[0], PIECES[1]]), "expected a piece from row 2 on"),
     (put(*T, "pieces", [PIECES[0]]), "must be 3, the size in"),
     (put(*T, "pieces", 1, "end", 2**70), "must be an object with file, begin and end"),
-    (put(*T, "pieces", 1, "file", "../b.safetensors"), 'must be one that SHA256SUMS lists, not "../b.safetensors"'),
-    (put(*T, "pieces", 1, "file", None), "must be one that SHA256SUMS lists"),
+    (put(*T, "pieces", 1, "file", "../b.safetensors"), 'must be one in the list of checksums, not "../b.safetensors"'),
+    (put(*T, "pieces", 1, "file", None), "must be one in the list of checksums"),
 ]
 
 

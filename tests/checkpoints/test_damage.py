@@ -26,7 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: 
 def files_of(folder: Path) -> list[Path]:
     newest = folder / "iter_0000002"
     found = [folder / "latest", *sorted(newest.iterdir())]
-    names = ["SHA256SUMS", "checkpoint.json", *(f"pipe0{i}-model00-data00.safetensors" for i in range(2))]
+    names = ["BLAKE3SUMS", "checkpoint.json", *(f"pipe0{i}-model00-data00.safetensors" for i in range(2))]
     assert [path.name for path in found] == ["latest", *names]
     return found
 

@@ -1,6 +1,5 @@
 """A run killed with SIGKILL at any moment can be resumed and ends with the state of an uninterrupted run."""
 
-import hashlib
 import json
 import os
 import random
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from blake3 import blake3
 
 from tests import support
 from tests.sentences import SENTENCES
@@ -124,13 +124,13 @@ def _rows(run_dir: Path) -> bytes:
 
 
 def _check_latest(folder: Path) -> None:
-    """Check the SHA-256 of every file of the checkpoint that `latest` names."""
+    """Check the checksum of every file of the checkpoint that `latest` names."""
     if not (folder / "latest").exists():
         return
     checkpoint = folder / (folder / "latest").read_text().split()[0]
-    for line in (checkpoint / "SHA256SUMS").read_text().splitlines():
+    for line in (checkpoint / "BLAKE3SUMS").read_text().splitlines():
         digest, name = line.split("  ")
-        assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest, (checkpoint, name)
+        assert blake3((checkpoint / name).read_bytes()).hexdigest() == digest, (checkpoint, name)
 
 
 def _end(run_dir: Path) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -1,6 +1,5 @@
 """Sizes in checkpoint.json or config.json that contradict the tensors are refused before memory is allocated."""
 
-import hashlib
 import json
 import resource
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
@@ -68,10 +68,10 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Apply `change` to the content of checkpoint.json and update its checksum."""
     content = json.loads((path / "checkpoint.json").read_text())
     change(content)
-    before = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
+    before = blake3((path / "checkpoint.json").read_bytes()).hexdigest()
     (path / "checkpoint.json").write_text(json.dumps(content))
-    after = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
-    (path / "SHA256SUMS").write_text((path / "SHA256SUMS").read_text().replace(before, after))
+    after = blake3((path / "checkpoint.json").read_bytes()).hexdigest()
+    (path / "BLAKE3SUMS").write_text((path / "BLAKE3SUMS").read_text().replace(before, after))
 
 
 def uses(path: Path) -> dict[str, Callable[[], Any]]:
