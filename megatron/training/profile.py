@@ -46,7 +46,7 @@ class Profile:
         self.done = False
 
     def iteration(self, number: int) -> bool:
-        """Prepare for iteration `number`: start the profiler before the first profiled iteration, finish after the last.
+        """Prepare for iteration `number`: start profiling before the first profiled iteration, finish after the last.
 
         Returns True if it started or finished. The caller excludes this time from the speed of the iteration.
         """

@@ -73,7 +73,7 @@ class Holder:
         return self.advisory and locks_are_seen and advisory.is_held(path) is False
 
     def is_alive(self, me: "Holder", path: Path) -> bool:
-        """Return True if the process `me` can be sure that this holder still runs. Call it only if `is_gone` is False."""
+        """Return True if the process `me` can be sure that this holder still runs. Call it if `is_gone` is False."""
         if self.is_visible(me):
             return True
         # `is_gone` has found the advisory lock held. If the lock is free now, another process only tested it, and the

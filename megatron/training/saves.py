@@ -57,8 +57,8 @@ class Saves(Hook):
         good = log.health.state_to_save(run.state)
         if good.iteration != run.state.iteration:
             print_rank_0(
-                f"all steps since iteration {good.iteration} were skipped, so the checkpoint has the state of iteration "
-                f"{good.iteration}"
+                f"all steps since iteration {good.iteration} were skipped, so the checkpoint has the state of "
+                f"iteration {good.iteration}"
             )
         if good.iteration != self._saved or run.saver.failures:
             with trace.span("checkpoint"):

@@ -16,8 +16,7 @@ from ..config import Config
 from ..config.output import LogConfig
 from ..rows import NUMBERS
 
-# Default project of Weights & Biases and default experiment of MLflow; WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME override
-# it.
+# Default project of Weights & Biases and experiment of MLflow; WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME override it.
 PROJECT = "pretraining"
 # Columns of metrics.csv, in order. A row leaves the columns empty that its split does not have.
 COLUMNS = ("split", "iteration", *NUMBERS)
@@ -135,7 +134,7 @@ class WeightsAndBiases:
             dir=str(run_dir),
             config=flat(config),
         )
-        # The iteration is a separate x-axis: wandb's own step may not decrease, but the iteration does in a resumed run.
+        # The iteration is a separate x-axis: wandb's own step may not decrease, but the iteration may.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
@@ -160,9 +159,7 @@ class MLflow:
         import mlflow
 
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            os.environ.setdefault(
-                "MLFLOW_ALLOW_FILE_STORE", "true"
-            )  # new versions of MLflow require it for file stores
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer MLflow requires it for file stores
             mlflow.set_tracking_uri((run_dir.resolve() / "mlflow").as_uri())
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow, path = mlflow, run_dir / "mlflow_run"

@@ -195,7 +195,7 @@ def test_a_save_that_hangs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(save, "SLOW_SECONDS", 0.05)
-    saver: Any = SimpleNamespace(_buffers=SimpleNamespace(write=lambda path: None))
+    saver: Any = SimpleNamespace(_buffers=SimpleNamespace(write=lambda *_: None), _checksum=None)
     for name, seconds in (("iter_0000002", 0.5), ("iter_0000004", 0.0)):
         monkeypatch.setattr(save, "write_share", lambda *_, seconds=seconds: time.sleep(seconds))
         save.Saver._write(saver, tmp_path / f"{name}.tmp" / "share.safetensors", [], [])
