@@ -1,9 +1,9 @@
 """An optimizer with states sharded over the replicas and communication overlapped with computation.
 
 This is ZeRO stage 1 (Rajbhandari et al. 2020) in the manner of Megatron-LM's distributed optimizer. Gradients are
-reduced bucket by bucket during a step's last backward pass. Each replica steps its share of every bucket, and
-all-gathers a bucket's updated weights while it steps the next bucket. DeepSpeed's reduction only starts after the last
-gradient.
+reduced bucket by bucket during a step's last backward pass. Each replica steps its share of every bucket, a group of
+buckets at a time, and all-gathers the updated weights of a group while it steps the next group. DeepSpeed's reduction
+only starts after the last gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,16 +22,19 @@ from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 
-# These optimizers count steps per tensor or not at all, so each bucket can be stepped separately.
+# These optimizers count steps per tensor or not at all, so groups of buckets can be stepped separately.
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+# Largest number of groups. While a group is stepped, the weights of the previous group are gathered. Each call of the
+# wrapped optimizer costs host time for all of its parameters, so more groups would cost more than they hide.
+MOST_STEPS = 8
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer sharded over the replicas, for fp32 and bf16 with ZeRO stage 1 in the ds_config.
 
     Weights and gradients lie in flat buckets, and this replica steps one share of each bucket. A BucketLauncher
-    reduces each bucket during a step's last backward pass, and `step` all-gathers the weights of each bucket while
-    the next one is stepped.
+    reduces each bucket during a step's last backward pass, and `step` all-gathers the weights of a group of buckets
+    while the next group is stepped.
 
     Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`,
     with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in fp32. The learning
@@ -239,8 +242,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.share.grad = None
         first_first = self.buckets[::-1]  # in the order in which the next forward pass uses the weights
-        one_by_one = type(self.optimizer) in ONE_BY_ONE
-        for group in [[bucket] for bucket in first_first] if one_by_one else [first_first]:
+        each = -(-len(first_first) // MOST_STEPS) if type(self.optimizer) in ONE_BY_ONE else len(first_first)
+        for group in (first_first[at : at + each] for at in range(0, len(first_first), max(each, 1))):
             for bucket in group:
                 bucket.share.grad = grads[bucket]
             self.optimizer.step()

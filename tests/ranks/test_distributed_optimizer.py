@@ -98,6 +98,45 @@ def test_in_bf16_it_steps_in_fp32() -> None:
     on_ranks(1, _body, "fused", torch.bfloat16, None)
 
 
+def _many_buckets() -> tuple[int, int]:
+    """Take two steps of a model with a bucket per layer; return the number of buckets, and calls of AdamW per step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(20)))
+    exact = copy.deepcopy(model)
+    inside, reference = (torch.optim.AdamW(each.parameters(), **SETTINGS) for each in (model, exact))
+    calls, real = 0, inside.step
+
+    def counted() -> None:
+        nonlocal calls
+        calls += 1
+        real()
+
+    inside.step = counted  # type: ignore[method-assign, assignment]
+    ours = tds.DistributedOptimizer(inside, 4 * 36)
+    ours.attach(model, dist.group.WORLD)
+    for _ in range(2):
+        x = torch.randn(4, 6)
+        model(x).square().sum().backward()
+        (exact(x).square().sum() * dist.get_world_size()).backward()
+        ours.finish()
+        norm = ours.squared_norm(0, torch.device("cpu"))
+        dist.all_reduce(norm)
+        ours.clip(norm.sqrt(), 0.0)
+        ours.step()
+        reference.step()
+        ours.zero_grad()
+        reference.zero_grad()
+    for p, want in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p, want)
+    return len(ours.buckets), calls // 2
+
+
+def test_a_step_calls_the_optimizer_a_few_times_for_many_buckets() -> None:
+    """Each call costs host time for all parameters, so buckets are stepped in at most 8 groups."""
+    for buckets, calls in on_ranks(2, _many_buckets):
+        assert buckets == 20 and calls == 7
+
+
 def _late() -> None:
     with nccl("eager"):
         _body("fused", torch.float32, 8)
@@ -257,7 +296,7 @@ def _looked_at() -> None:
     ours.attach(model, dist.group.WORLD)
     x = torch.randn(4, 6) + dist.get_rank()
     expected = expected_sums(model, [x])
-    with pytest.raises(RuntimeError, match="needs finish"):
+    with pytest.raises(RuntimeError, match=r"call finish\(\), clip\(\) and then step\(\)"):
         ours.step()
     ours.arm()
     model(x).backward()
