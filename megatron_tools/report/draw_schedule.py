@@ -36,7 +36,7 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
 
 
 def draw_run(args: argparse.Namespace) -> None:
-    """Draw a traced iteration, with the ideal schedule of the same passes."""
+    """Draw one iteration of a run that was made with --trace, next to the ideal schedule of the same passes."""
     folder = Path(args.run) / timeline.FOLDER
     ranks = timeline.read(folder)
     merged = timeline.merge(folder, ranks)

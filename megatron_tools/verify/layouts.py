@@ -1,4 +1,4 @@
-"""Layouts in the user's notation, such as `pp 2, tp 2`, and their flags."""
+"""Layouts in the notation of --layouts, such as `pp 2, tp 2`, and their flags for an entry script."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,11 @@ WORDS = ("pp", "tp", "dp", "cp", "vpp", "zero", "sp", "schedule")
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout. pp: 0 means no pipeline. sp: sequence parallelism over the model-parallel ranks."""
+    """A parallel layout.
+
+    pp, tp, dp, cp: numbers of pipeline stages (0: no pipeline), model-parallel ranks, replicas and context-parallel
+    ranks. vpp: layer chunks per stage. zero: ZeRO stage. sp: sequence parallelism over the model-parallel ranks.
+    """
 
     pp: int = 0
     tp: int = 1
