@@ -81,7 +81,7 @@ class Writer:
         return "top lift: " + ", ".join(tokens)
 
     def text(self, question: Question, ids: list[int]) -> str:
-        """Return the text to print for the generated `ids`: an assistant's answer, or the prompt with its completion."""
+        """Return the text to print for the generated `ids`: an answer in a chat, else the prompt and its completion."""
         if isinstance(self.tokenizer, SentinelTokenizer):
             kept = ids[:-1] if ids[-1:] == [question.end] else ids
             if self.reader.continues_text:
