@@ -129,7 +129,7 @@ def install_signals(args: Any) -> Signals:
 
 
 def _pid_namespace() -> str:
-    """Return the name of the PID namespace in which this launcher's process id is valid."""
+    """Return the name of the PID namespace in which this launcher's process id is valid, or "" if unknown."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""

@@ -271,7 +271,7 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
     def make() -> Tensor:
         tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
         if not tensor.isfinite().all():
-            print(f"note: {' and '.join(match.theirs)} contain NaN or Inf")
+            print(f"note: NaN or Inf in {' and '.join(match.theirs)}")
         return tensor
 
     # Joining empty tensors gives the shape without reading any weights.

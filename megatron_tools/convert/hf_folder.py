@@ -1,4 +1,4 @@
-"""Folders for Hugging Face's `from_pretrained`: config.json and safetensors shards, written tensor by tensor."""
+"""Reading and writing of Hugging Face folders (config.json and safetensors files), one tensor at a time."""
 
 import json
 import re
@@ -38,7 +38,10 @@ CONSTANT = re.compile(
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
-    """Write model.safetensors, or shards and their index. At most one tensor is in memory at a time."""
+    """Write model.safetensors, or several shards and their index if the size exceeds `max_shard_bytes`.
+
+    At most one tensor is in memory at a time.
+    """
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:

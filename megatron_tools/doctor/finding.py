@@ -39,7 +39,7 @@ def failed(check: str, words: str, remedy: str) -> Finding:
 
 
 def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of `look`; if it raises an exception, yield a failed finding with the exception's message."""
+    """Yield the findings of `look`. If `look` raises an error, yield a FAILED finding with the error's message."""
     try:
         yield from look()
     except ImportError as error:

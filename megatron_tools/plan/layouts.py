@@ -1,4 +1,4 @@
-"""Search for the layouts of a model that fit in the memory of some devices, with the speed of each."""
+"""Search for the layouts of a model that fit in the memory of the given devices, with the speed of each."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -191,7 +191,7 @@ def fits(layout: Layout, cluster: Cluster) -> bool:
 
 
 def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
-    """Return the layouts that fit, fastest first. Among layouts of about equal speed, less memory comes first.
+    """Return the layouts that fit in memory, fastest first. Of equally fast ones, the one with less memory comes first.
 
     Raises ValueError with one sentence of advice if no layout is valid or none fits.
     """

@@ -58,7 +58,7 @@ def _family_of(argv: list[str]) -> str:
 
 
 def _chunks(flags: list[str]) -> int:
-    """Return --virtual-pipeline-size, or 1 for a value that training would reject."""
+    """Return the value of --virtual-pipeline-size, or 1 if it is missing or not a number."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--virtual-pipeline-size", default="1")
     size = str(finder.parse_known_args(flags)[0].virtual_pipeline_size)
@@ -66,7 +66,7 @@ def _chunks(flags: list[str]) -> int:
 
 
 def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
-    """Return the settings of the run for which a layout is searched.
+    """Return the settings of the run for which layouts are searched.
 
     Raises ConfigError for flags that training would reject.
     """

@@ -1,4 +1,4 @@
-"""Predictions of published training speeds (published.json), with the same constants for all runs."""
+"""Predicted speeds of published training runs (published.json), compared with their published speeds."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""Report of a plan: ranked table, arithmetic of one layout, memory by stage."""
+"""Text output of a plan: table of the layouts, calculation of one layout, memory of each stage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields

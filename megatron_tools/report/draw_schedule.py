@@ -47,7 +47,7 @@ def draw_run(args: argparse.Namespace) -> None:
         f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.kept} steps is "
         f"{table.usual * 1e3:.1f} ms"
     )
-    print(f"clocks of {merged.ranks} ranks aligned to {merged.error_us:.0f} us; merged trace: {merged.path}")
+    print(f"clocks of {merged.ranks} ranks aligned to within {merged.error_us:.0f} us; merged trace: {merged.path}")
     write_figures(args.svg, args.png, lines, table.stages, "ms")
 
 

@@ -88,10 +88,9 @@ def read_layout(text: str) -> Layout:
 
 
 def common_micros(layouts: Sequence[Layout]) -> int:
-    """Return a number of micro-batches per iteration that suits every layout.
+    """Return a number of micro-batches per iteration that can be split equally over the replicas of every layout.
 
-    The replicas of a layout share the micro-batches equally. Each replica gets at least two, and at least one for each
-    stage.
+    Each replica gets at least two micro-batches, and at least as many as it has pipeline stages.
     """
     least = math.lcm(*(layout.dp for layout in layouts))
     wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)

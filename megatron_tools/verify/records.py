@@ -1,4 +1,4 @@
-"""Combination of all ranks' records of a run into whole parameters and outputs, which do not depend on the layout."""
+"""Records of a run: the ranks' shards are joined to full tensors, which can be compared across layouts."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

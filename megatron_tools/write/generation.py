@@ -273,7 +273,7 @@ def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Sample tokens [b] from logits [b, v]."""
+    """Return next tokens [b], sampled from logits [b, v]."""
     temperature, top_k, top_p = sampling
     if temperature == 0:
         return logits.argmax(dim=-1)

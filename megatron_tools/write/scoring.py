@@ -76,7 +76,7 @@ def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
 def completes(
     context: Sequence[int], target: Sequence[int], logits_of: Logits, longest: int, device: torch.device
 ) -> bool:
-    """Return whether greedy decoding after `context` yields exactly `target` (last-word cloze)."""
+    """Return whether greedy decoding after `context` yields exactly `target`. longest: see `windows`."""
     tokens = torch.tensor([[*context, *target][-longest:]], dtype=torch.int64, device=device)
     best = logits_of(tokens[:, :-1])[0].argmax(dim=-1)
     return best[-len(target) :].tolist() == list(target)

@@ -22,7 +22,10 @@ WINDOW = 16  # so many batches of prompts are read at once, to find prompts of e
 
 @dataclass
 class Writer:
-    """A model with its tokenizer, ready to generate text."""
+    """A model with its tokenizer, ready to generate text.
+
+    stages: split of the model over pipeline stages, None without a pipeline. reader: encoder of prompts.
+    """
 
     model: GPT2Model | T5Model
     tokenizer: Tokenizer
@@ -91,7 +94,7 @@ class Writer:
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """Yield batches as lists of question indices. The questions of a batch have equal length and the same end token."""
+    """Yield batches of at most `size` questions with equal length and the same end token, as lists of their indices."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, question in enumerate(asked):
         alike.setdefault((len(question.tokens), question.end), []).append(i)
