@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
     # Ranks share this machine's cores, so each gets one thread unless the user sets another number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide C++ stack traces, which clutter the ranks' messages
-    # By this variable, the ranks notice that the launcher has ended, and then exit themselves.
+    # This variable tells the ranks which process is the launcher. They exit when it has ended.
     os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the ranks start, there is nothing to save
     warnings.simplefilter("ignore")
@@ -203,8 +203,8 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _several(args):
         # Without this variable, restarted ranks would meet in the launcher's TCP store, which still lists the ranks of
-        # the previous attempt. With it, each attempt opens a new store on a new port. It is not set on one node: tds
-        # keeps the attempts apart itself there, and another process might take the new port first.
+        # the previous attempt. With it, each attempt opens a new store on a new port. On one node, it is not set,
+        # because tds keeps the attempts apart itself and another process might take the new port first.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = install_signals(args)
     # Ranks that exit with this code have rejected their arguments, and would do so again after a restart.

@@ -114,7 +114,7 @@ class FolderReader:
         return name in self._where or PREFIX.sub("", name) in self._where
 
     def unread(self, ignored: Sequence[str]) -> list[str]:
-        """Return the names of tensors that nobody has asked for so far, except redundant tensors.
+        """Return the names of tensors that neither `shape` nor `read` has used so far, except redundant tensors.
 
         Redundant are copies of the embedding, constants that old versions of transformers saved, and tensors whose name
         matches a pattern in `ignored`.

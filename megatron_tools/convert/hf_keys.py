@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.fields import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Hugging Face's name of an activation -> our name. This project has no equivalent of the others.
+# Hugging Face's name of an activation -> our name. Only the listed activations have an equivalent in this project.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh",
     "gelu_accurate": "gelu-tanh",

@@ -1,8 +1,8 @@
 """Mapping between our tensors and Hugging Face's tensors, for import and export.
 
 Our fused tensors interleave query, key and value by head (or group of heads), and the gate and up projections by
-feature. Hugging Face's GPT-2 has all queries, then all keys, then all values in one tensor; its other models have
-separate tensors. The gate and up projections are separate too. Its GPT-2 stores matrices transposed.
+feature. Hugging Face's GPT-2 stores all queries, then all keys, then all values in one tensor, and its matrices are
+transposed. Hugging Face's other models have separate tensors for query, key, value, gate and up projection.
 """
 
 from collections.abc import Callable, Iterator, Sequence

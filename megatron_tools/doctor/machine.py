@@ -14,7 +14,7 @@ from .finding import Finding, failed, ok, warning
 # Package -> (oldest supported, newest tested by scripts/test_versions.sh). pyproject.toml has the same oldest
 # versions.
 SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.19", "0.19.8"), "numpy": ("2.0", "2.5.5")}
-# Training refuses to start with these or later releases, because correct gradients depend on DeepSpeed's internals.
+# Training refuses to start with this or a later release, because correct gradients depend on DeepSpeed's internals.
 TOO_NEW = {"deepspeed": "0.20"}
 OLDEST_PYTHON = (3, 11)
 FILES_FAIL, FILES_WARN = 256, 4096

@@ -28,7 +28,10 @@ class Settled(NamedTuple):
 
 
 def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
-    """Return (settings or None, findings). The settings are those of `flags`, or without flags of file `run_config`."""
+    """Return (settings, or None after an error; findings).
+
+    Without `flags`, the settings are those saved in the file `run_config`.
+    """
     try:
         if run_config and not flags:
             return from_file(run_config), [ok("settings", f"from {run_config}")]

@@ -22,7 +22,7 @@ class Link:
 class Cluster:
     """Hardware figures of a cluster.
 
-    kind: `cpu` or `accelerator`. It decides which activations a layer keeps for the backward pass.
+    kind: `cpu` or `accelerator`. The two differ in which activations a layer keeps for the backward pass.
     memory: memory of a device in gigabytes (10^9 bytes).
     peak_tflops: dense matmul peak by dtype. memory_bandwidth: gigabytes per second.
     inside, between: links of a device within its node, and to other nodes. sources: references for the figures.

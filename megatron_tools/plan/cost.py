@@ -1,6 +1,6 @@
 """Prediction of the time of a training step.
 
-The time is the sum for matmuls, memory traffic, collectives, stage boundaries and the pipeline bubble.
+It adds up the times of matmuls, memory traffic, collectives, stage boundaries and the pipeline bubble.
 
 The inputs are the model's shapes and the cluster's data sheet. All other constants are fields of `Efficiency`, each of
 which can be replaced by a measured value.
@@ -26,7 +26,7 @@ FORWARD, BACKWARD = 1.0, 2.0  # durations of a forward and a backward pass in a 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Fractions of the data-sheet figures that a run achieves. The same defaults, fitted to no cluster, serve for all.
+    """Fractions of the data-sheet figures that a run achieves. The defaults serve all clusters and are fitted to none.
 
     matmul: fraction of the peak in wide matmuls. narrow: matmul width at which half of `matmul` is reached.
     attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.

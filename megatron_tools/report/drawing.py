@@ -25,7 +25,7 @@ Rows = Mapping[str, Sequence[Span]]
 
 
 def kinds_of(rows: Rows) -> list[str]:
-    """Return the kinds of passes in the timetables: F, B and, if weight gradients are computed separately, W."""
+    """Return the kinds of passes present: F (forward), B (backward), and W for separate weight gradients."""
     there = {span.kind for spans in rows.values() for span in spans}
     return [kind for kind in WORDS if kind in there]
 

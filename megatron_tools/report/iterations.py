@@ -25,7 +25,7 @@ class Iteration(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of their time that all stages are idle, from the start of the first pass to the end of the last."""
+        """Idle share of the stages' total time between the start of the first pass and the end of the last."""
         return bubble(self.spans)
 
 

@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Stepper of a GPT-2 or Llama. Of a longer text, it reads the last `positions` tokens again in each step."""
+    """Stepper of a GPT-2 or Llama. If a text exceeds `positions` tokens, each step reads the last `positions` anew."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class GPT2Stepper(_Stepper):
 class ModelStepper:
     """Stepper of a user-defined model, which reads the whole text again for each token.
 
-    logits: function tokens [b, s] -> logits [b, s, v], equal on all ranks. positions: number of latest tokens to read.
+    logits: tokens [b, s] -> logits [b, s, v], equal on all ranks. positions: longest input; older text is dropped.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], prompt: list[int], positions: int) -> None:

@@ -1,6 +1,6 @@
 """Encoding of user input: text to continue, a conversation to answer, or text for fill-in-the-middle.
 
-If a prompt contains the name of a special token, it is encoded as text unless the user gives --special-tokens. In
+If a prompt contains the name of a special token, the name is encoded as text unless the user gives --special-tokens. In
 conversations and fill-in-the-middle, this holds for the name of every added token (`Tokenizer.marks`), so that
 untrusted input cannot forge a turn or a span.
 """
