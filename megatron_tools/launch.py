@@ -63,7 +63,7 @@ class Signals:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def handle(self) -> None:
-        """Install the signal handlers, after the processes have started."""
+        """Install the launcher's signal handlers. Called after the rank processes have started."""
         signal.signal(signal.SIGUSR1, lambda *_: self._forward(signal.SIGUSR1))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             # Keep ignoring a signal that was ignored before the launch, such as SIGHUP under nohup.
@@ -81,7 +81,7 @@ class Signals:
     def _stop(self, number: int, _: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.asked:
-            # A signal that follows this soon is the same request, delivered twice.
+            # A second signal within half a second is the same request, delivered twice.
             if time.monotonic() - self._since < 0.5:
                 return
             say(f"{name} again: killing the ranks")
@@ -129,7 +129,7 @@ def install_signals(args: Any) -> Signals:
 
 
 def _pid_namespace() -> str:
-    """Return the name of the PID namespace in which this launcher's process id is valid."""
+    """Return the name of the PID namespace in which this launcher's process id is valid, or "" if unknown."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
     # Ranks share this machine's cores, so each gets one thread unless the user sets another number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide C++ stack traces, which clutter the ranks' messages
-    # With this variable, the ranks notice when the launcher has ended, and exit, too.
+    # This variable tells the ranks which process is the launcher. They exit when it has ended.
     os.environ["TDS_LAUNCHER"] = f"{os.getpid()} {_pid_namespace()}".strip()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before the ranks start, there is nothing to save
     warnings.simplefilter("ignore")
@@ -202,12 +202,12 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _several(args):
-        # Without this variable, restarted ranks would rendezvous over the launcher's TCP store, which still lists the
-        # ranks of the previous attempt. With the variable, each attempt opens a store on a new port. On one node, tds
-        # separates the attempts itself. A new port is avoided there, because another process might take it first.
+        # Without this variable, restarted ranks would meet in the launcher's TCP store, which still lists the ranks of
+        # the previous attempt. With it, each attempt opens a new store on a new port. On one node, it is not set,
+        # because tds keeps the attempts apart itself and another process might take the new port first.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = install_signals(args)
-    # Ranks that exit with code 2 have rejected their arguments. They would reject them again after a restart.
+    # Ranks that exit with this code have rejected their arguments, and would do so again after a restart.
     _torch.never_restart_after(REFUSED)
     wait_for_others(args)
     try:

@@ -1,4 +1,4 @@
-"""Weight shapes that a model's settings imply, and their comparison with the weights in a checkpoint."""
+"""Weight shapes that a model's settings imply, and the check that a checkpoint's weights have these shapes."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
 def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the full shape of every model parameter, by global name. No weights are allocated."""
+    """Return global name -> unsharded shape for every parameter of the model. No weights are allocated."""
     with torch.device("meta"), mpu.defer_init():
         model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
     return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
 
 
 def described(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
-    """Return the settings of a GPT-2, Llama or T5 checkpoint for these parallel sizes.
+    """Return the settings of a GPT-2, Llama or T5 checkpoint, with these parallel sizes instead of the saved ones.
 
     Raises CheckpointError if the stored weights do not match the settings.
     """

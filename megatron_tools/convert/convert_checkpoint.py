@@ -85,7 +85,7 @@ def export(args: argparse.Namespace) -> None:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
         for note in notes:
             print(f"note: {note}")
-        # This check runs before the folder gets its final name. If the check fails, no exported folder remains.
+        # The folder has a temporary name until this check has passed. If the check fails, the folder is deleted.
         if args.verify:
             if tokenizer:
                 compare_ids(tokenizer, folder)
@@ -117,7 +117,7 @@ def _described(
 
 
 def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `value`, one of our weights, rounded as an export in `dtype` rounds it."""
+    """Return our weight `value` in fp32, after the rounding to `dtype` that an export applies to it."""
     return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
@@ -176,11 +176,11 @@ def _write_settings(path: Path, config: Config) -> None:
 
 
 def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
-    """Return settings, tokenizer fingerprint and tensors of a Hugging Face folder."""
+    """Return (our settings, tokenizer fingerprint, tensors to write) for the model in the folder --from-hf."""
     theirs = Folder(Path(args.from_hf))
     for note in theirs.notes:
         print(f"note: {note}")
-    generation_beside(theirs.path / "config.json")  # fail early if generation_config.json is malformed
+    generation_beside(theirs.path / "config.json")  # raises an error now if the file is malformed
     settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
     return (
         with_values(theirs.config, settings),
@@ -190,7 +190,7 @@ def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
 
 
 def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, Any], str]:
-    """Return settings and fingerprint of a Hugging Face model's tokenizer, from its folder or --vocab-file."""
+    """Return (our tokenizer settings, fingerprint) for --vocab-file, else for the tokenizer in the model's folder."""
     there = folder_has_one(theirs.path)
     path = vocab_file or (str(theirs.path) if there else None)
     if path is None:
@@ -238,7 +238,7 @@ def _extra_ids(vocab_file: Path, free: int) -> int:
 
 
 def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
-    """Return settings, tokenizer fingerprint and tensors of a Megatron-LM or CPM-Pretrain folder."""
+    """Return (our settings, tokenizer fingerprint, tensors to write) for the model in the folder --from-megatron."""
     theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
     settings = settings_of(theirs, args.num_attention_heads)
     refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
@@ -252,7 +252,7 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
         if tokenizer.vocab_size > rows:
             raise ValueError(f"{args.vocab_file} has {tokenizer.vocab_size} tokens, more than the model's {rows}")
         fingerprint = tokenizer.fingerprint
-        # Rows of the embedding beyond the tokenizer's vocabulary are padding.
+        # Embedding rows beyond the tokenizer's vocabulary are padding and are not imported.
         settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}
     config = with_values(Config(), settings)
     check_complete(theirs, config)
@@ -271,7 +271,7 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
     def make() -> Tensor:
         tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
         if not tensor.isfinite().all():
-            print(f"note: {' and '.join(match.theirs)} contain NaN or Inf")
+            print(f"note: NaN or Inf in {' and '.join(match.theirs)}")
         return tensor
 
     # Joining empty tensors gives the shape without reading any weights.
@@ -283,8 +283,8 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
 def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
     """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
 
-    weight: function that returns our weight of a given global name. Prints the largest difference of the logits. Raises
-    ValueError if this difference exceeds 1e-5 of the logits' range.
+    weight: function that takes a parameter's global name and returns our weight. Prints the largest difference between
+    the logits, and raises ValueError if it exceeds 1e-5 times the range of the logits.
     """
     try:
         import transformers
@@ -315,7 +315,7 @@ def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
     """Raise ValueError if AutoTokenizer, reading `folder`, encodes any test text differently than `tokenizer`."""
     from transformers import AutoTokenizer
 
-    # A folder without tokenizer_config.json has only a placeholder, which AutoTokenizer rejects.
+    # Without tokenizer_config.json, the folder's tokenizer.json is a placeholder that AutoTokenizer rejects.
     if not (folder / SETTINGS).is_file():
         return
     theirs: Any = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,7 @@
-"""Roles of special tokens (bos, eos, ...) in an exported folder, from the original folder or our tokenizer."""
+"""Which tokens an exported folder names as bos_token, eos_token and so on.
+
+They come from the Hugging Face files next to the vocabulary file, else from our tokenizer.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +12,9 @@ from megatron.tokenizer.base import read_object
 from megatron.tokenizer.beside import ROLES, class_beside, ends_beside, generation_beside, ids_beside, settings_beside
 
 PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of special tokens that may serve as padding
-NO_TEXT = "\U0010fffd"  # a private-use character that no vocabulary contains
-# Keys of tokenizer_config.json that are not exported: code and templates are separate files, and the export sets its
-# own tokenizer class.
+NO_TEXT = "\U0010fffd"  # a text of one private-use character, which no vocabulary contains
+# Keys of the original tokenizer_config.json that are not copied to the export. Code is not exported, the chat template
+# is a separate file, and the export sets its own tokenizer class.
 REPLACED = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
 # Default special tokens of transformers' tokenizer classes, used where tokenizer_config.json does not set a role.
 CLASS_ROLES: dict[str, dict[str, str]] = {
@@ -20,17 +23,20 @@ CLASS_ROLES: dict[str, dict[str, str]] = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
-# Regular expression with which Qwen2Tokenizer splits text before BPE.
+# Regular expression by which Qwen2Tokenizer splits text into words before BPE.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# For Qwen2 and Mistral, AutoTokenizer ignores the class that the folder names, unless the folder seems to
-# contain code. This entry makes it seem so.
+# auto_map of an exported tokenizer_config.json. For Qwen2 and Mistral, AutoTokenizer ignores tokenizer_class unless
+# auto_map refers to Python code. The code that this entry refers to does not exist and is never run.
 NO_CODE = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
 
 
 def named_roles(tokenizer: Tokenizer, source: Path) -> dict[str, Any]:
-    """Return the special-token roles, such as pad_token, from tokenizer_config.json or the class's defaults."""
+    """Return role -> token, such as pad_token -> "<pad>", from tokenizer_config.json next to the file `source`.
+
+    Roles that the file does not set have the default of its tokenizer class.
+    """
     settings = settings_beside(source)
     usual = CLASS_ROLES.get(class_beside(source), {})
     known = {key: name for key, name in usual.items() if name in tokenizer.marks}
@@ -44,9 +50,9 @@ def _name_of(token: Any) -> str:
 def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
     """Return the name of the padding token, or None if there is none.
 
-    The source folder's padding token comes first. If the folder has no tokenizer_config.json, the padding token is a
-    special token that is not the end token and never occurs in encoded text. Collators mask padding in the loss. If
-    padding were also the end token, a model would never learn to stop.
+    It is the padding token that the source folder names. If the folder has no tokenizer_config.json, it is a token of
+    PADS that is not the end token and never occurs in encoded text. Data collators mask padding in the loss, so if the
+    padding token were also the end token, a fine-tuned model would never learn to stop.
     """
     given = _name_of(named_roles(tokenizer, source).get("pad_token"))
     if given in tokenizer.marks:
@@ -61,7 +67,7 @@ def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
 def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None) -> dict[str, Any]:
     """Return the content of tokenizer_config.json for an export that has a tokenizer.json.
 
-    positions: maximum text length if the model has learned positions, else None.
+    positions: maximum number of tokens in a text if the model has learned positions, else None.
     """
     names = {i: name for name, i in tokenizer.marks.items()}
     settings = settings_beside(source)
@@ -73,7 +79,7 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
         described.setdefault("pad_token", pad)
     if tokenizer.start:
         described.setdefault("bos_token", names[tokenizer.start[0]])
-    if class_beside(source).startswith("Llama"):  # other classes pad on the right by default
+    if class_beside(source).startswith("Llama"):  # other tokenizer classes pad on the right by default
         described.setdefault("padding_side", "left")
     if positions is not None:
         longest = given.get("model_max_length")
@@ -93,9 +99,9 @@ def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
 
 
 def _cuts_as_qwen2(source: Path) -> bool:
-    """Return whether the tokenizer.json `source` normalises and splits text like Qwen2Tokenizer.
+    """Return whether the file `source`, a tokenizer.json, normalises and splits text like Qwen2Tokenizer.
 
-    Qwen2Tokenizer always uses its own normaliser and splitting, whatever the file contains.
+    Qwen2Tokenizer ignores the normaliser and the pre-tokenizer in the file, and always uses its own.
     """
     content = read_object(source)
     words = content.get("pre_tokenizer") or {}
@@ -104,9 +110,9 @@ def _cuts_as_qwen2(source: Path) -> bool:
 
 
 def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
-    """Return the special-token ids for config.json, by their keys (see ROLES).
+    """Return the special-token ids for config.json, such as {"eos_token_id": 1}.
 
-    trained: ids used in training, by the same keys.
+    trained: the ids used in training, under the same keys.
     """
     given = ids_beside(source)
     ids = {key: trained[key] for key in ROLES if key in trained}
@@ -118,7 +124,7 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
         ids["bos_token_id"] = given["bos_token_id"]
     elif start is not None and not is_t5:
         ids["bos_token_id"] = start
-    # A T5 keeps the padding id of its training, because the decoder starts with this id.
+    # A T5's padding id must stay the one used in training, because the decoder starts with this id.
     if is_t5:
         return ids
     pad = pad_of(tokenizer, source)

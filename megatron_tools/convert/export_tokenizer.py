@@ -37,8 +37,8 @@ from .hf_tokenizer import is_t5_model, to_hf_tokenizer
 class Chat(NamedTuple):
     """The chat format of a model.
 
-    source: the chat template, None if unknown. end: id of the end-of-turn token, None unless the run was trained on
-    it. notes: remarks for the user.
+    source: text of the chat template, None if unknown. end: id of the end-of-turn token, or None if the model was not
+    trained to end its answers with this token. notes: remarks for the user.
     """
 
     source: str | None
@@ -47,7 +47,10 @@ class Chat(NamedTuple):
 
 
 def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
-    """Return the chat format of the conversations in the training data, else the tokenizer's chat format."""
+    """Return the chat format of the conversations in the training data.
+
+    If the run was not trained on conversations, return the format of the chat template next to `vocab_file`.
+    """
     if config.is_t5:
         return Chat(None, None)
     own, notes = own_template(vocab_file), _skipped_templates(vocab_file)
@@ -97,8 +100,8 @@ def write_tokenizer(
 ) -> list[str]:
     """Write the tokenizer and chat_template.jinja for transformers. Return notes for the user.
 
-    If transformers would encode text to other ids with these files, a placeholder is written instead. AutoTokenizer
-    fails on this placeholder.
+    If transformers would encode text to other ids than `tokenizer`, the function writes a placeholder tokenizer.json
+    instead, which makes AutoTokenizer fail with an error.
     """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     source, theirs = file_of(vocab_file), to_hf_tokenizer(base)
@@ -126,7 +129,7 @@ def write_tokenizer(
         if source.with_name(file).is_file():
             (folder / file).write_bytes(source.with_name(file).read_bytes())
     notes = _write_template(folder, tokenizer, chat)
-    # Chat templates use these names, such as bos_token, as variables. transformers takes them from this file.
+    # Chat templates use variables such as bos_token. transformers takes their values from tokenizer_config.json.
     for key in NAMED:
         if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
             described[key] = name
@@ -135,7 +138,10 @@ def write_tokenizer(
 
 
 def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> dict[str, Any]:
-    """Return tokenizer_config.json for a sentencepiece model, or {} if transformers would produce other ids."""
+    """Return the content of tokenizer_config.json for a sentencepiece model.
+
+    The result is {} if transformers would encode text to other ids than `tokenizer`.
+    """
     if not isinstance(base, SentencePieceTokenizer):
         return {}
     if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base):
@@ -149,7 +155,7 @@ def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> d
 def _write_json(
     folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write tokenizer.json with a T5's sentinels. Return the sentinels' entries for tokenizer_config.json."""
+    """Write tokenizer.json, for a T5 with its sentinels. Return entries for tokenizer_config.json that name them."""
     from tokenizers import AddedToken
 
     described: dict[str, Any] = {}

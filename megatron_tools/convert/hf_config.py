@@ -1,6 +1,6 @@
-"""Conversion of Hugging Face's config.json: each key is applied, known to have no effect, or refused.
+"""Conversion of Hugging Face's config.json: each key is converted, ignored as one without effect, or refused.
 
-The tables hold each family's defaults, because a config.json may omit default values.
+The tables list each model family's default values, because a config.json may omit them.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ _MT5 = {
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
-# Files of T5 from 2019 contain this unused tensor.
+# T5 checkpoints from 2019 contain this tensor, which the model does not use.
 _DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 FAMILIES = {
     "gpt2": Family(
@@ -116,16 +116,16 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     wanted = family.defaults["is_encoder_decoder"]
     if values["is_encoder_decoder"] not in (wanted, None):
         raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {kind} needs {wanted}")
-    # A null value means false. If the key is missing, the default depends on the model family.
+    # A null in the file means false. None now means that the file lacks the key; see `_scales_logits`.
     if "scale_decoder_outputs" in given:
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys that `read_config` accepts although no model class reads them.
+    """Return the keys of a config.json that `read_config` ignores because no model class reads them.
 
-    Keys whose value disables a feature are not returned.
+    Keys whose value disables a feature, such as false, are left out.
     """
     family = FAMILIES[content["model_type"]]
     known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
@@ -172,9 +172,9 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
 
 
 def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
-    """Return our name of the activation that `feed_forward_proj` gives as X or gated-X.
+    """Return our name of a T5's activation.
 
-    The keys is_gated_act and dense_act_fn override `feed_forward_proj`.
+    The key feed_forward_proj gives it in the form X or gated-X; is_gated_act and dense_act_fn override this key.
     """
     project = values["feed_forward_proj"]
     gated, name = project.startswith("gated-"), project.removeprefix("gated-")
@@ -189,7 +189,7 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
 
 
 def _scales_logits(values: Mapping[str, Any]) -> bool:
-    """Return whether logits of tied embeddings are scaled.
+    """Return whether the model scales its logits if the embeddings are tied.
 
     mT5 never scales logits, UMT5 always does. For T5, scale_decoder_outputs decides, or tie_word_embeddings if
     scale_decoder_outputs is missing.
@@ -210,10 +210,10 @@ def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
 
 
 def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
-    """Compare the tokenizer with the model in config.json; return notes for the user.
+    """Compare `tokenizer` with the model's config.json and return notes for the user.
 
-    Raises ValueError if the tokenizer has more tokens than the model, or if the end, padding or start ids of the two
-    differ.
+    values: config.json with defaults filled in. given: config.json as it is. Raises ValueError if the tokenizer has
+    more tokens than the model, or if the two differ in the ids of the end, padding or start token.
     """
     if tokenizer.vocab_size > values["vocab_size"]:
         raise ValueError(
@@ -247,7 +247,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
 
 
 def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
-    """Return the config.json of GPT2LMHeadModel. Raises ConfigError for settings that it does not support."""
+    """Return the config.json for GPT2LMHeadModel. Raises ConfigError for settings that this class does not support."""
     refuse([
         (m.normalization != "layernorm", f"--normalization {m.normalization}"),
         (m.gated, f"--activation {m.activation}"),
@@ -271,9 +271,9 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
 
 
 def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
-    """Return the config.json of T5ForConditionalGeneration or its UMT5 variant.
+    """Return the config.json for T5ForConditionalGeneration or UMT5ForConditionalGeneration.
 
-    Raises ConfigError for unsupported settings.
+    Raises ConfigError for settings that these classes do not support.
     """
     refuse([
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),

@@ -1,4 +1,4 @@
-"""Folders for Hugging Face's `from_pretrained`: config.json and safetensors shards, written tensor by tensor."""
+"""Reading and writing of Hugging Face folders (config.json and safetensors files), one tensor at a time."""
 
 import json
 import re
@@ -27,19 +27,22 @@ from .hf_names import Match, matches_of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
 HEAD = "lm_head.weight"
-# Possible names of the embedding matrix in a file.
+# Names under which the files may contain the embedding matrix.
 EMBEDDINGS = (
     "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight",
     "decoder.embed_tokens.weight", HEAD,
 )  # fmt: skip
-PREFIX = re.compile(r"^(transformer|model)\.")  # files of a model without its head lack this prefix
+PREFIX = re.compile(r"^(transformer|model)\.")  # files saved from a model without a head (GPT2Model) omit this prefix
 CONSTANT = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
-    """Write model.safetensors, or shards and their index. At most one tensor is in memory at a time."""
+    """Write model.safetensors, or several shards and their index if the size exceeds `max_shard_bytes`.
+
+    At most one tensor is in memory at a time.
+    """
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -60,9 +63,9 @@ def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) 
 
 
 class FolderReader:
-    """Reader of a folder's tensors by name, one at a time.
+    """Reader of the tensors in a Hugging Face folder, one at a time and by name.
 
-    Raises ValueError for pickled weights and for missing tensors.
+    Raises ValueError if the folder has only pickled weights, or if a tensor is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,13 +111,13 @@ class FolderReader:
         return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118
 
     def holds(self, name: str) -> bool:
-        """Return whether the files hold a tensor under this name, with or without its prefix."""
+        """Return whether the files contain tensor `name`, with or without the prefix `transformer.` or `model.`."""
         return name in self._where or PREFIX.sub("", name) in self._where
 
     def unread(self, ignored: Sequence[str]) -> list[str]:
-        """Return the tensors that were not read and are not known to be redundant.
+        """Return the names of tensors that neither `shape` nor `read` has used so far, except redundant tensors.
 
-        Redundant tensors are copies of the embedding, constants in files of old versions, and tensors whose name
+        Redundant are copies of the embedding, constants that old versions of transformers saved, and tensors whose name
         matches a pattern in `ignored`.
         """
         known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
@@ -148,14 +151,14 @@ class FolderReader:
         return shape
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in fp32."""
+        """Return the tensor `name`, converted to fp32."""
         file, found = self._find(name)
         tensor: Tensor = file.get_tensor(found)
         return tensor.float()
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return tensor name -> file name from an index. Raises ValueError for a file outside the index's folder."""
+    """Return tensor name -> file name from an index file. Raises ValueError for a file in another folder."""
     found = read_object(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(f, str) and f == Path(f).name for f in found.values()):
         raise ValueError(f"{index}: weight_map must map each tensor to the name of a file in the same folder")
@@ -165,13 +168,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 def entries_of(
     matches: Iterable[Match], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
 ) -> list[Entry]:
-    """Return one entry for each Hugging Face tensor; writing an entry computes its tensor from ours.
+    """Return one entry for each Hugging Face tensor, which is computed from our tensor when the entry is written.
 
-    This computation raises ValueError if a value overflows `dtype`.
+    read, shape: functions that return our tensor and its shape by name. Writing raises ValueError if a value overflows
+    `dtype`.
     """
     found = []
     for match in matches:
-        # Splitting a meta tensor of our shape gives Hugging Face's shapes without reading any weights.
+        # Splitting a meta tensor with the shape of our tensor gives Hugging Face's shapes without reading weights.
         for i, part in enumerate(match.split(torch.empty(*shape(match.ours), device="meta"))):
 
             def make(match: Any = match, i: int = i) -> Tensor:
@@ -194,10 +198,11 @@ def is_hf_folder(folder: Path) -> bool:
 
 
 class Folder:
-    """A Hugging Face model: its settings and tensors, checked against each other.
+    """A Hugging Face model in a folder: its settings and tensors, checked against each other.
 
-    values: config.json with defaults filled in. config: our settings. notes: remarks on the settings for the user.
-    Raises ValueError for models that cannot be converted, contradictions between files, and unused tensors.
+    values: config.json with defaults filled in. config: the same settings as this project's Config. notes: remarks for
+    the user. Raises ValueError if the model cannot be converted, if files contradict each other, or if the model does
+    not use a tensor.
     """
 
     def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
@@ -216,7 +221,7 @@ class Folder:
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # sequence parallelism allows only some text lengths
+            "sequence_parallel": False,  # with it, only some lengths of text would work
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})

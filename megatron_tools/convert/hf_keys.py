@@ -1,4 +1,4 @@
-"""Code shared by all Hugging Face model families: config.json keys without effect, value types, activations."""
+"""What all Hugging Face model families share: config.json keys without effect, value types, activation names."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Any
 from megatron.config.fields import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Hugging Face's activation names -> ours. Activations that are not listed have no equivalent among ours.
+# Hugging Face's name of an activation -> our name. Only the listed activations have an equivalent in this project.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh",
     "gelu_accurate": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
 }  # fmt: skip
-# Keys without effect on the logits; they describe training, generation, other heads, files or labels.
+# Keys without effect on the logits. They describe training, generation, heads for other tasks, files or labels.
 HARMLESS = frozenset(
     [
         "architectures",
@@ -93,13 +93,13 @@ MUST: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
-# Keys found in re-uploaded models. They look relevant, but no class of these families reads them.
+# Keys found in re-uploaded models. Some match COMPUTES, but no class of these families reads them.
 UNREAD = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
     r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
 )
-# Parts of key names. In other model families, a key that contains such a part changes what the model computes.
-# test_hf_keys.py checks this list against transformers.
+# Parts of key names. An unknown key that contains one is refused, because in other model families such keys change
+# what the model computes. test_hf_keys.py checks this list against transformers.
 COMPUTES = re.compile(
     r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position"
     r"|residual|emb|act|gat|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim"
@@ -110,7 +110,7 @@ COMPUTES = re.compile(
     r"|time_step|afn|sink|rel_|relative|ngram|enable|concat|asm|bi_data|same_length|^mode$|cca|hash|segment"
 )
 NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
-# Types of keys whose value may be null.
+# Keys whose value may be null, and the type of their other values.
 OPTIONAL: dict[str, type] = {
     "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
     "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool,
@@ -125,8 +125,8 @@ OPTIONAL: dict[str, type] = {
 class Family:
     """A Hugging Face model family: its class, supported keys with their defaults, and aliases of keys.
 
-    ignored: name patterns of tensors that old files contain but no class reads, from transformers'
-    `_keys_to_ignore_on_load_unexpected`.
+    ignored: regular expressions for the names of tensors that old files contain but no class reads; from the attribute
+    `_keys_to_ignore_on_load_unexpected` of transformers' classes.
     """
 
     class_name: str
@@ -137,19 +137,19 @@ class Family:
 
 
 def is_off(key: str, value: Any) -> bool:
-    """Return whether a value disables a key's feature: absent, false, or a factor of 1."""
+    """Return whether the value disables the key's feature: it is null, false, zero, empty, or a factor of 1."""
     if key == "layer_types":
         return isinstance(value, list) and set(value) <= {"full_attention"}
     return not value or (NEUTRAL_AT_1.search(key) is not None and value in (1, 1.0) and value is not True)
 
 
 def changes_nothing(key: str) -> bool:
-    """Return whether a key that the family's class does not declare cannot affect what the model computes."""
+    """Return whether the name of a key shows that it has no effect, if the family's class does not declare the key."""
     return UNREAD.fullmatch(key) is not None or COMPUTES.search(key.lower()) is None
 
 
 def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
-    """Raise ValueError for a value whose type differs from that of the default."""
+    """Raise ValueError if the value has another type than the default, or than `optional` if the default is null."""
     if value is None and (default is None or optional is not None):
         return
     wanted = type(default) if default is not None else optional

@@ -1,7 +1,7 @@
-"""config.json of Llama, Qwen2, Qwen3 and Mistral, which share one decoder in this project: import and export.
+"""Import and export of config.json for Llama, Qwen2, Qwen3 and Mistral, which share one decoder in this project.
 
-The families differ in their options: biases in all layers (Llama), biases for queries, keys and values (Qwen2),
-query and key norms (Qwen3), and sliding windows (Mistral, and per layer in the Qwens).
+The families differ in what they support: biases in all linear layers (Llama), biases for queries, keys and values
+(Qwen2), query and key norms (Qwen3), and sliding windows (in all layers of Mistral, in any layer of Qwen2 and Qwen3).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ from megatron.config import ModelConfig
 from .hf_keys import ACTIVATIONS, DTYPES, Family, refuse
 from .hf_rope import rope_settings, their_rope
 
-# The converter sets --seq-length for further training to the model's number of positions, but at most to this limit.
+# Upper limit of the --seq-length that an import sets for further training. Below it, --seq-length is the model's number
+# of positions.
 LONGEST = 4096
 _ALL = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,
@@ -127,7 +128,7 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
 
 
 def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str) -> dict[str, Any]:
-    """Return the config.json of the family that supports these settings. Raises ConfigError if none does."""
+    """Return a config.json for the family that supports the settings `m`. Raises ConfigError if no family does."""
     kind = _kind_of(m)
     refuse([
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),

@@ -1,8 +1,8 @@
 """Mapping between our tensors and Hugging Face's tensors, for import and export.
 
 Our fused tensors interleave query, key and value by head (or group of heads), and the gate and up projections by
-feature. Hugging Face stores query, key and value stacked or separately, and the gate and up projections separately. Its
-GPT-2 stores matrices transposed.
+feature. Hugging Face's GPT-2 stores all queries, then all keys, then all values in one tensor, and its matrices are
+transposed. Hugging Face's other models have separate tensors for query, key, value, gate and up projection.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +16,12 @@ from megatron.config import ModelConfig
 
 @dataclass(frozen=True)
 class Match:
-    """One of our parameters and the Hugging Face tensors with the same values."""
+    """The name of one of our parameters, and the names of the Hugging Face tensors that contain its values."""
 
     ours: str
     theirs: tuple[str, ...]
-    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # our tensor -> Hugging Face's tensors
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # Hugging Face's tensors -> our tensor
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # converts our tensor to Hugging Face's
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # the reverse of `split`
 
 
 def _transposed(ours: str, theirs: str) -> Match:
@@ -65,8 +65,8 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
 def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -> Match:
     """Match Hugging Face's separate q, k and v tensors with our fused tensor for grouped-query attention.
 
-    Our rows are ordered by group: the group's queries, its key, its value. groups: number of groups. size: rows of a
-    head.
+    Our rows are ordered by group: all query heads of the group, then its key head, then its value head. groups: number
+    of groups. size: number of rows of one head.
     """
 
     def split(t: Tensor) -> list[Tensor]:
@@ -80,12 +80,12 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
 
 
 def matches_of(m: ModelConfig) -> Iterator[Match]:
-    """Yield the tensor matches of a model of any family."""
+    """Yield one Match for each parameter of a model, whatever its family."""
     return {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"](m)
 
 
 def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
-    """Yield the tensor matches of GPT-2."""
+    """Yield one Match for each parameter of a GPT-2."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
     for i in range(m.num_layers):
@@ -110,7 +110,7 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def llama_matches(m: ModelConfig) -> Iterator[Match]:
-    """Yield the tensor matches of Llama, Qwen and Mistral."""
+    """Yield one Match for each parameter of a Llama, Qwen or Mistral."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     for i in range(m.num_layers):
         at, its = f"layers.{i}", f"model.layers.{i}"
@@ -133,7 +133,7 @@ def llama_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def t5_matches(m: ModelConfig) -> Iterator[Match]:
-    """Yield the tensor matches of T5, mT5 and UMT5."""
+    """Yield one Match for each parameter of a T5, mT5 or UMT5."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
         for i in range(layers if m.relative_attention_per_layer else 1):

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import ModelConfig
 
 ANY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Types of rotary scaling, and the keys that each type uses besides rope_theta.
+# Type of rotary scaling -> keys that only some types use. All types accept the keys in ANY_TYPE.
 READ_BY = {
     "default": (),
     "linear": ("factor",),
@@ -29,7 +29,7 @@ KNOWN = {
 
 
 def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Return our rotary settings for the values from `read_config`. Raises ValueError if they are unsupported."""
+    """Convert the values from `read_config` to our rotary settings by name. Raises ValueError for unsupported ones."""
     rope, at = _rope_and_key(values, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in READ_BY:
@@ -68,9 +68,9 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
-    """Return the rotary settings and the key that holds them, rope_scaling or rope_parameters.
+    """Return (rotary settings, name of the key that holds them: rope_scaling or rope_parameters).
 
-    Raises ValueError if the config has both keys with different settings, or if settings differ between layers.
+    Raises ValueError if both keys are set but differ, or if rope_parameters gives layers different settings.
     """
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
@@ -86,7 +86,7 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
 
 
 def _in_full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope` in a comparable form: the scaling type under rope_type, and rope_theta filled in if missing."""
+    """Return `rope` in one form for comparison: with the scaling type as rope_type, and always with rope_theta."""
     outside = 10000.0 if values["rope_theta"] is None else values["rope_theta"]
     rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": outside, **rest}
@@ -105,14 +105,20 @@ def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: P
 def _factor(
     values: Mapping[str, Any], rope: Mapping[str, Any], kind: str, original: float, number: Callable[..., float]
 ) -> float:
-    """Return the factor of context extension; a null factor of yarn is max_position_embeddings / `original`."""
+    """Return the factor by which scaling extends the context.
+
+    For yarn, a factor of null means max_position_embeddings / `original`.
+    """
     if kind == "yarn" and rope.get("factor", 0) is None:
         return float(values["max_position_embeddings"] / original)
     return number("factor")
 
 
 def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
-    """Return yarn's attention factor, given or computed from mscale and mscale_all_dim; None for the default."""
+    """Return yarn's attention factor: attention_factor if given, else a value from mscale and mscale_all_dim.
+
+    Returns None, which means yarn's default, if these keys are missing.
+    """
     if rope.get("attention_factor") is not None:
         return number("attention_factor")
     scales = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -123,7 +129,7 @@ def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[.
 
 
 def their_rope(m: ModelConfig) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling, the older keys, which all versions of transformers accept."""
+    """Return our rotary settings as rope_theta and rope_scaling, the keys that all versions of transformers accept."""
     if m.rope_scaling is None:
         return {"rope_theta": m.rope_theta, "rope_scaling": None}
     found: dict[str, Any] = {"rope_type": m.rope_scaling, "factor": m.rope_scaling_factor}

@@ -15,10 +15,10 @@ _PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u030
 
 
 def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
-    """Return a `tokenizers.Tokenizer` with the same ids, or None if that is impossible.
+    """Return a `tokenizers.Tokenizer` that encodes text to the same ids as `tokenizer`, or None if there is none.
 
     Tokenizers that segment words with jieba cannot be converted, nor can sentencepiece models that normalise text. One
-    difference remains: the converted tokenizer reads a literal U+2581 in the text as a space.
+    difference remains: the converted tokenizer treats the character U+2581 in a text as a space.
     """
     inner = getattr(tokenizer, "_tokenizer", None)
     if inner is not None:
@@ -54,13 +54,14 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
         model = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_)
     theirs = tokenizers.Tokenizer(model)
     if facts.algorithm == "unigram":
-        # Split "<" off a literal <0x0A> or <unk> in a text, so that it does not become the token of that name.
+        # If a text contains the characters <0x0A> or <unk>, split off "<", so that they do not become that token.
         names = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
         theirs.pre_tokenizer = tokenizers.pre_tokenizers.Split(names, "isolated")
     theirs.normalizer = tokenizers.normalizers.Replace(" ", MARK)
     decoders = tokenizers.decoders
     theirs.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
-    # Both libraries match user-defined symbols first. Symbols with spaces match only in normalised text.
+    # Both libraries match user-defined symbols before all other pieces. A symbol with a space is found only after
+    # normalisation, which replaces each space by U+2581.
     defined = [pieces[i] for i in facts.of_type(USER_DEFINED)]
     spaced = any(MARK in piece for piece in defined)
     theirs.add_tokens([tokenizers.AddedToken(piece, normalized=spaced) for piece in defined])
@@ -76,8 +77,8 @@ def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
         and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
-        # The two libraries may segment runs of one character differently (see `_runs`). This is accepted if the source
-        # folder names T5Tokenizer, because transformers then tokenizes alike with the source and the exported folder.
+        # The two libraries may segment runs of one character differently (see `_runs`). If the source folder names
+        # T5Tokenizer, this is accepted: the export then tokenizes like the source folder does in transformers.
         and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
     )
 
@@ -90,9 +91,9 @@ def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
 
 
 def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
-    """Yield texts with runs of one character.
+    """Yield test texts in which one character is repeated many times, such as `=====`.
 
-    Many segmentations of a run have equal scores, and rounding breaks such ties differently in each library.
+    Many segmentations of such a run have equal scores, and rounding errors decide differently in each library.
     """
     for char, longest in _repeated(tokenizer).items():
         run = char.replace(MARK, " ")
@@ -101,9 +102,10 @@ def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
 
 
 def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, bytes_: bool) -> Any:
-    """Return a BPE model whose merges are all ways to split each piece in two, best score first.
+    """Return a BPE model of the `tokenizers` library that merges pieces in the same order as sentencepiece.
 
-    Sentencepiece always merges the neighbours whose joint piece has the best score.
+    Sentencepiece always merges the two neighbours that together form the piece with the best score. The merges are
+    therefore all splits of a piece into two pieces, sorted by the score of the whole piece.
     """
     ids = {piece: i for i, piece in enumerate(pieces)}
     merges = []
@@ -117,7 +119,10 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
 
 
 def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
-    """Return texts decoded from random tokens. None of them contains U+2581 (a space) or a special token's name."""
+    """Return test texts: `count` decoded from random tokens, and a few difficult ones.
+
+    Texts that contain U+2581 (sentencepiece's mark for a space) or the name of a special token are left out.
+    """
     dice = random.Random(0)
     usable = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.marks.values()]
     texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]
@@ -126,6 +131,6 @@ def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
 
 
 def _encode_alike(ours: SentencePieceTokenizer, theirs: Any) -> bool:
-    """Return whether both tokenizers encode test texts alike: random tokens and runs of one character."""
+    """Return whether both tokenizers give the same ids for all texts of `texts_of` and `_runs`."""
     texts = (text for text in (*texts_of(ours), *_runs(ours)) if MARK not in text)
     return all(theirs.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)

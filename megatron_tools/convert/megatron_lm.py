@@ -73,7 +73,7 @@ class RankFiles:
                 raise ValueError(
                     f"{self.folder} lacks layers: only the files {list(blocks)} contain transformer blocks"
                 )
-        # With layer files, the settings (args) are in DeepSpeed's mp_rank_* files; one of these files suffices.
+        # If each layer has a file, the settings (args) are in DeepSpeed's mp_rank_* files, and reading one suffices.
         headers = [load_plain(path) for path in list(nearby.values())[:1]] if self.by_layer else list(contents.values())
         known = headers[0].get("args") if headers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
@@ -104,7 +104,10 @@ class RankFiles:
         return found
 
     def _version_of(self, headers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
-        """Return the checkpoint version and its source: the files, the flag, or tensor names of only this version."""
+        """Return (checkpoint version, words for where it comes from).
+
+        The sources are the files, else --checkpoint-version, else tensor names that tell which program wrote the files.
+        """
         versions = [version for each in headers if (version := each.get("checkpoint_version")) is not None]
         if versions:
             found = versions[0]
@@ -122,7 +125,7 @@ class RankFiles:
             and {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"} <= self._theirs
         ):
             return 0.0, "from CPM-1's tensor names"
-        own = bool(headers) and "model" in headers[0]  # Megatron-LM writes this key, DeepSpeed "module"
+        own = bool(headers) and "model" in headers[0]  # Megatron-LM's key for weights; DeepSpeed's is "module"
         if own and any(name.startswith("language_model.transformer.") for name in self._theirs):
             return 0.0, "Megatron-LM's default for files that record no version"
         raise ValueError(
@@ -130,7 +133,10 @@ class RankFiles:
         )
 
     def _add(self, content: Mapping[str, Any], path: Path, rank: int, first_layer: int) -> int:
-        """Store one file's tensors, numbering its layers from `first_layer`. Return the next file's first layer."""
+        """Store one file's tensors. Return the number of its last layer plus 1, or `first_layer` if it has no layer.
+
+        first_layer: number in the whole model of the file's first layer.
+        """
         whole = _of_layer(content) if self.by_layer else content.get("module", content.get("model"))
         if not isinstance(whole, Mapping):
             raise ValueError(f"{path} contains weights under neither 'module' nor 'model'")
@@ -146,8 +152,8 @@ class RankFiles:
                 raise ValueError(f"{path}: {name} has dtype {tensor.dtype}; save it as floating point")
             layer = re.match(r"layers\.(\d+)\.", ours)
             top = max(top, int(layer[1]) + 1) if layer else top
-            # The last stage holds a copy of the embedding for the logits. The position embedding next to it is
-            # unused.
+            # The last pipeline stage has a second copy of the word embedding, for the logits, and of the position
+            # embedding, which is unused. The first copies are imported.
             first = self._parts.setdefault(ours, {}).setdefault(rank, tensor)
             if ours == _EMBEDDING and first is not tensor and not _same(first, tensor):
                 raise ValueError(
@@ -161,11 +167,11 @@ class RankFiles:
         return 1 + max((int(name.split(".")[1]) for name in self._parts if name.startswith("layers.")), default=-1)
 
     def names(self) -> list[str]:
-        """Return the names of all tensors in the model."""
+        """Return our names of all tensors in the files."""
         return list(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
+        """Return the shape that tensor `name` has when the ranks' shards are joined."""
         shape = list(self._part(name)[0].shape)
         dim = _split_dim(name)
         if dim is not None and dim < len(shape):
@@ -173,7 +179,10 @@ class RankFiles:
         return tuple(shape)
 
     def read(self, name: str, heads: int) -> Tensor:
-        """Return a whole tensor in fp32 and in our layout: rows of query, key and value head by head."""
+        """Join the ranks' shards of tensor `name`; return it in fp32.
+
+        heads: number of attention heads. Rows of query, key and value are reordered to our order (see `by_heads`).
+        """
         parts = self._part(name)
         dim = _split_dim(name)
         if dim is None:
@@ -218,7 +227,7 @@ def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding, like copies that two devices updated."""
+    """Return whether two tensors are equal up to rounding, as copies are that two devices updated separately."""
     return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= 1e-3 * a.float().abs().max())
 
 
@@ -245,7 +254,10 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def our_name(name: str, first_layer: int = 0) -> str | None:
-    """Return our name of a foreign parameter; None for entries that are not parameters, "" for unknown names."""
+    """Return our name for the foreign parameter `name`; None for entries that are not parameters, "" if unknown.
+
+    first_layer: number that is added to the layer number in `name`.
+    """
     if _SKIP.search(name):
         return None
     name = re.sub(r"^(module|model|language_model)\.", "", name)

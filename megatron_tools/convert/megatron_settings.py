@@ -1,4 +1,4 @@
-"""Translation of Megatron-LM's saved arguments to our settings; an error names an argument that is not supported."""
+"""Conversion of the arguments that Megatron-LM saves in a checkpoint to our settings. Refuses unsupported arguments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,8 @@ from megatron_tools.shapes import whole_shapes
 
 from .megatron_lm import RankFiles
 
-# Arguments that change what a GPT computes, with their supported values. All other arguments only affect
-# training or do not change the result.
+# Megatron-LM's arguments that change what a GPT computes, with the values that this project supports. All other
+# arguments affect only training, or do not change the result.
 MUST: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
     "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,),
@@ -25,9 +25,10 @@ RANKS = ("tensor_model_parallel_size", "model_parallel_size")
 
 
 def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
-    """Return our settings by name. Raises ValueError for unsupported models.
+    """Return our settings by name, from the saved arguments and the tensors' shapes.
 
-    heads: number of attention heads, needed if the files do not record this number.
+    heads: number of attention heads, needed if the files do not record this number. Raises ValueError for unsupported
+    models.
     """
     args, where = theirs.settings, theirs.folder
     for name, allowed in MUST.items():
@@ -74,7 +75,7 @@ def _heads(theirs: RankFiles, given: int | None) -> int:
 
 
 def _activation(args: Mapping[str, Any], where: str) -> str:
-    """Return the activation: gelu-tanh for Megatron-LM's fused and OpenAI's GELU, gelu (erf) for torch's and ONNX's."""
+    """Return our name of the activation: gelu (with erf) for torch's or ONNX's GELU, gelu-tanh for all others."""
     if args.get("openai_gelu"):
         return "gelu-tanh"
     if args.get("onnx_safe") and args.get("bias_gelu_fusion"):
@@ -106,5 +107,5 @@ def check_complete(theirs: RankFiles, config: Config) -> None:
         found, padded = tuple(theirs.shape(name)), "word_embeddings" in name
         if found[1:] != wanted[name][1:] or found[:1] != wanted[name][:1] and not (padded and found > wanted[name]):
             raise ValueError(
-                f"{theirs.folder}: {name} has shape {list(found)}, but its other tensors imply {list(wanted[name])}"
+                f"{theirs.folder}: {name} has shape {list(found)}, but the other tensors imply {list(wanted[name])}"
             )

@@ -18,11 +18,11 @@ from megatron.config.fields import describe
 
 
 class _Refused(Exception):
-    """A file requests a global that is not allowed; the exception's text names this global."""
+    """Raised if a pickle requests a class or function that is not allowed; the exception's text names it."""
 
 
 class _Array:
-    """Substitute for numpy.ndarray that accepts only a random generator's state, and discards it."""
+    """Stand-in for numpy.ndarray during unpickling. It accepts only a random generator's state, and discards it."""
 
     def __init__(self, *_: Any) -> None:
         raise _Refused("numpy.ndarray")
@@ -35,27 +35,27 @@ class _Array:
 
 
 class _Words:
-    """Substitute for numpy.dtype that accepts only the dtype of 32-bit words, `u4`."""
+    """Stand-in for numpy.dtype during unpickling. It accepts only `u4`, the dtype of a random generator's state."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         if code != "u4":
             raise _Refused(f"numpy.dtype({str(code)[:20]!r})")
 
     def __setstate__(self, state: Any) -> None:
-        """Ignore byte order and alignment, because the words are never read."""
+        """Ignore the dtype's byte order and alignment, because the array's content is discarded."""
 
 
 def _reconstruct(kind: Any, *_: Any) -> _Array:
-    """Return an `_Array`; substitute for numpy's `_reconstruct`. Raises _Refused unless `kind` is `_Array`.
+    """Return an empty `_Array`, in place of numpy's `_reconstruct`. Raises _Refused unless `kind` is `_Array`.
 
-    numpy's own function would call any type that the file passes to it.
+    numpy's function is not used, because it would call any type that the file passes to it.
     """
     if kind is not _Array:
         raise _Refused(f"numpy's _reconstruct of {getattr(kind, '__name__', 'something')}")
     return _Array.__new__(_Array)
 
 
-MOST_READ = 1 << 26  # most bytes of a rejected pickle that are read to find the reason
+MOST_READ = 1 << 26  # at most this many bytes of a rejected pickle are read to find the reason
 _OF_TENSORS = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
 
 # Substitutes for numpy's functions. numpy 2.0 renamed the module numpy.core, so its old and new name are listed.
@@ -68,13 +68,13 @@ _NUMPY: list[tuple[Callable[..., Any], str]] = [
 
 
 def load_plain(path: Path) -> Mapping[str, Any]:
-    """Unpickle tensors, plain values, and the settings and generator states that Megatron-LM saves with them.
+    """Load a pickled checkpoint: tensors, plain values, and the settings and random states that Megatron-LM saves.
 
-    Raises ValueError if a file requests any other object, without executing anything (torch's `weights_only`). States
-    of numpy's generator become empty objects.
+    Raises ValueError if the file requests any other object. Nothing in the file is executed (torch's `weights_only`).
+    States of numpy's random generator become empty objects.
     """
     refused = "and is not loaded; if you trust it, save it again with only its weights"
-    with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # a Namespace holds only names and values
+    with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # safe: a Namespace only has attributes
         try:
             content = _load(path)
         except _Refused as error:
@@ -91,11 +91,11 @@ def load_plain(path: Path) -> Mapping[str, Any]:
 
 
 def _reason_of_rejection(path: Path) -> str:
-    """Return why torch's `weights_only` rejects a pickle, from its opcodes alone."""
+    """Return why torch's `weights_only` rejects a pickle. Reads the pickle's opcodes without executing them."""
     protocol, names = 0, list[str]()
     with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
         file = io.BytesIO(_pickled(path))
-        while True:  # before torch 1.6, files held several pickles, then raw data that ends the parsing
+        while True:  # torch before 1.6 wrote several pickles, then raw data, which ends the loop by an error
             newest, more = _globals_of(file)
             protocol, names = max(protocol, newest), names + more
     strange = [name for name in names if not name.startswith(_OF_TENSORS)]
@@ -138,7 +138,7 @@ def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
 
 def _load(path: Path) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns about newer protocols, which users cannot change
+        warnings.simplefilter("ignore", UserWarning)  # hide torch's warning about newer pickle protocols
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError):  # files from before torch 1.6 cannot be memory-mapped

@@ -7,7 +7,7 @@ from megatron.config import Config
 
 from .finding import Finding, failed, ok, warning
 
-LOOKED_AT = 1 << 24  # most tokens of a corpus that are compared with the vocabulary size
+LOOKED_AT = 1 << 24  # at most this many tokens of a corpus are compared with the vocabulary size
 SLICES = 64
 
 
@@ -72,7 +72,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
 
 
 def largest_id(dataset: Any) -> int:
-    """Return the largest id among up to LOOKED_AT tokens spread over a corpus; -1 if it is empty."""
+    """Return the largest id in a corpus, or among LOOKED_AT tokens spread over a longer one; -1 if it is empty."""
     import numpy as np
 
     total = dataset.num_tokens

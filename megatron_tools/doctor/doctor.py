@@ -59,14 +59,14 @@ class Examination:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in the run."""
+        """Number of ranks in the run: --ranks, else the hostfile's slots, else WORLD_SIZE, else one model replica."""
         slots = sum(host.slots for host in self.hosts)
         world = os.environ.get("WORLD_SIZE", "")
         return int(self.args.ranks or slots or (world.isdecimal() and int(world)) or self._fewest)
 
     @property
     def _fewest(self) -> int:
-        """Number of ranks in one replica, the minimum for a run."""
+        """Number of ranks in one replica of the model, the smallest number with which a run can start."""
         if self.config is None:
             return 1
         p = self.config.parallel
@@ -74,7 +74,7 @@ class Examination:
 
     @property
     def ranks_here(self) -> int:
-        """Number of the run's ranks on this machine."""
+        """Number of the run's ranks on this machine; with a hostfile, the largest number of ranks on any host."""
         return max((host.slots for host in self.hosts), default=self.ranks)
 
     def _installation(self) -> Iterator[Finding]:
@@ -208,7 +208,7 @@ def build_parser() -> Parser:
         help="number of ranks of the run (default: slots of the hostfile, else WORLD_SIZE, else one model replica)",
     )
     add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to wait for a host (default: 10)")
-    add("--quick", action="store_true", help="do not verify the checkpoint, which means reading all of it")
+    add("--quick", action="store_true", help="skip the check that the checkpoint is intact, which reads all of it")
     add("--json", action="store_true", help="print the results as a JSON list")
     return parser
 

@@ -8,7 +8,11 @@ OK, WARNING, FAILED = "ok", "warning", "failed"
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check. remedy: what the user should do; empty if there is nothing to do."""
+    """Result of one check.
+
+    check: name of the check. state: OK, WARNING or FAILED. words: what was found. remedy: what the user should do, or
+    an empty string.
+    """
 
     check: str
     state: str
@@ -25,17 +29,17 @@ def ok(check: str, words: str) -> Finding:
 
 
 def warning(check: str, words: str, remedy: str) -> Finding:
-    """Return a finding that does not prevent the run."""
+    """Return a finding about a problem that does not prevent the run."""
     return Finding(check, WARNING, words, remedy)
 
 
 def failed(check: str, words: str, remedy: str) -> Finding:
-    """Return a finding that would prevent the run or make it fail."""
+    """Return a finding about a problem that would prevent the run or make it fail."""
     return Finding(check, FAILED, words, remedy)
 
 
 def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of `look`; if it raises an exception, yield a failed finding with the exception's message."""
+    """Yield the findings of `look`. If `look` raises an error, yield a FAILED finding with the error's message."""
     try:
         yield from look()
     except ImportError as error:

@@ -14,7 +14,7 @@ from .finding import Finding, failed, ok, warning
 # Package -> (oldest supported, newest tested by scripts/test_versions.sh). pyproject.toml has the same oldest
 # versions.
 SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.19", "0.19.8"), "numpy": ("2.0", "2.5.5")}
-# A run refuses this release and later ones, because correct gradients depend on DeepSpeed's internals.
+# Training refuses to start with this or a later release, because correct gradients depend on DeepSpeed's internals.
 TOO_NEW = {"deepspeed": "0.20"}
 OLDEST_PYTHON = (3, 11)
 FILES_FAIL, FILES_WARN = 256, 4096
@@ -67,7 +67,10 @@ def packages() -> Iterator[Finding]:
 
 
 def imports(name: str) -> Iterator[Finding]:
-    """Check that a package can be imported: torch may lack libraries, DeepSpeed may be built for another torch."""
+    """Check that package `name` can be imported.
+
+    The import fails, for example, if torch lacks a library or if DeepSpeed was built for another torch.
+    """
     try:
         version = importlib.import_module(name).__version__
     except Exception as error:  # a broken installation may raise anything
@@ -85,7 +88,8 @@ def imports(name: str) -> Iterator[Finding]:
 def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> Iterator[Finding]:
     """Check that this build of torch fits the machine's devices.
 
-    built_for: accelerators that torch was built for; usable: torch finds one; present: the machine has one.
+    built_for: kind of accelerator that torch was built for, None for a CPU build. usable: whether torch finds an
+    accelerator. present: whether the machine has a GPU.
     """
     if usable:
         yield ok("devices", f"torch is built for {built_for or 'accelerators'} and finds a device")
@@ -123,7 +127,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
             continue
         if there.resolve() == ours.resolve():
             first = False
-        elif (there / "__init__.py").is_file():  # without __init__.py, a folder hides no package
+        elif (there / "__init__.py").is_file():  # a folder without __init__.py hides no package
             others.append((there, first))
     hiding = [there for there, before in others if before]
     if hiding:
@@ -159,7 +163,7 @@ def compiler(wanted: bool) -> Iterator[Finding]:
 
 
 def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
-    """Check that the threads of all ranks on this machine do not exceed its cores."""
+    """Check that the ranks on this machine together have no more threads than it has cores."""
     cores, each = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         os.environ.get("OMP_NUM_THREADS"),

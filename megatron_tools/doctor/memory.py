@@ -9,12 +9,12 @@ from megatron.config import Config
 
 
 def checkpoint_bytes(parameters: int, config: Config) -> float:
-    """Return the bytes of one checkpoint: fp32 weights and optimizer moments."""
+    """Return the bytes of one checkpoint, which contains the weights and the optimizer's moments in fp32."""
     return 4.0 * parameters * (2 if config.optim.optimizer == "sgd" else 3)
 
 
 def machine_bytes() -> float | None:
-    """Return the free memory of this machine in bytes; None if the system does not report it."""
+    """Return the bytes of memory that a run can use on this machine; None if the system does not report them."""
     found: list[Any] = []
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:

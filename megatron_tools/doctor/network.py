@@ -30,7 +30,7 @@ class Host(NamedTuple):
 def read_hostfile(path: str) -> list[Host]:
     """Read a hostfile of DeepSpeed's launcher, with lines like `node1 slots=8`.
 
-    Raises ValueError naming the line, or OSError.
+    Raises ValueError, naming the line, for a malformed file, and OSError for an unreadable one.
     """
     hosts = list[Host]()
     for number, raw in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -69,10 +69,10 @@ def hostfile(path: str) -> Iterator[Finding]:
 def hosts_answer(
     hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float = SSH_SECONDS
 ) -> Iterator[Finding]:
-    """Check over ssh that each host answers, has the versions `versions` and sees the file `marker`.
+    """Check over ssh that each host answers, has the expected versions and sees the file `marker`.
 
-    Ssh must need no password. versions: this machine's Python, torch and DeepSpeed, in this order. marker: file in the
-    run directory, which must be on a shared disk.
+    ssh must work without a password. versions: the versions of Python, torch and DeepSpeed on this machine, in this
+    order. marker: a file in the run directory; a host that does not see it does not share the disk.
     """
     here = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
     others = [host.name for host in hosts if host.name not in here]
@@ -167,7 +167,7 @@ def rank_0_is_here() -> Iterator[Finding]:
         with socket.socket() as probe:
             probe.bind((address, 0))
     except socket.gaierror:
-        return  # `names` reports an address that does not resolve
+        return  # the check `names` reports an address that does not resolve
     except OSError as error:
         yield failed(
             "MASTER_ADDR",
@@ -183,7 +183,7 @@ def port_is_free() -> Iterator[Finding]:
         yield failed("port", f"MASTER_PORT={text} is not a port", "set a number between 1024 and 65535")
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like a server, accept a port that is in TIME_WAIT
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, accept a port in TIME_WAIT
         try:
             probe.bind(("", int(text)))
         except OSError as error:
@@ -221,7 +221,7 @@ def interface() -> Iterator[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for wanted in filter(None, os.environ.get(variable, "").split(",")):
-            # NCCL also accepts the prefix of a name, =name and ^name (any other interface).
+            # NCCL also accepts a prefix of names, =name for an exact name, and ^name for all other interfaces.
             prefix = variable.startswith("NCCL")
             known = any(name.startswith(wanted.lstrip("^=")) if prefix else name == wanted for name in there)
             if known or wanted.startswith("^"):

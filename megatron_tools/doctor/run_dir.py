@@ -18,7 +18,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def writable(run_dir: Path) -> Iterator[Finding]:
-    """Check write access by creating a temporary file, as permission bits are not conclusive."""
+    """Check by creating a temporary file that the run directory is writable. Permission bits would not suffice."""
     there = nearest_folder(run_dir)
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor-"):
@@ -35,7 +35,7 @@ def writable(run_dir: Path) -> Iterator[Finding]:
 
 
 def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
-    """Check the locks of the run directory and the checkpoint folder, either of which another run may hold."""
+    """Check that no other run holds the lock of the run directory or of the checkpoint folder."""
     from megatron.training.run_lock import NAME, Holder, holder_of
 
     folder = Path(config.checkpoint.save) if config and config.checkpoint.save else run_dir / "checkpoints"
@@ -60,7 +60,10 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
 
 
 def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
-    """Check disk space for checkpoints of `one` bytes each. A new one is written before an old one is deleted."""
+    """Check that the disk has space for the run's checkpoints.
+
+    one: bytes of one checkpoint. A new checkpoint is written before an old one is deleted.
+    """
     if not config.checkpoint.save_interval and not config.checkpoint.save_at_end:
         yield ok("disk", "no checkpoint is saved")
         return
@@ -78,9 +81,9 @@ def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
 
 
 def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bool) -> Iterator[Finding]:
-    """Check the checkpoint that the run would resume from: intact and consistent with the settings.
+    """Check that the checkpoint from which the run would resume is intact and fits the settings.
 
-    quick: do not read the whole checkpoint.
+    fingerprint: SHA-256 of the run's tokenizer. quick: skip the check that the checkpoint is intact.
     """
     from megatron.checkpointing.files import CheckpointError, find_checkpoint, latest_checkpoint
     from megatron.checkpointing.load import Wanted, refuse_contradictions

@@ -1,4 +1,4 @@
-"""Checks that the settings fit each other, the number of ranks and the available memory."""
+"""Checks that a run's settings are consistent, and fit the number of ranks and the available memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Settled(NamedTuple):
-    """A run's settings.
+    """A run's settings, before and after they are combined with DeepSpeed's ds_config.
 
-    resolved: the settings combined with the ds_config, or None if combining them failed.
+    resolved: the combined settings, or None if the ds_config and the settings contradict each other.
     """
 
     config: Config | None
@@ -28,7 +28,10 @@ class Settled(NamedTuple):
 
 
 def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
-    """Return the settings of `flags`, or without flags the settings stored in `run_config`, and the findings."""
+    """Return (settings, or None after an error; findings).
+
+    Without `flags`, the settings are those saved in the file `run_config`.
+    """
     try:
         if run_config and not flags:
             return from_file(run_config), [ok("settings", f"from {run_config}")]
@@ -83,7 +86,7 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
 
 
 def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | None) -> Iterator[Finding]:
-    """Check the memory of the peak rank against the available memory.
+    """Check whether the rank that needs the most memory fits into the available memory.
 
     device_bytes: memory of an accelerator, None if ranks run on the CPU.
     """
@@ -108,7 +111,7 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
         there += f" {device_bytes / 1e9:.1f} GB"
     parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
     size = f"{parameters(settled.config) / 1e6:.1f} million parameters"
-    words = f"{size}; the peak rank needs {needed / 1e9:.2g} GB ({parts}); {there}"
+    words = f"{size}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({parts}); {there}"
     remedy = (
         "use more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3, "
         "--checkpoint-activations, a smaller model or --precision bf16; tools/plan.py finds a layout"

@@ -12,7 +12,7 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16")  # dtypes of matmuls
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Link of a device in one direction: bandwidth in gigabytes per second and latency in seconds."""
+    """A device's link in one direction: bandwidth in gigabytes per second and latency in seconds."""
 
     gigabytes_per_second: float
     latency_seconds: float
@@ -22,7 +22,7 @@ class Link:
 class Cluster:
     """Hardware figures of a cluster.
 
-    kind: `cpu` or `accelerator`. On a CPU, layers keep other activations for the backward pass than on an accelerator.
+    kind: `cpu` or `accelerator`. The two differ in which activations a layer keeps for the backward pass.
     memory: memory of a device in gigabytes (10^9 bytes).
     peak_tflops: dense matmul peak by dtype. memory_bandwidth: gigabytes per second.
     inside, between: links of a device within its node, and to other nodes. sources: references for the figures.
@@ -73,7 +73,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _cluster(found: Any) -> Cluster:
-    """Validate a parsed description and return the cluster. Raises ValueError naming the error."""
+    """Return the cluster that a parsed JSON file describes. Raises ValueError, naming the error, if it is invalid."""
     _keys(found, Cluster, "the file")
     if found["kind"] not in ("cpu", "accelerator"):
         raise ValueError(f"kind is {found['kind']!r}, not cpu or accelerator")
@@ -98,7 +98,10 @@ def _cluster(found: Any) -> Cluster:
 
 
 def _keys(found: Any, kind: type, what: str) -> None:
-    """Raise ValueError unless `found` is an object with exactly the fields of `kind`."""
+    """Raise ValueError unless `found` is a JSON object whose keys are the fields of the dataclass `kind`.
+
+    what: name of the object in the error message.
+    """
     if not isinstance(found, dict):
         raise ValueError(f"{what} is not a JSON object")
     names = {f.name for f in fields(kind)}

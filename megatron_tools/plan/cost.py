@@ -1,7 +1,9 @@
-"""Prediction of the step time: matmuls, memory traffic, collectives, stage boundaries and the bubble.
+"""Prediction of the time of a training step.
 
-The inputs are the model's shapes and the cluster's data sheet. All other constants are fields of `Efficiency`. A
-measured value can replace each of them.
+It adds up the times of matmuls, memory traffic, collectives, stage boundaries and the pipeline bubble.
+
+The inputs are the model's shapes and the cluster's data sheet. All other constants are fields of `Efficiency`, each of
+which can be replaced by a measured value.
 """
 
 from collections.abc import Sequence
@@ -19,12 +21,12 @@ from tds.timetable import times
 
 from .cluster import Cluster, Link
 
-FORWARD, BACKWARD = 1.0, 2.0  # relative durations of the passes in the timetable
+FORWARD, BACKWARD = 1.0, 2.0  # durations of a forward and a backward pass in a timetable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Achieved fractions of data-sheet figures. All clusters share the defaults, which are fitted to no cluster.
+    """Fractions of the data-sheet figures that a run achieves. The defaults serve all clusters and are fitted to none.
 
     matmul: fraction of the peak in wide matmuls. narrow: matmul width at which half of `matmul` is reached.
     attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
@@ -51,7 +53,7 @@ DEFAULT = Efficiency()
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a micro-batch's forward and backward pass on one stage, by kind."""
+    """Seconds that a micro-batch's forward and backward pass take on one stage, by kind of work."""
 
     matmuls: float
     attention: float
@@ -63,7 +65,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Sum of all kinds in seconds."""
+        """Sum of the seconds of all kinds of work."""
         return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
@@ -71,7 +73,7 @@ class Seconds:
 class Cost:
     """Time and work of one step on `devices` devices.
 
-    model_flops: FLOPs of forward and backward pass. done_flops: FLOPs including recomputation.
+    model_flops: FLOPs of the forward and backward pass on all devices. done_flops: the same with recomputation.
     """
 
     step: float
@@ -104,16 +106,16 @@ class Cost:
         return self.model_flops / self.step / self.devices / self.peak
 
     def days(self, tokens: float) -> float:
-        """Return the days in which `tokens` tokens are processed."""
+        """Return how many days training on `tokens` tokens takes."""
         return tokens / self.tokens_per_second / 86400
 
 
 @lru_cache(maxsize=65536)
 def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int) -> float:
-    """Return the duration of a step, in units of a micro-batch's forward and backward pass on one stage.
+    """Return how long a pipeline step takes, in units of a micro-batch's forward and backward pass on one stage.
 
-    Stages are assumed equal. The duration comes from the schedule's timetable. A long schedule is extrapolated
-    from its steady state.
+    The result is the length of the timetable of schedule `name`, in which all stages are equally fast. With many
+    micro-batches, a shorter timetable is extended by its steady state. extra: value of --pipeline-extra-warmup.
     """
     if stages == 1:
         return float(micros)
@@ -138,14 +140,14 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
 
 
 def _width_factor(x: Shapes, e: Efficiency) -> float:
-    """Return the fraction of `e.matmul` that a rank's matmuls reach; narrow matrices reach a smaller one."""
+    """Return which fraction of `e.matmul` a rank's matmuls reach. The fraction is smaller for narrower matrices."""
     m = x.config.model
     narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, m.ff_size / x.ranks)
     return narrowest / (narrowest + e.narrow)
 
 
 def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
-    """Return a rank's forward FLOPs (matmuls, attention) for a micro-batch in one transformer layer or the head."""
+    """Return (matmul FLOPs, attention FLOPs) of a rank's forward pass of a micro-batch through `layer`."""
     c, b, m = x.config, x.config.train.batch_size, x.config.model
     encoder, decoder = lengths(c)
     split = x.ranks * c.parallel.context_parallel_size
@@ -162,7 +164,7 @@ def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
 def stage_seconds(
     stage: Stage, x: Shapes, resolved: Resolved, cluster: Cluster, replicas: int, e: Efficiency
 ) -> tuple[Seconds, float, float]:
-    """Return seconds, model FLOPs and executed FLOPs of a micro-batch's forward and backward pass on one rank."""
+    """Return (seconds, model FLOPs, FLOPs with recomputation) of a rank's passes of one micro-batch through `stage`."""
     m, p = x.config.model, x.config.parallel
     peak, hbm = cluster.peak(resolved.precision), cluster.memory_bandwidth * 1e9 * e.memory
     again = bool(x.config.recomputed_layers)
@@ -228,7 +230,7 @@ def boundary_bytes(stage: Stage, x: Shapes) -> float:
 def cost_of(
     config: Config, resolved: Resolved, world: int, cluster: Cluster, stages: Sequence[Stage], e: Efficiency = DEFAULT
 ) -> Cost:
-    """Return the cost of one step. Raises ValueError for a dtype for which the cluster has no peak."""
+    """Return the cost of one step. Raises ValueError if the cluster's file gives no peak for the run's dtype."""
     p, x = config.parallel, Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     found = [stage_seconds(stage, x, resolved, cluster, replicas, e) for stage in stages]
@@ -240,7 +242,7 @@ def cost_of(
     exact = 4 if resolved.zero_stage <= 1 else x.width
     sums = all_reduce_seconds(held * exact, replicas, cluster.link(replicas, x.ranks), e)
     hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
-    if resolved.zero_stage >= 2:  # with ZeRO 2 and 3, DeepSpeed reduces after every micro-batch
+    if resolved.zero_stage >= 2:  # with ZeRO 2 and 3, DeepSpeed reduces gradients after every micro-batch
         sums, hidden = sums * config.train.gas, hidden * config.train.gas
     share = held / (replicas if resolved.zero_stage else 1)
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)

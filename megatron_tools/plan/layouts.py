@@ -1,4 +1,4 @@
-"""Search for the layouts of a model that fit in the memory of some devices, with the speed of each."""
+"""Search for the layouts of a model that fit in the memory of the given devices, with the speed of each."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout: settings, layers and memory of each stage, and the cost of a step."""
+    """One layout: its settings, the layers and the memory of each stage, and the cost of a step."""
 
     config: Config
     resolved: Resolved
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def worst(self) -> Memory:
-        """Memory of the peak stage."""
+        """Memory of a rank in the stage that needs the most."""
         return max(self.memory, key=lambda m: m.total)
 
     @property
@@ -92,7 +92,7 @@ class Layout:
 
 
 def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEFAULT, timed: bool = True) -> Layout:
-    """Return a layout with its memory, and its cost if `timed`.
+    """Return the layout that `config` describes, with its memory and, if `timed`, the cost of a step.
 
     Raises ConfigError or ValueError, naming the setting to change, for an invalid layout.
     """
@@ -105,10 +105,10 @@ def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEF
 
 @dataclass(frozen=True)
 class Wanted:
-    """Request for a plan.
+    """What the user wants to have planned.
 
     total, micro, gas: samples per step, samples per micro-batch, micro-batches per step and replica; None if the
-    search may choose. fixed: settings that the search must keep.
+    search may choose. fixed: names of settings whose value in `config` the search must keep.
     """
 
     config: Config
@@ -143,7 +143,7 @@ def _choices(wanted: Wanted) -> dict[str, list[Any]]:
 
 
 def candidates(wanted: Wanted) -> Iterator[Config]:
-    """Yield every valid layout of the search as a Config."""
+    """Yield the settings of every valid layout that the search considers."""
     choices, c = _choices(wanted), wanted.config
     grids = product(
         *(
@@ -186,12 +186,12 @@ def _batches(wanted: Wanted, replicas: int) -> Iterator[Batch]:
 
 
 def fits(layout: Layout, cluster: Cluster) -> bool:
-    """Return True if the peak stage leaves a tenth of a device's memory free."""
+    """Return True if every stage leaves at least a tenth of a device's memory free."""
     return layout.worst.total <= USABLE * cluster.memory * 1e9
 
 
 def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
-    """Return the layouts that fit, fastest first. Among layouts of about equal speed, less memory comes first.
+    """Return the layouts that fit in memory, fastest first. Of equally fast ones, the one with less memory comes first.
 
     Raises ValueError with one sentence of advice if no layout is valid or none fits.
     """
@@ -218,7 +218,7 @@ def _rank(layout: Layout) -> tuple[float, float]:
 
 
 def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
-    """Return the error message if no layout fits. It advises a sufficient number of devices.
+    """Return the error message for a model of which no layout fits in memory. It advises a number of devices.
 
     leanest: the layout that needs the least memory.
     """
@@ -234,7 +234,8 @@ def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
 def _devices_for(wanted: Wanted, leanest: Layout) -> int:
     """Estimate how many devices the model needs, by doubling the number of devices.
 
-    The number suffices when weights, gradients and optimizer state fit beside the activations of the leanest layout.
+    The number suffices if weights, gradients and optimizer state, split over all devices, fit beside the activations of
+    the leanest layout.
     """
     whole = sum(m.weights + m.gradients + m.optimizer for m in leanest.memory) * leanest.devices / len(leanest.memory)
     room = max(USABLE * wanted.cluster.memory * 1e9 - leanest.worst.activations, 0.25 * wanted.cluster.memory * 1e9)
@@ -245,7 +246,10 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
 
 
 def _explain_no_layout(wanted: Wanted) -> str:
-    """Return why no layout is valid, taken from the error of the layout in the user's settings."""
+    """Return the error message for a search without a valid layout.
+
+    It is the error that the user's own settings raise, if they raise one.
+    """
     c, replicas = wanted.config, wanted.devices
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
     try:
@@ -269,5 +273,5 @@ def _explain_no_layout(wanted: Wanted) -> str:
 
 
 def shapes_of(layout: Layout, cluster: Cluster) -> Shapes:
-    """Return the quantities that determine the activation sizes of a layout."""
+    """Return the tensor sizes from which the memory of a layout's activations is computed."""
     return Shapes(layout.config, layout.resolved.precision, cluster.accelerated)

@@ -38,7 +38,7 @@ VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
 
 class _PlanParser(Parser):
-    """Parser that collects training flags, which it does not know itself, in `flags`."""
+    """Parser that puts all flags that are not its own, which are training flags, into `flags`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         found, rest = self.parse_known_args(args, namespace)
@@ -58,7 +58,7 @@ def _family_of(argv: list[str]) -> str:
 
 
 def _chunks(flags: list[str]) -> int:
-    """Return --virtual-pipeline-size, or 1 for a value that training would reject."""
+    """Return the value of --virtual-pipeline-size, or 1 if it is missing or not a number."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--virtual-pipeline-size", default="1")
     size = str(finder.parse_known_args(flags)[0].virtual_pipeline_size)
@@ -66,7 +66,7 @@ def _chunks(flags: list[str]) -> int:
 
 
 def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
-    """Return the settings of the run for which a layout is searched.
+    """Return the settings of the run for which layouts are searched.
 
     Raises ConfigError for flags that training would reject.
     """
@@ -87,7 +87,7 @@ def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
 
 
 def fixed_by(flags: list[str]) -> frozenset[str]:
-    """Return the layout settings that were given as flags."""
+    """Return the names of the layout settings that were given as flags, such as zero_stage."""
     names = {
         word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
         for word in flags
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
     print(
         f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} "
         f"devices of {cluster.name}; {len(found)} layouts fit; the table shows the memory "
-        f"of the peak stage in GB, and TFLOP/s per device including recomputation"
+        f"of the stage that needs the most, in GB, and TFLOP/s per device including recomputation"
     )
     print("\n".join(ranked(found[: args.top], args.tokens)))
     chosen = _chosen(found, args.layout)

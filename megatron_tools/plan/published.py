@@ -1,4 +1,4 @@
-"""Predictions of published training speeds (published.json), with the same constants for all runs."""
+"""Predicted speeds of published training runs (published.json), compared with their published speeds."""
 
 import json
 import statistics
@@ -14,17 +14,18 @@ from megatron.training.memory.sizes import parameters, stages_of
 from .cluster import load_cluster
 from .cost import DEFAULT, cost_of
 
-# The frameworks of the published runs kept attention scores in memory. Scaling, mask, softmax and dropout each read and
-# write them.
+# Constants for the published runs. Their frameworks had no fused attention: scaling, mask, softmax and dropout each
+# read and wrote the attention scores in memory.
 THEN = replace(DEFAULT, score_passes=5.0)
 ASCEND = "Ascend ModelZoo, GPT-2 for PyTorch"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Published run.
+    """A run whose speed was published.
 
-    tflops: TFLOP/s per device. micro: micro-batch size. assumed: what the publication does not give.
+    tflops: TFLOP/s per device. batch, micro: global batch and micro-batch size in samples. assumed: which of these
+    values the publication does not give.
     """
 
     source: str
@@ -53,7 +54,7 @@ ROWS = tuple(Row(**row) for row in json.loads(Path(__file__).with_suffix(".json"
 class Compared:
     """Predicted and published TFLOP/s per device of a run.
 
-    published is computed from samples per second if TFLOP/s were not reported.
+    If the publication gives only samples per second, `published` is computed from them.
     """
 
     row: Row
@@ -65,14 +66,14 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
+        """Relative error of the predicted speed: positive if the prediction is too fast."""
         return self.predicted / self.published - 1
 
 
 def config_of(row: Row) -> Config:
     """Return our settings for a published run: GPT-2 with Adam in mixed precision.
 
-    ZeRO 1 represents Megatron's unsharded optimizer, which takes about the same time.
+    They use ZeRO 1, although Megatron's optimizer was not sharded; a step takes about the same time.
     """
     replicas = row.devices // row.tensor // row.stages
     return with_values(
@@ -89,7 +90,7 @@ def config_of(row: Row) -> Config:
 
 
 def compare(row: Row) -> Compared:
-    """Predict a published run with the constants `THEN` and compare the results."""
+    """Predict the speed of a published run with the constants `THEN` and compare it with the published speed."""
     config, cluster = config_of(row), load_cluster(row.cluster)
     cost = cost_of(config, resolve(config, row.devices, True), row.devices, cluster, stages_of(config), THEN)
     published = row.tflops
@@ -100,9 +101,9 @@ def compare(row: Row) -> Compared:
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of the table, then of the median errors.
+    """Yield the lines of a table of predicted and published speeds, then the median errors of the predictions.
 
-    The median errors are given for each source, for all rows with a published layout, and for all rows.
+    There is a median for each source, one for all runs whose layout was published, and one for all runs.
     """
     heads = (
         "source",
@@ -144,5 +145,5 @@ def lines() -> Iterator[str]:
 
 
 def median_error(found: list[Compared]) -> float:
-    """Return the median of the absolute errors."""
+    """Return the median of the relative errors, without their signs."""
     return statistics.median(abs(each.error) for each in found)

@@ -1,4 +1,4 @@
-"""Report of a plan: ranked table, arithmetic of one layout, memory by stage."""
+"""Text output of a plan: table of the layouts, calculation of one layout, memory of each stage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -23,14 +23,14 @@ def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def recomputed(layout: Layout) -> str:
-    """Return what a layout recomputes: `none`, `layers` or `modules`."""
+    """Return which activations a layout recomputes in the backward pass: `none`, `layers` or `modules`."""
     if layout.config.parallel.checkpoint_activations:
         return "layers"
     return "modules" if layout.config.model.recompute_modules else "none"
 
 
 def duration(days: float) -> str:
-    """Format a duration given in days, in a suitable unit."""
+    """Return a duration, given in days, as text in a suitable unit, such as `3.2 hours`."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= size:
             return f"{days / size:,.1f} {unit}"
@@ -38,7 +38,10 @@ def duration(days: float) -> str:
 
 
 def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
-    """Yield a table with one row per layout: its grid, memory of its peak stage by kind, and its speed."""
+    """Yield the lines of a table with a row for each layout.
+
+    A row gives the parallel sizes, the memory by kind on the stage that needs the most, and the speed.
+    """
     heads = [
         "",
         "dp",
@@ -116,7 +119,7 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
     )
     room = USABLE * cluster.memory
     usable = f"{room:.3g} GB ({USABLE:.0%} of {cluster.memory:g} GB)"
-    yield f"memory: {layout.worst.total / 1e9:.3g} GB on the peak stage, of {usable}"
+    yield f"memory: {layout.worst.total / 1e9:.3g} GB on the stage that needs the most, of {usable}"
     yield ""
     slowest = max(cost.stages, key=lambda s: s.total)
     parts = ", ".join(
@@ -151,7 +154,7 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
 
 
 def stage_table(layout: Layout) -> Iterator[str]:
-    """Yield a table of layers, parameters and memory of each stage. Equal neighbouring stages share a row."""
+    """Yield the lines of a table: layers, parameters and memory of each stage. Equal neighbours share a row."""
     rows: list[list[str]] = []
     first = 0
     for at, (stage, memory) in enumerate(zip(layout.stages, layout.memory, strict=True)):

@@ -40,9 +40,9 @@ def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -
 
 
 def _settings(config: Config, steps: int | None) -> str:
-    """Return config.json with the settings that differ from the defaults of the family's script.
+    """Return the content of config.json: the settings that differ from the defaults of the family's entry script.
 
-    Layout and batch sizes are always included.
+    Layout and batch sizes are always included. steps: number of iterations to train, None for the default.
     """
     family = config.model.family or "gpt2"
     plain = with_values(Config(), DEFAULTS[family]).to_dict()
@@ -83,7 +83,7 @@ def _ds_config(layout: Layout) -> str:
 def _script(layout: Layout, cluster: Cluster) -> str:
     per_node = next(
         n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0
-    )  # all nodes get the same number of ranks
+    )  # every node runs the same number of ranks
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f"--standalone --nproc-per-node {per_node}"
@@ -99,7 +99,7 @@ def _script(layout: Layout, cluster: Cluster) -> str:
         f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}",
         layout.config.model.vocab_size,
     )
-    # With an installed package, the commands are on the path, and there is no sample corpus.
+    # If this project is installed as a package, its commands are on PATH, and there is no sample corpus.
     if not in_checkout:
         home, start = "", f"megatron-launch {launch} -m pretrain_{family}"
     return f"""#!/usr/bin/env bash

@@ -1,4 +1,4 @@
-"""Data of a page's charts, which page.js draws: values over iterations, by run and unit."""
+"""The charts of a report page as data, which page.js draws: metrics of the runs over their iterations."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 
 from .runs import Row, RunRead
 
-MOST = 1500  # maximum points of a line; longer lines keep the minimum and maximum of each range
+MOST = 1500  # maximum number of points in a line; `thinned` shortens longer lines
 
 
 class Chart(NamedTuple):
-    """One chart. lines: results of `line`. levels: horizontal lines for comparison. marks: highlighted iterations."""
+    """One chart.
+
+    log: whether the vertical axis is logarithmic. lines: results of `line`. levels: horizontal lines for comparison,
+    such as the unigram entropy. marks: iterations to highlight, such as jumps of the loss.
+    """
 
     name: str
     title: str
@@ -21,11 +25,14 @@ class Chart(NamedTuple):
     lines: list[dict[str, Any]]
     levels: list[dict[str, Any]]
     marks: list[dict[str, Any]]
-    zero: bool = False  # the scale starts at 0
+    zero: bool = False  # whether the vertical axis starts at 0
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> list[tuple[float, float | None]]:
-    """Reduce a line to about `most` points: the first, last, smallest and largest point of each range."""
+    """Reduce the points of a line to about `most`.
+
+    The line is cut into ranges, of which the first, last, lowest and highest point remain.
+    """
     if len(points) <= most:
         return list(points)
     size = math.ceil(4 * len(points) / most)
@@ -41,10 +48,10 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
 
 
 def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
-    """Return a line of a chart. NaN and infinite values become None, which interrupts the line.
+    """Return a line of a chart as a dict for page.js. NaN and infinite values become None, which interrupts the line.
 
-    kind: style of the line. `raw` is thin, for many points. `dots` has markers, for few points. `parts` has one colour
-    for each label instead of each run. `dashed` is dashed. `plain` is a normal line.
+    run: index of the run. kind: style of the line: `raw` (thin, for many points), `dots` (with markers, for few
+    points), `parts` (with a colour for each label instead of each run), `dashed` or `plain`.
     """
     finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
     kept = thinned(finite)
@@ -97,7 +104,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """Return the horizontal lines `levels`; a line that all runs share appears only once and belongs to no run."""
+    """Return the horizontal lines `levels`. A line that all runs have in common appears once, with None as its run."""
     alike: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for level in levels:
         alike.setdefault((level["label"], level["y"]), []).append(level)
@@ -107,7 +114,8 @@ def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
     return found
 
 
-# Charts of metrics in training rows: key in metrics.jsonl, title, unit, logarithmic scale, factor to the unit.
+# Charts of training metrics: key in metrics.jsonl, title, unit, whether the axis is logarithmic, and the factor that
+# converts a value to the unit.
 OF_TRAINING = (
     ("lr", "Learning rate", "", False, 1.0),
     ("grad_norm", "Gradient norm", "", True, 1.0),
@@ -135,7 +143,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _timers(runs: Sequence[RunRead]) -> list[Chart]:
-    """Return a chart for each run that measured the parts of its iterations."""
+    """Return a chart for each run with the times of an iteration's parts, empty if the run did not measure them."""
     found = []
     for i, run in enumerate(runs):
         rows = [row for row in run.part("train") if "timers_ms" in row]

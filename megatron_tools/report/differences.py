@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.fields import flag
 
-APART = {"run_dir", "save", "load"}  # paths that differ between any two runs, so a difference is not marked
+APART = {"run_dir", "save", "load"}  # paths, which always differ between runs, so the table does not mark them
 
 
 class Setting(NamedTuple):
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 
 def settings(configs: Sequence[Config]) -> list[Setting]:
-    """Return every setting, in the order of `--help`."""
+    """Return every setting with its values in the runs, in the order of `--help`."""
     dicts: list[dict[str, dict[str, Any]]] = [config.to_dict() for config in configs]
     defaults = Config().to_dict()
     found = []

@@ -36,7 +36,7 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
 
 
 def draw_run(args: argparse.Namespace) -> None:
-    """Draw a traced iteration, with the ideal schedule of the same passes."""
+    """Draw one iteration of a run that was made with --trace, next to the ideal schedule of the same passes."""
     folder = Path(args.run) / timeline.FOLDER
     ranks = timeline.read(folder)
     merged = timeline.merge(folder, ranks)
@@ -47,7 +47,7 @@ def draw_run(args: argparse.Namespace) -> None:
         f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.kept} steps is "
         f"{table.usual * 1e3:.1f} ms"
     )
-    print(f"clocks of {merged.ranks} ranks aligned to {merged.error_us:.0f} us; merged trace: {merged.path}")
+    print(f"clocks of {merged.ranks} ranks aligned to within {merged.error_us:.0f} us; merged trace: {merged.path}")
     write_figures(args.svg, args.png, lines, table.stages, "ms")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.atomic import whole_file, write_text
 from tds.timetable import Span
 
-# Colours of even and odd chunks.
+# Kind of pass -> its colour for layer chunks with an even number, and for chunks with an odd number.
 COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 WIDTH, HEIGHT, LEFT, HEAD, AXIS = (
@@ -25,18 +25,18 @@ Rows = Mapping[str, Sequence[Span]]
 
 
 def kinds_of(rows: Rows) -> list[str]:
-    """Return the kinds of passes present: forward, backward and, if separate, weight gradients."""
+    """Return the kinds of passes present: F (forward), B (backward), and W for separate weight gradients."""
     there = {span.kind for spans in rows.values() for span in spans}
     return [kind for kind in WORDS if kind in there]
 
 
 def end_of(rows: Rows) -> float:
-    """Return the end of the last span."""
+    """Return the time at which the last pass of all timetables ends."""
     return max(span.end for spans in rows.values() for span in spans)
 
 
 def ticks(end: float) -> list[float]:
-    """Return round numbers from 0 to `end`, at most nine."""
+    """Return at most nine round numbers from 0 to `end`, for the time axis."""
     rough = end / 8
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -46,7 +46,8 @@ def ticks(end: float) -> list[float]:
 def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     """Return an SVG of timetables.
 
-    rows: spans by title. unit: `ms` if the spans are in seconds, `""` if they have no unit.
+    rows: title of a timetable -> its passes. unit: `ms` if the times of the passes are seconds, which are shown in
+    milliseconds, or `""` if they have no unit.
     """
     scale, per_row = (WIDTH - LEFT - 10) / end_of(rows), stages * HEIGHT + HEAD
     tall = per_row * len(rows) + AXIS + 20
@@ -125,7 +126,7 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None
 
 
 def write_figures(svg: str | None, png: str | None, rows: Rows, stages: int, unit: str = "") -> None:
-    """Write the figure to each path that is given."""
+    """Write the figure to the SVG file `svg` and to the PNG file `png`, unless they are None."""
     if svg:
         write_text(svg, as_svg(rows, stages, unit))
     if png:

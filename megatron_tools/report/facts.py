@@ -10,7 +10,7 @@ Facts = list[tuple[str, str]]
 
 
 def results(run: RunRead) -> Facts:
-    """Return losses and speed as (name, value) pairs."""
+    """Return the run's losses and speed as (name, value) pairs."""
     train, valid = run.part("train"), run.part("valid")
     facts = [("iterations", str(run.iteration))]
     if train:
@@ -41,7 +41,7 @@ def results(run: RunRead) -> Facts:
 
 
 def machine(run: RunRead, parameters: int | None) -> Facts:
-    """Return size, layout and resource use as (name, value) pairs."""
+    """Return the model's size, the parallel layout and the use of memory and compute as (name, value) pairs."""
     p, train = run.config.parallel, run.part("train")
     facts = []
     if parameters is not None:
@@ -63,9 +63,9 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
 
 
 def layout(run: RunRead) -> str:
-    """Return the sizes of the axes, such as "pipe 2 x data 4 x model 1".
+    """Return the run's parallel sizes, such as "pipe 2 x data 4 x model 1".
 
-    The number of replicas (data) is the number of samples of an iteration, divided by --batch-size and --gas.
+    The number of replicas (data) is the number of samples in an iteration, divided by --batch-size and --gas.
     """
     p, t = run.config.parallel, run.config.train
     words = [f"pipe {p.pipe_parallel_size}"] if p.pipe_parallel_size else ["no pipeline"]
@@ -78,16 +78,16 @@ def layout(run: RunRead) -> str:
 
 
 def progress(run: RunRead, now: float | None = None) -> tuple[str, float]:
-    """Return (state in words, completed share of --train-iters)."""
+    """Return (state of the run in words, completed share of --train-iters from 0 to 1)."""
     whole = run.config.train.train_iters
     share = min(run.iteration / whole, 1.0) if whole else 1.0
     return f"{run.state(now)} · iteration {run.iteration:,} of {whole:,}", share
 
 
 def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
-    """Return a row for each name and a column for each run, with "" for missing values.
+    """Return a row (name, [value in each run]) for each fact, with "" for a run that lacks the fact.
 
-    Names come in the order of the first run that has them.
+    Facts keep the order of the first run in which they occur.
     """
     names: dict[str, None] = {}
     for facts in runs:

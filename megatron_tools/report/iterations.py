@@ -1,4 +1,4 @@
-"""Conversion of recorded timelines to the schedules that a run executed."""
+"""Conversion of the timelines that a run recorded to the pipeline schedules that it executed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ class Iteration(NamedTuple):
     """The timeline of one iteration of one replica.
 
     seconds: from the start of the step on the earliest stage to its end on the latest stage.
-    begin: seconds from the start of the step to the first pass.
-    spans: passes, with times counted from the start of the first pass.
+    begin: seconds from the start of the step to the start of the first pass.
+    spans: the forward and backward passes; their times count from the start of the first pass.
     """
 
     number: int
@@ -25,7 +25,7 @@ class Iteration(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Idle share of all stages' time between the first and the last pass."""
+        """Idle share of the stages' total time between the start of the first pass and the end of the last."""
         return bubble(self.spans)
 
 
@@ -51,7 +51,7 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
 def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
     """Return the forward and backward passes of an iteration.
 
-    A run without a pipeline records no micro-batch numbers, so they are counted here.
+    A run without a pipeline records no micro-batch numbers, so this function numbers its passes.
     """
     if rank.about["pipeline"]:
         return list(rank.named(iteration, ["pass"]))

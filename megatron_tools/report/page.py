@@ -22,7 +22,7 @@ def escape(text: object) -> str:
 
 
 def as_data(content: Any) -> str:
-    """Return JSON that is safe inside a script element."""
+    """Return `content` as JSON that is safe inside a script element."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -33,9 +33,9 @@ def page(
     timetables: Mapping[int, Timetable],
     now: float | None = None,
 ) -> str:
-    """Return the whole page.
+    """Return the HTML of the whole page.
 
-    parameters: parameter count of each run's model. timetables: timetable by index of its run.
+    parameters: number of parameters of each run's model, None if unknown. timetables: index of a run -> its timetable.
     """
     here = resources.files("megatron_tools.report")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -120,7 +120,10 @@ def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], code: bool = False) -> str:
-    """Return a table with names on the left and a column for each run; a single run has no header."""
+    """Return an HTML table with a row for each name and a column for each run.
+
+    A table of a single run has no header. code: whether the names on the left are shown as code.
+    """
     if not rows:
         return ""
     head = "".join(f"<th>{_dot(i)}{escape(name)}</th>" for i, name in enumerate(names)) if len(names) > 1 else ""
@@ -146,7 +149,7 @@ def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
 
 
 def _samples(runs: Sequence[RunRead]) -> str:
-    """Return the samples of all runs by prompt, newest checkpoint first."""
+    """Return the HTML of all runs' samples, grouped by prompt, those of the latest iteration first."""
     by_prompt: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for i, run in enumerate(runs):
         for row in run.samples:
@@ -165,7 +168,7 @@ def _samples(runs: Sequence[RunRead]) -> str:
 
 
 def _continued(prompt: str, text: str) -> str:
-    """Return the text with its prompt in a different colour."""
+    """Return the HTML of a text that begins with its prompt, with the prompt in a different colour."""
     if prompt and text.startswith(prompt):
         return f"<span>{escape(prompt)}</span>{escape(text[len(prompt) :])}"
     return escape(text)

@@ -24,7 +24,10 @@ COLUMNS = ("NAME", "params", "PPL", "samples/s", "seq_len", "Steps")
 
 
 def row(rows: list[dict[str, Any]], seq_length: int, params: str, ranks: int) -> list[str]:
-    """Return the cells of the row. Raises ValueError if the run has not logged a training line."""
+    """Return the cells of the table row. Raises ValueError if metrics.jsonl has no training row yet.
+
+    rows: content of metrics.jsonl.
+    """
     training = [each for each in rows if each["split"] == "train"]
     if not training:
         raise ValueError("metrics.jsonl has no training row yet")

@@ -1,4 +1,4 @@
-"""Reader of a finished or running run's folder: settings, metrics and text samples."""
+"""Reader of the folder of a run, finished or not: settings, metrics and text samples."""
 
 import json
 import math
@@ -16,11 +16,11 @@ from megatron.rows import RowError, row_of
 
 Row = dict[str, Any]
 SAMPLES = "samples.jsonl"
-QUIET = 300.0  # an unfinished run counts as stopped after so many seconds without a new line
+QUIET = 300.0  # an unfinished run without a new row for this many seconds counts as stopped
 
 
 def read_lines(path: Path) -> list[Row]:
-    """Return the objects in a file of JSON lines, without a line that is still being written."""
+    """Return the objects in a file of JSON lines. Skips invalid lines, such as one that is still being written."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -57,9 +57,10 @@ def read_metrics(run_dir: Path) -> list[Row]:
 
 @dataclass(frozen=True)
 class RunRead:
-    """One run.
+    """A run, as read from its folder.
 
-    given: the run's settings as saved. config: the same settings, with paths changed to where the folder is now.
+    rows: content of metrics.jsonl. given: the run's settings as saved. config: the same settings, with paths changed
+    to where the folder is now.
     baselines: name of a validation text -> its unigram entropy in nats per token.
     """
 
@@ -70,20 +71,20 @@ class RunRead:
     rows: Sequence[Row]
     samples: Sequence[Row] = ()
     baselines: Mapping[str, float] = field(default_factory=dict)
-    written: float = 0.0  # time of the newest line, in seconds since the epoch
+    written: float = 0.0  # time at which metrics.jsonl was last changed, in seconds since the epoch
 
     def part(self, split: str) -> list[Row]:
-        """Return the rows of one split: `train`, `valid` or `test`."""
+        """Return the rows of metrics.jsonl for one split: `train`, `valid` or `test`."""
         return [row for row in self.rows if row.get("split") == split]
 
     @property
     def iteration(self) -> int:
-        """Latest iteration with a row."""
+        """Latest iteration in metrics.jsonl, 0 before the first row."""
         return max((row["iteration"] for row in self.rows), default=0)
 
     @property
     def global_batch(self) -> int | None:
-        """Samples of an iteration; None before the first row."""
+        """Number of samples in an iteration; None before the first training row."""
         train = self.part("train")
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
@@ -95,9 +96,9 @@ class RunRead:
         return "running" if silence < QUIET else "stopped"
 
     def axes(self, most: int = 400) -> dict[str, list[float]]:
-        """Return iterations with their tokens and hours of training, thinned to about `most` points.
+        """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about `most` of the logged iterations.
 
-        The hours exclude evaluation and checkpoints.
+        These are the tokens seen and the hours trained until the iteration, without evaluation and checkpoints.
         """
         at: dict[str, list[float]] = {"iteration": [0.0], "tokens": [0.0], "hours": [0.0]}
         for row in self.part("train"):
@@ -116,7 +117,7 @@ class RunRead:
 
 
 def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
-    """Return the tokens seen after an iteration, interpolated between points of `RunRead.axes`."""
+    """Return the number of tokens seen until an iteration, interpolated between the points `axes` of a run."""
     x, y = axes["iteration"], axes["tokens"]
     i = min(max(bisect_left(x, iteration), 1), len(x) - 1)
     if len(x) == 1 or x[i] == x[i - 1]:

@@ -16,11 +16,11 @@ WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a st
 
 
 class Timetable(NamedTuple):
-    """The timetable of a traced iteration, `chosen`.
+    """The timetable of one traced iteration of a run.
 
-    ideal: the timetable if each pass took its median time and waited only for its inputs. usual: median seconds of an
-    iteration.
-    kept: number of iterations in the trace.
+    chosen: this iteration. ideal: its passes as they would run if each took the median time of its kind, stage and
+    chunk, and waited only for its inputs. usual: median seconds of an iteration. kept: number of iterations in the
+    trace.
     """
 
     stages: int
@@ -31,7 +31,7 @@ class Timetable(NamedTuple):
     kept: int
 
     def rows(self) -> dict[str, list[Span]]:
-        """Return the ideal and the real timetable, by the titles shown above them."""
+        """Return title -> passes, for the ideal and for the real timetable. The titles are shown above them."""
         ideal, real = (max(span.end for span in spans) * 1e3 for spans in (self.ideal, self.chosen.spans))
         return {
             f"ideal {self.schedule} of the same passes: {ideal:.1f} ms, bubble {bubble(self.ideal):.1%}": self.ideal,
@@ -67,7 +67,7 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
 
 
 def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
-    """Return the schedule that would result if each pass took its median time and waited only for its inputs."""
+    """Return the schedule in which each pass takes the median time of its kind and waits only for its inputs."""
     stages, chunks = int(about["stages"]), int(about["chunks"])
     chunks = chunks if stages > 1 else 1
     plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
@@ -82,7 +82,7 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
 
 
 def read_timetable(run_dir: Path) -> Timetable | None:
-    """Return the timetable of a pipeline run, or None if the run recorded no timelines."""
+    """Return the timetable of a pipeline run, or None if the run has no pipeline or no readable timelines."""
     folder = run_dir / timeline.FOLDER
     try:
         ranks = timeline.read(folder)

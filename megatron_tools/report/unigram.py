@@ -1,4 +1,4 @@
-"""The loss of a unigram model on the validation data, as a baseline for a model's loss.
+"""The loss of a unigram model on the validation data, as a baseline for the loss of a trained model.
 
 The unigram model takes token frequencies from the training data, with add-one smoothing.
 """
@@ -14,20 +14,23 @@ from megatron.data.corpora import parse_blend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_split, split_documents
 
-AT_MOST = 20_000_000  # maximum number of tokens to count
+AT_MOST = 20_000_000  # maximum number of tokens that are counted in a split
 SHOWN = 2000  # number of samples used to estimate the share of sentinels in T5's targets
 Counts = NDArray[np.int64]
 
 
 class OfTargets(NamedTuple):
-    """Unigram losses of T5 in nats per token: over all targets, and over masked text only."""
+    """Unigram losses for a T5's targets in nats per token: over all target tokens, and over masked text only."""
 
     targets: float
     text: float
 
 
 def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
-    """Return each token's count in the training and validation data, or None unless there is exactly one corpus."""
+    """Return (counts [vocab_size] of tokens in the training data, the same for the validation data).
+
+    Returns None unless the run has exactly one corpus.
+    """
     corpora = parse_blend(data_path or [])
     if len(corpora) != 1 or not Path(f"{corpora[0][1]}.idx").is_file():
         return None
@@ -45,7 +48,7 @@ def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[C
 def of_text(config: dict[str, Any]) -> float | None:
     """Return the unigram loss of the validation text in nats per token.
 
-    Returns None without validation text, or unless there is exactly one corpus. config: settings of a run.
+    Returns None if the run has no validation text or does not have exactly one corpus. config: settings of the run.
     """
     counts = counted(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
     if counts is None or not counts[1].sum():
@@ -57,7 +60,7 @@ def of_text(config: dict[str, Any]) -> float | None:
 def of_targets(config: Config, samples: int) -> OfTargets | None:
     """Return unigram losses over the first `samples` validation samples of a T5.
 
-    Returns None without validation samples, with several corpora, or for corpora masked in preprocessing.
+    Returns None without validation samples, with several corpora, or if preprocessing has masked the corpus.
     """
     from megatron.tasks import T5  # importing torch is slow, so other reports avoid it
     from megatron.tokenizer import load_tokenizer
@@ -83,7 +86,8 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
     frequencies = np.zeros(tokenizer.vocab_size)
     frequencies[text] = (counts[0] + 1)[text]
     frequencies[text] /= frequencies[text].sum()
-    # Sentinels and end tokens get their frequency in training samples. Text tokens share the remaining probability.
+    # Sentinels and end tokens get their frequency in the targets of training samples. The other tokens share the
+    # remaining probability in proportion to their frequency in the training text.
     shown, asked = labels(train, SHOWN), labels(valid, samples)
     marks = (shown + 1)[~text] / (shown.sum() + (~text).sum())
     over_all = np.where(text, frequencies * (1 - marks.sum()), 0.0)

@@ -1,1 +1,1 @@
-"""Verification that a run computes the same values in another layout; reports the first layer that differs."""
+"""Verification that a run computes the same values in different layouts; reports the first layer that differs."""

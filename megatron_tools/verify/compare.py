@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .records import Place, Records, is_exact_split, join_parts
 
-# Largest allowed differences, relative to root mean squares. A different summation order gives about 1e-7 in fp32
-# and 1e-16 in fp64; a bug gives 1e-3 and more.
+# Largest allowed difference between two tensors, relative to their root mean square. Another order of summation gives
+# about 1e-7 in fp32 and 1e-16 in fp64; a bug gives 1e-3 and more.
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9}
 # A gradient's error is relative to its own RMS, or to FLOOR times the RMS of all gradients if that is larger.
 FLOOR = 1e-3
@@ -20,7 +20,8 @@ FLOOR = 1e-3
 class Difference:
     """One value that differs between a layout and the run in one process.
 
-    name: the module or parameter in `layer` that has the value. error: relative error.
+    name: the module or parameter in `layer` to which the value belongs. kind: its class. error: relative error. words:
+    description of the difference.
     """
 
     layer: str
@@ -93,7 +94,7 @@ class Comparison:
         self.one, self.other, self.tolerance = one, other, tolerance
 
     def verdict(self, layout: str) -> Verdict:
-        """Return the result of all comparisons."""
+        """Compare everything that the runs recorded, and return the result. layout: name of the layout of `other`."""
         found = Verdict(layout)
         self._compare_losses(found)
         self._compare_initial_values(found)
@@ -104,7 +105,7 @@ class Comparison:
 
     @cached_property
     def _order(self) -> dict[str, int]:
-        """Module name -> position in the order in which modules first returned in the run in one process."""
+        """Module name -> its position among all modules, ordered by when they first returned in the run `one`."""
         order: dict[str, int] = {}
         for place in self.one.outputs:
             order.setdefault(place.name, len(order))
@@ -169,7 +170,7 @@ class Comparison:
         for place, (like, *_) in self.one.outputs.items():
             parts = other.get(place)
             if parts is None:
-                continue  # this micro-batch was not recorded, or the other layout does not call the module
+                continue  # the run `other` did not record this micro-batch, or does not call this module
             wholes = join_parts(parts, like)
             if wholes is None:
                 if place.name in self.one.layers:
@@ -247,9 +248,9 @@ def _numbers(buffer: Tensor) -> Tensor:
 
 
 def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
-    """Compare the ranks' copies [full] of a tensor with `like` [full], the tensor of the run in one process.
+    """Compare the ranks' copies `wholes` [full] of a tensor with `like` [full], the tensor of the run in one process.
 
-    Returns the largest error and words that describe the error. what: name of the tensor in these words.
+    Returns (largest error, words that describe it). what: how these words name the tensor.
     """
     if not wholes:
         return float("inf"), f"{what} is missing in this layout"

@@ -1,4 +1,4 @@
-"""Layouts in the user's notation, such as `pp 2, tp 2`, and their flags."""
+"""Layouts in the notation of --layouts, such as `pp 2, tp 2`, and their flags for an entry script."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,11 @@ WORDS = ("pp", "tp", "dp", "cp", "vpp", "zero", "sp", "schedule")
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout. pp: 0 means no pipeline. sp: sequence parallelism over the model-parallel ranks."""
+    """A parallel layout.
+
+    pp, tp, dp, cp: numbers of pipeline stages (0: no pipeline), model-parallel ranks, replicas and context-parallel
+    ranks. vpp: layer chunks per stage. zero: ZeRO stage. sp: sequence parallelism over the model-parallel ranks.
+    """
 
     pp: int = 0
     tp: int = 1
@@ -84,10 +88,9 @@ def read_layout(text: str) -> Layout:
 
 
 def common_micros(layouts: Sequence[Layout]) -> int:
-    """Return a number of micro-batches per iteration that suits every layout.
+    """Return a number of micro-batches per iteration that can be split equally over the replicas of every layout.
 
-    The replicas of a layout share the micro-batches equally. Each replica gets at least two, and at least one for each
-    stage.
+    Each replica gets at least two micro-batches, and at least as many as it has pipeline stages.
     """
     least = math.lcm(*(layout.dp for layout in layouts))
     wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)

@@ -1,7 +1,7 @@
 """Recorder of one rank's initial values, module outputs, gradients and losses over a few training steps.
 
-Each rank writes its record as one file of plain dicts and tensors. Outputs are recorded in the first step only.
-Hooks capture each gradient as autograd passes it to the parameter, before any reduction over replicas.
+Each rank writes one file, which contains only tensors and plain Python values. Outputs and gradients are recorded in
+the first step only. Hooks take each gradient from autograd, before any reduction over replicas.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from megatron.training import setup
 from megatron.training.engine import Batches, Engine, PipeEngine, Step
 from tds import optimizer_state as zero_state
 
-MOST_BYTES = 2**31  # limit in bytes for the outputs that a rank records
+MOST_BYTES = 2**31  # a rank stops recording outputs when they exceed this many bytes
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -56,9 +56,9 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 class Recorder:
-    """Recorder of an engine. After `steps` steps, it writes `folder/rank<r>.pt`.
+    """Recorder of the training on this rank. After `steps` steps, it writes `folder/rank<r>.pt`.
 
-    every: whether to record the outputs of all micro-batches instead of only the first.
+    every: whether to record the outputs of all micro-batches instead of only the first one.
     """
 
     def __init__(self, folder: Path, steps: int, every: bool) -> None:
@@ -101,7 +101,10 @@ class Recorder:
         return engine
 
     def _listen(self, engine: Any) -> None:
-        """Track the current micro-batch in forward passes, but not while a backward pass recomputes layers."""
+        """Replace the engine's forward pass by one that sets the current micro-batch, `self._at`.
+
+        When a backward pass recomputes layers, `self._at` is None, so that no output is recorded twice.
+        """
         if isinstance(engine, PipeEngine):
             ds = engine.deepspeed
             original_forward = ds._forward
@@ -183,7 +186,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the sharding of a parameter as plain values."""
+    """Return how a parameter is sharded, as a dict of numbers and tuples."""
     spec = mpu.spec_of(parameter)
     return {
         "dim": spec.dim,
@@ -194,7 +197,7 @@ def _plain(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def record_run(folder: Path, steps: int) -> Callable[[], None]:
-    """Record subsequent runs in this process into `folder`. Return a function that stops recording.
+    """Record all runs that start in this process from now on into `folder`. Return a function that ends this.
 
     Recording replaces `megatron.training.setup.build_engine`, which a run calls once to get its engine.
     """

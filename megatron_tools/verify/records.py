@@ -1,4 +1,4 @@
-"""Combination of all ranks' records of a run into whole parameters and outputs, which do not depend on the layout."""
+"""Records of a run: the ranks' shards are joined to full tensors, which can be compared across layouts."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """A tensor in a module's output. micro: index of the micro-batch in the iteration, over all replicas."""
+    """Identifies one tensor in the output of a module.
+
+    micro: index of the micro-batch in the iteration, over all replicas. name: global name of the module.
+    """
 
     micro: int
     name: str
@@ -22,7 +25,10 @@ class Place(NamedTuple):
 
 @dataclass
 class Records:
-    """The records of one run. micros: micro-batches of an iteration, over all replicas."""
+    """The records of one run.
+
+    ranks: the content of each rank's file. micros: number of micro-batches in an iteration, over all replicas.
+    """
 
     ranks: list[dict[str, Any]]
     micros: int
@@ -49,7 +55,7 @@ class Records:
         return {name: kind for rank in self.ranks for name, kind in rank["kinds"].items()}
 
     def layer_of(self, name: str) -> str:
-        """Return the layer that contains a module or parameter, or `name` itself if no layer does."""
+        """Return the name of the layer that contains module or parameter `name`, or `name` if no layer does."""
         inside = [layer for layer in self.layers if (name + ".").startswith(layer + ".")]
         return max(inside, key=len, default=name)
 
@@ -59,10 +65,10 @@ class Records:
         return 1 + max(int(rank["model"]) for rank in self.ranks)
 
     def initial_values(self) -> dict[str, list[Tensor]]:
-        """Return each parameter's initial values.
+        """Return parameter name -> its initial values.
 
-        A split parameter is one whole tensor [full], any other parameter one copy per rank. A tied module may bring a
-        stage parameters that the stage does not use. Such copies are not returned.
+        A parameter that is split over ranks gives one joined tensor [full] per replica and stage, any other one copy
+        per rank. Copies on stages that have a parameter of a tied module but do not use it are left out.
         """
         learns = {name for rank in self.ranks for name in rank["gradients"]}
         found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
@@ -75,9 +81,9 @@ class Records:
         }
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Return each parameter's gradient in fp64, summed over the replicas and stages that have the parameter.
+        """Return parameter name -> its gradient in fp64, summed over the replicas and stages that have the parameter.
 
-        The gradient of a split parameter is one whole tensor [full], any other gradient one copy per model-parallel
+        A parameter that is split over ranks gives one joined tensor [full], any other one copy per model-parallel
         rank.
         """
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -88,10 +94,10 @@ class Records:
         return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
 
     def buffers(self) -> dict[str, list[Tensor]]:
-        """Return the copies of each persistent buffer after the last step.
+        """Return buffer name -> the ranks' copies of this persistent buffer after the last step.
 
-        Buffers of a PipelineModule itself or of its loss are on every stage, but only some stages may use them. So
-        only copies of ranks that changed the buffer are returned, or all copies if no rank changed it.
+        Buffers of a PipelineModule itself or of its loss are on every stage, but only some stages may use them. The
+        result therefore has only the copies of ranks that changed the buffer, or all copies if no rank changed it.
         """
         changed = {name for rank in self.ranks for name in rank["changed"]}
         found: dict[str, list[Tensor]] = defaultdict(list)
@@ -103,7 +109,7 @@ class Records:
 
     @cached_property
     def outputs(self) -> dict[Place, list[Tensor]]:
-        """Parts of each output by model-parallel rank, with outputs in the order in which modules returned."""
+        """Output tensor -> its parts on the model-parallel ranks. Outputs have the order in which modules returned."""
         found: dict[Place, dict[int, Tensor]] = {}
         for share in sorted({rank["share"][0] for rank in self.ranks}):
             line = [rank for rank in self.ranks if rank["share"][0] == share]
@@ -114,7 +120,7 @@ class Records:
         return {place: [parts[model] for model in sorted(parts)] for place, parts in found.items()}
 
     def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the outputs of one pipeline's ranks.
+        """Yield each output that one pipeline recorded, with its Place. stages: records of the pipeline's ranks.
 
         The calls of a tied module are numbered stage by stage, from the first stage to the last stage.
         """
@@ -130,7 +136,10 @@ class Records:
 
 
 def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
-    """Return the whole tensor from (spec, shard) of all model-parallel ranks, or the copies of a replicated tensor."""
+    """Return [the joined tensor] of a split parameter, or the ranks' copies of a replicated one.
+
+    parts: (sharding, value) on each model-parallel rank.
+    """
     spec = parts[0][0]
     if spec["dim"] is None:
         return [value.reshape(spec["local"]) for spec, value in parts]

@@ -13,7 +13,7 @@ from .recorder import record_run
 def main(argv: list[str]) -> None:
     folder, steps, script, *flags = argv
     sys.argv = [script, *flags]
-    sys.path.insert(0, str(Path(script).resolve().parent))  # as `python script` does
+    sys.path.insert(0, str(Path(script).resolve().parent))  # `python script` does the same
     record_run(Path(folder), int(steps))
     runpy.run_path(script, run_name="__main__")
 

@@ -62,7 +62,7 @@ def ours(args: argparse.Namespace) -> Subject:
 
 
 def _window(args: argparse.Namespace, usual: int, most: int) -> int:
-    """Return the context window in tokens: --window, else `usual`. most: longest input of the model."""
+    """Return the context window in tokens: --window, else `usual`. Raises ValueError if --window exceeds `most`."""
     if args.window is not None and not 1 <= args.window <= most:
         raise ValueError(f"--window {args.window} must be from 1 to {most}, the longest input of this model")
     return args.window or usual
@@ -89,7 +89,10 @@ def hugging_face(args: argparse.Namespace) -> Subject:
 
 
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
-    """Return loss and perplexity over documents, each scored separately and including its end-of-document token."""
+    """Return loss, perplexity and bits per byte of the documents in --input, by name.
+
+    Each document is scored separately, and its end-of-document token is included.
+    """
     score, tokenizer = Score(), subject.tokenizer
     longest = subject.longest + 1  # the last token of a window is a target, but not an input
     stride = args.stride or max(subject.longest // 2, 1)
@@ -110,7 +113,7 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the cloze accuracy on the texts of --cloze."""
+    """Return the cloze accuracy: the share of questions whose target is the greedy continuation of the context."""
     right = total = 0
     for number, line in enumerate(Path(args.cloze).read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -120,7 +123,7 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f'{args.cloze}, line {number}: the line must have the form {{"context": "...", "target": "..."}}'
             ) from None
-        # Encode context and target together, as in a corpus. A token across the boundary counts as part of the target.
+        # Encode context and target together, as in a corpus. A token with parts of both belongs to the target.
         known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
         same = boundary(known, whole)
         if same == len(whole):

@@ -46,7 +46,7 @@ EXAMPLES = """\
 
 
 def load(args: argparse.Namespace) -> Writer:
-    """Load the model that the flags name. Every rank must call this function."""
+    """Load the model of --load with its tokenizer. Every rank must call this function."""
     sizes = args.model_parallel_size, args.pipe_parallel_size
     theirs = Folder(Path(args.load), *sizes) if is_hf_folder(Path(args.load)) else None
     if theirs:
@@ -80,7 +80,7 @@ def load(args: argparse.Namespace) -> Writer:
 
 
 def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
-    """Return a callback that prints an answer token by token. A character appears once all its bytes are known."""
+    """Return a callback that prints an answer token by token, and a character only when it has all its bytes."""
     ids: list[int] = []
     shown = 0
 
@@ -166,8 +166,8 @@ def streams(args: argparse.Namespace, is_t5: bool) -> bool:
 def main(args: argparse.Namespace) -> None:
     """Read prompts, let the model continue each prompt, and print the texts.
 
-    `prompts` yields the prompts, and `Writer` encodes them and generates tokens. `print_texts` prints whole texts,
-    `stream_texts` prints tokens as they are generated.
+    `prompts` yields the prompts, and `Writer` encodes them and generates tokens. `print_texts` prints finished texts,
+    `stream_texts` prints each token as soon as it is generated.
     """
     check(args)
     check_prompts(args)

@@ -1,4 +1,4 @@
-"""Text generation with a trained model, token by token, with a cache of keys and values.
+"""Token-by-token text generation with a trained model and a key-value cache: sampling and beam search.
 
 Shapes: b batch, s tokens so far, v vocabulary, t model-parallel ranks.
 """
@@ -46,10 +46,10 @@ class Stepper(Protocol):
 
 
 class Stages:
-    """A model split over pipeline stages, for generation. Every stage knows the generated text.
+    """The split of a model's layers over pipeline stages, for generation.
 
-    Each stage broadcasts the output of its layers to all other stages, so that every rank can choose the next
-    token.
+    Each stage broadcasts the output of its layers to all other stages. So every rank has the logits and chooses the
+    same next token.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -87,7 +87,7 @@ class Stages:
 
 
 class _Stepper:
-    """Base of GPT2Stepper and T5Stepper. It holds the tokens so far and the layers' key-value caches."""
+    """Base class of GPT2Stepper and T5Stepper. It holds the text so far as tokens [b, s], and the key-value caches."""
 
     model: GPT2Model | T5Model
     tokens: Tensor
@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Stepper of a GPT-2 or Llama. Text longer than `positions` is recomputed in a sliding window."""
+    """Stepper of a GPT-2 or Llama. If a text exceeds `positions` tokens, each step reads the last `positions` anew."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class ModelStepper:
 
 
 class T5Stepper(_Stepper):
-    """Stepper of a T5. source: encoder inputs of equal length. start: the decoder's first token."""
+    """Stepper of a T5. source: one or more encoder inputs of equal length. start: the decoder's first token."""
 
     def __init__(
         self,
@@ -236,12 +236,12 @@ def _as_rows(prompt: Prompts) -> list[list[int]]:
 
 
 def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor:
-    """Return tokens [rows * times, s], with each of the rows repeated `times` times."""
+    """Return tokens [len(rows) * times, s]: `times` copies of the first row, then of the second, and so on."""
     return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
 
 
 def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
-    """Return caches for the causal layers. An encoder needs no cache, because it reads all its tokens at once."""
+    """Return layer name -> empty cache, for the causal layers. An encoder reads all tokens at once and needs none."""
     return {
         name: Caches()
         for name, module in model.named_layers()
@@ -273,7 +273,7 @@ def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Sample tokens [b] from logits [b, v]."""
+    """Return next tokens [b], sampled from logits [b, v]."""
     temperature, top_k, top_p = sampling
     if temperature == 0:
         return logits.argmax(dim=-1)
@@ -324,11 +324,11 @@ def sample(
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
-Found = tuple[float, list[int]]  # log-probability / length ** length_penalty, tokens
+Found = tuple[float, list[int]]  # score (log-probability / length ** length_penalty), tokens
 
 
 class _Beam:
-    """Beam search for one prompt. order: the previous row that each beam continues. new: its next token."""
+    """Beam search for one prompt. After a step, beam i continues the previous beam order[i] with the token new[i]."""
 
     def __init__(self, beams: int, max_new_tokens: int, end: int, length_penalty: float) -> None:
         self.beams, self.longest, self.end, self.length_penalty = beams, max_new_tokens, end, length_penalty
@@ -360,7 +360,7 @@ class _Beam:
         if length == self.longest or beaten:
             self.over = True
             self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
-            # Other searches may continue. The model still computes the rows of this search, which are ignored.
+            # Searches for other prompts may go on. The model still computes this search's rows, which are ignored.
             self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
 
     def found(self) -> list[Found]:
@@ -373,8 +373,8 @@ def beam_searches(
 ) -> list[list[Found]]:
     """Return the `beams` best continuations of each prompt, best first.
 
-    A continuation that ends leaves the beam. The search stops when `beams` continuations have ended and no other one
-    can overtake the worst of them, as in Hugging Face with early_stopping=False.
+    A continuation that ends frees its place in the beam. The search stops when `beams` continuations have ended and no
+    other one can overtake the worst of them, as in Hugging Face with early_stopping=False.
     """
     logits = stepper.first(beams)
     device, count = logits.device, logits.shape[0] // beams

@@ -13,7 +13,7 @@ from .scoring import Logits, boundary, nats_of
 
 @dataclass
 class Subject:
-    """A model to evaluate. longest: context window in tokens."""
+    """A model to evaluate. logits_of: tokens [b, s] -> logits [b, s, v]. longest: context window in tokens."""
 
     logits_of: Logits
     tokenizer: Tokenizer
@@ -30,7 +30,7 @@ class Harness(Subject):
         return [self._one(*request.args) for request in requests]
 
     def _one(self, context: str, continuation: str) -> tuple[float, bool]:
-        # Move the context's trailing spaces to the continuation, because tokenizers join a space and the next word.
+        # Move the context's trailing spaces to the continuation, because tokenizers join a space with the next word.
         stem = context.rstrip()
         context, continuation = stem, context[len(stem) :] + continuation
         known, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)

@@ -1,4 +1,4 @@
-"""Prompts of tools/generate.py: their flags and sources, and their encoding in the format of the training data."""
+"""Prompts of tools/generate.py: their flags, where they are read, and how they are encoded for the model."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ from .questions import Conversation, Infill, Marks, Prompt, Reader
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for prompts."""
+    """Add the flags that give prompts and determine how they are encoded."""
     add = parser.add_argument
     add("--prompt", default="", help="text to continue; for a T5, text with masked spans such as <extra_id_0> or <s_0>")
     add(
@@ -73,7 +73,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Reader:
-    """Return the encoder of prompts for this model. Raises ValueError for unsupported flags."""
+    """Return the encoder of prompts for this model. Raises ValueError for flags that the model does not support."""
     if config.is_t5:
         given = [
             name
@@ -102,7 +102,7 @@ def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file
 
 
 def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tuple[Template, str]:
-    """Return the chat template of the training data, else of the tokenizer, else ChatML, with words for its origin."""
+    """Return (chat template, words for its origin): that of the training data, else the tokenizer's, else ChatML."""
     for prefix, about in of_conversations(config):
         date = about.get("chat_date")
         when = f", of {date}" if date else ", without a date" if is_undated(about) else ""
@@ -127,7 +127,7 @@ def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Mar
 
 
 def prompts(args: argparse.Namespace) -> Iterator[Prompt]:
-    """Yield the prompts one after another, equal on all ranks."""
+    """Yield the prompts one after another. All ranks get the same prompts."""
     if args.input:
         with open(args.input, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -156,7 +156,7 @@ def _prompt(text: str, chat: bool) -> Prompt:
 
 
 def _prompt_of(line: str, chat: bool, where: str) -> Prompt:
-    """Return the prompt in a line of text or of JSON with "prompt", "text" or, for conversations, "messages"."""
+    """Return the prompt in a line of --input: text, or JSON with "prompt", "text" or, with --chat, "messages"."""
     if not line.startswith("{"):
         return _prompt(line.rstrip("\n"), chat)
     wanted = '"messages" or a "prompt"' if chat else '"prompt"'
@@ -185,7 +185,7 @@ def _conversation(turns: object, where: str) -> Conversation:
 
 
 def as_json(asked: Prompt) -> dict[str, Any]:
-    """Return the prompt as JSON fields, which --input with --json prints before each generated text."""
+    """Return the prompt as fields of the JSON line that is printed for each text with --input and --json."""
     if isinstance(asked, Conversation):
         return {"messages": [message._asdict() for message in asked.messages]}
     return {"prompt": asked.prefix, "suffix": asked.suffix} if isinstance(asked, Infill) else {"prompt": asked}

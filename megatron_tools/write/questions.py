@@ -1,8 +1,8 @@
 """Encoding of user input: text to continue, a conversation to answer, or text for fill-in-the-middle.
 
-A special token's name in a prompt is encoded as text unless the user requests otherwise. In conversations and
-fill-in-the-middle, this holds for the name of every added token (`Tokenizer.marks`), so that untrusted input cannot
-forge a turn or a span.
+If a prompt contains the name of a special token, the name is encoded as text unless the user gives --special-tokens. In
+conversations and fill-in-the-middle, this holds for the name of every added token (`Tokenizer.marks`), so that
+untrusted input cannot forge a turn or a span.
 """
 
 import itertools
@@ -32,9 +32,10 @@ Prompt = str | Infill | Conversation
 
 
 class Question(NamedTuple):
-    """A prompt as tokens, and the token that ends its answer.
+    """A prompt as tokens.
 
-    before, after: text shown around the answer. hidden: ids to omit from the shown text.
+    end: token that ends the answer. before, after: texts to print before and after the answer. hidden: ids that are
+    left out when the answer is printed.
     """
 
     prompt: Prompt
@@ -46,7 +47,7 @@ class Question(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Ids of the fill-in-the-middle tokens.
+    """Ids of the fill-in-the-middle tokens, and the order in which they are used.
 
     inside: whether bos, the token that begins a text, comes after the first fill-in-the-middle token instead of before
     it. spm: whether the suffix comes before the prefix.
@@ -61,10 +62,10 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """Encoder of prompts.
+    """Encoder of prompts for one model.
 
-    template: chat template.
-    marks: fill-in-the-middle tokens.
+    template: chat template, None without --chat.
+    marks: fill-in-the-middle tokens, None if the model has none.
     names: if True, the name of a special token in a prompt, such as `</s>`, is encoded as that token, not as text.
     continues_text: the model is a T5 trained with --objective prefix-lm, which continues text instead of filling masked
         spans.
@@ -77,7 +78,7 @@ class Reader:
     continues_text: bool = False
 
     def question(self, asked: Prompt) -> Question:
-        """Return `asked` as a Question. Raises ValueError for a kind of prompt that this model does not support."""
+        """Encode a prompt. Raises ValueError for a kind of prompt that this model does not support."""
         if isinstance(self.tokenizer, SentinelTokenizer):
             if not isinstance(asked, str):
                 raise ValueError("a T5 fills masked spans in its prompt, such as <extra_id_0>; omit the suffix")
@@ -89,13 +90,13 @@ class Reader:
         if isinstance(asked, Infill):
             return self._of_infill(asked)
         tokenizer = self.tokenizer
-        # A prompt is encoded like text of the corpus: the name of an added, not special token becomes this token.
+        # A prompt is encoded like corpus text: names of added tokens that are not special become these tokens.
         found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
         ids = [*tokenizer.start, *found]
         return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
 
     def _of_conversation(self, asked: Conversation) -> Question:
-        """Return a conversation as a Question.
+        """Encode a conversation that ends with a message to answer.
 
         The answer ends with the template's end-of-turn token, or with the end-of-document token if the template has
         none. The shown answer contains no special tokens.
@@ -134,7 +135,7 @@ def _t5_question(asked: str, tokenizer: SentinelTokenizer) -> Question:
 
 
 def _t5_continuation(asked: str, tokenizer: SentinelTokenizer) -> Question:
-    """Return the prefix `asked` as a Question: encoder input as in training, and the id that ends the continuation."""
+    """Encode a text that a T5 trained with --objective prefix-lm continues, in the same way as in training."""
     source = tokenizer.encode(asked)
     if tokenizer.convention == "t5":
         return Question(asked, [*source, tokenizer.eod], tokenizer.eod, asked)
@@ -144,7 +145,7 @@ def _t5_continuation(asked: str, tokenizer: SentinelTokenizer) -> Question:
 
 
 def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
-    """Return the answer's text without an incomplete last character, whose remaining bytes are not generated yet."""
+    """Return the text of the answer's tokens `ids`, without a last character of which some bytes are still missing."""
     return _written(tokenizer, question, ids).rstrip("\ufffd")
 
 
@@ -159,7 +160,7 @@ def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> st
     if not isinstance(question.prompt, str):
         return tokenizer.decode(shown)
     read = question.tokens
-    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # omit the encoder's end token
+    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # omit the end token
         read = read[:-1]
     known, whole = tokenizer.decode(read), tokenizer.decode([*read, *shown])
     return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(shown)

@@ -11,7 +11,7 @@ Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> logits [b, s, v]
 
 @dataclass
 class Score:
-    """Sums over all scored texts. nats: negative log-likelihood."""
+    """Sums over all scored texts: negative log-likelihood in nats, and numbers of tokens, characters and bytes."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -28,7 +28,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Window:
-    """Window over the tokens from `start` to `end`. The tokens from `first` on are targets, the others only context."""
+    """Window over tokens start to end - 1. Those from `first` on are targets to score, the others only context."""
 
     start: int
     first: int
@@ -38,8 +38,8 @@ class Window:
 def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
     """Yield windows that cover `length` tokens so that each token except the first is a target exactly once.
 
-    longest: context window in tokens. stride: targets per window after the first window. A smaller stride gives
-    each target more context and takes longer.
+    longest: tokens in a window, 1 more than the context window, because the last token is a target but not an input.
+    stride: targets in each window but the first. A smaller stride gives each target more context and takes longer.
     """
     if not 1 <= stride < longest:
         raise ValueError(f"--stride {stride} must be from 1 to {longest - 1}, the context window in tokens")
@@ -52,7 +52,7 @@ def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
 
 @torch.no_grad()
 def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, device: torch.device) -> list[float]:
-    """Return [len(ids) - 1] nats: the negative log-likelihood of each token after the first."""
+    """Return the negative log-likelihood of each token after the first, in nats. longest, stride: see `windows`."""
     tokens = torch.tensor([ids], dtype=torch.int64, device=device)
     found: list[float] = []
     for window in windows(len(ids), longest, stride):
@@ -66,7 +66,7 @@ def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, de
 def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
     """Return how many leading ids `context` shares with `whole`, the ids of the context and its continuation.
 
-    A token that spans the end of the context therefore counts as part of the continuation.
+    A token that contains the end of the context and the start of the continuation counts as part of the latter.
     """
     pairs = enumerate(zip(context, whole, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(context), len(whole)))
@@ -76,7 +76,7 @@ def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
 def completes(
     context: Sequence[int], target: Sequence[int], logits_of: Logits, longest: int, device: torch.device
 ) -> bool:
-    """Return whether greedy decoding after `context` yields exactly `target` (last-word cloze)."""
+    """Return whether greedy decoding after `context` yields exactly `target`. longest: see `windows`."""
     tokens = torch.tensor([[*context, *target][-longest:]], dtype=torch.int64, device=device)
     best = logits_of(tokens[:, :-1])[0].argmax(dim=-1)
     return best[-len(target) :].tolist() == list(target)

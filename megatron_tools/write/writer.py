@@ -17,12 +17,15 @@ from .generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_
 from .questions import Infill, Prompt, Question, Reader, answer
 
 OnTokens = Callable[[list[int]], None]
-WINDOW = 16  # number of batches that are read ahead to find prompts of equal length
+WINDOW = 16  # so many batches of prompts are read at once, to find prompts of equal length
 
 
 @dataclass
 class Writer:
-    """A model with its tokenizer, ready to generate text."""
+    """A model with its tokenizer, ready to generate text.
+
+    stages: split of the model over pipeline stages, None without a pipeline. reader: encoder of prompts.
+    """
 
     model: GPT2Model | T5Model
     tokenizer: Tokenizer
@@ -31,13 +34,13 @@ class Writer:
     reader: Reader
 
     def question(self, asked: Prompt) -> Question:
-        """Return a prompt as tokens. Raises ValueError if fill-in-the-middle tokens are needed but unknown."""
+        """Encode a prompt. Raises ValueError if it needs fill-in-the-middle tokens but none are known."""
         if isinstance(asked, Infill) and self.reader.marks is None:
             raise ValueError("the model was not trained with --fim-rate; give --fim-tokens PREFIX MIDDLE SUFFIX")
         return self.reader.question(asked)
 
     def stepper(self, sources: list[list[int]]) -> Stepper:
-        """Return a stepper for encoded prompts of equal length."""
+        """Return a stepper that continues `sources`, which are encoded prompts of equal length."""
         if isinstance(self.model, GPT2Model):
             prefix = self.config.objective == "prefix-lm"
             return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages, prefix=prefix)
@@ -46,7 +49,7 @@ class Writer:
         return T5Stepper(self.model, sources, start, stages=self.stages)
 
     def write(self, asked: Sequence[Question], args: argparse.Namespace, on_tokens: OnTokens | None) -> list[list[str]]:
-        """Return each prompt's continuations. The prompts have equal length and the same end token."""
+        """Return the generated texts of each prompt. The prompts must have equal length and the same end token."""
         stepper, end, each = self.stepper([question.tokens for question in asked]), asked[0].end, args.num_samples
         longest = args.max_new_tokens
         if self.config.is_t5 and self.config.model.position_embedding == "learned":
@@ -63,16 +66,16 @@ class Writer:
     def top_lift(self, question: Question, count: int) -> str:
         """Return a line with the tokens whose probability most exceeds their frequency in the training text.
 
-        Candidates are all next tokens, or for a T5 all first tokens of the first masked span. With p the probability of
-        a token and share its frequency in the training text, candidates are ranked by p log(p / share), their term of
-        the KL divergence. Without the training text, candidates are ranked by p.
+        Candidates are all next tokens, or for a T5 all first tokens of the first masked span. They are ranked by
+        p log(p / share), a token's term in the KL divergence: p is its probability, share its frequency in the
+        training text. If the training text is unknown, they are ranked by p.
         """
         stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
         logits = stepper.first(1)
         if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and not self.reader.continues_text:
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
         p = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
-        p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # special tokens are not text
+        p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # special tokens are no candidates
         found = counted(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
         shares = None if found is None else torch.from_numpy(found[0][: len(p)] + 1) / (found[0].sum() + len(p))
         best = (p if shares is None else torch.special.xlogy(p, p / shares)).topk(count).indices.tolist()
@@ -81,7 +84,7 @@ class Writer:
         return "top lift: " + ", ".join(tokens)
 
     def text(self, question: Question, ids: list[int]) -> str:
-        """Return the generated ids as text."""
+        """Return the text to print for the generated `ids`: an answer in a chat, else the prompt and its completion."""
         if isinstance(self.tokenizer, SentinelTokenizer):
             kept = ids[:-1] if ids[-1:] == [question.end] else ids
             if self.reader.continues_text:
@@ -91,7 +94,7 @@ class Writer:
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """Yield batches as lists of question indices. The questions of a batch have equal length and the same end token."""
+    """Yield batches of at most `size` questions with equal length and the same end token, as lists of their indices."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, question in enumerate(asked):
         alike.setdefault((len(question.tokens), question.end), []).append(i)
