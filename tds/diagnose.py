@@ -161,7 +161,7 @@ class FaultBoard:
     def announce(self, fault: str, code: int = 0) -> None:
         """Publish the fault, unless another rank has already done so.
 
-        code: exit code of all ranks; their report is then one line. With code 0, the ranks exit with code 1, and the
+        code: exit code of all ranks, with a report of one line. If it is 0, the ranks exit with code 1 instead, and the
         report has all stacks.
         """
         if not self.has_fault():
@@ -170,7 +170,7 @@ class FaultBoard:
     def report(self, report: dict[str, Any]) -> int:
         """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.
 
-        report: the rank's activity `what`, its duration `since` (seconds), its `stack`, and `more` lines.
+        report: the rank's activity `what`, its duration `since` in seconds, its `stack`, and further lines, `more`.
         """
         fault, code = json.loads(self._store.get(FAULT))
         self._store.set(f"tds/report/{self.rank}", json.dumps(report))
@@ -233,7 +233,7 @@ class Watchdog:
         self.timeout, self._idle, self._board = timeout, idle, FaultBoard(name)
         self._describe: Callable[[], Callable[[Any], str] | None]
         self._describe = weakref.WeakMethod(describe) if describe else lambda: str
-        self._doing: tuple[Any, float] | None = None  # activity, and when it began
+        self._doing: tuple[Any, float] | None = None  # current activity, and the time when it began
         self._finished = Finished(device) if device is not None and device.type != "cpu" else None
         self._main = threading.main_thread().ident or 0
         self._ending = threading.Lock()

@@ -151,7 +151,7 @@ def receive_points(plan: Plan, dynamic: bool = False) -> list[Points]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does in a step. points: empty if receives are not posted at points of the schedule."""
+    """What one stage does in a step. points: result of `receive_points`; empty if `ahead` decides when to post."""
 
     instructions: Sequence[Instruction]
     points: Points
@@ -168,7 +168,7 @@ class StagePlans:
         self._plans: dict[tuple[Schedule, int], StagePlan] = {}
 
     def plan(self, schedule: Schedule, micros: int) -> StagePlan:
-        """Return the plan of a step of `micros` micro-batches; the same object each time."""
+        """Return the plan of a step of `micros` micro-batches; repeated calls return the same object."""
         if (schedule, micros) not in self._plans:
             self._plans[schedule, micros] = self._make(schedule, micros)
         return self._plans[schedule, micros]

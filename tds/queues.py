@@ -207,7 +207,7 @@ class StageGraph:
         self._passes += 1
 
     def _send(self, each: Instruction) -> None:
-        """Send a message. Its buffer, and that of the gradient that answers it, are allocated first."""
+        """Send a message, after allocating its buffer and the buffer of the gradient that will come back for it."""
         kind, at = type(each), each.at
         self._synchronize(f"{kind.__name__}({each.micro}) of stage {self.stage}")
         if kind is SendActivation:
