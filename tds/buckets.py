@@ -55,7 +55,7 @@ class Bucket:
         # The optimizer steps this replica's share, in fp32 or wider.
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
-        self._arrived: set[nn.Parameter] = set()  # parameters that have a gradient in this step
+        self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
         self.launched = False  # whether the reduction of this step's gradients has started
         self.work: dist.Work | None = None
 
