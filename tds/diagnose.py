@@ -82,7 +82,7 @@ def describe(what: Any, stage: int, neighbours: Any) -> str:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return a sentence about an out-of-memory error, or None for any other error."""
+    """Return `is out of memory (...)` with the text of an out-of-memory error, or None for any other error."""
     text = " ".join(str(error).split())
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
         return None
@@ -95,7 +95,7 @@ def without_cpp(text: str) -> str:
 
 
 def _callers(error: BaseException) -> list[str]:
-    """Return the stack above the function that caught `error`, e.g. the lines of the user's script."""
+    """Return the stack above the function that caught `error`, as lines, e.g. those of the user's script."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 

@@ -122,7 +122,8 @@ class _Simulation:
     def _post(self, stage: _Stage, taken: Instruction | None = None) -> bool:
         """Post the receives of all messages sent to a stage; return whether there are any.
 
-        A message with a header is posted only when it is `taken`, because the header gives its size.
+        If a message has a header, its receive is posted only when the instruction `taken` reads the message,
+        because the header gives the size.
         """
         changed = False
         for kind, agenda in stage.agenda.items():
@@ -160,7 +161,8 @@ class StagePlan:
 class StagePlans:
     """The plans of one stage, by schedule and number of micro-batches.
 
-    at_points: receives are posted at points of the schedule. dynamic: each activation has a header.
+    at_points: whether receives are posted after the passes that `receive_points` names. dynamic: each activation has a
+    header.
     """
 
     def __init__(self, stage: int, stages: int, at_points: bool, dynamic: bool) -> None:

@@ -240,10 +240,7 @@ def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) ->
 def test_the_rank_that_others_wait_for_is_in_the_line(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     flags = {"dp2": "", "pp2": "--pipe-parallel-size 2"}
     told = on_ranks(2, _wait_for, flags, str(tmp_path), tiny_data, vocab_file)[0]
-    for name, there in (
-        ("dp2", True),
-        ("pp2", False),
-    ):  # a slow stage is no straggler: it may have more layers
+    for name, there in (("dp2", True), ("pp2", False)):  # a slow stage is no straggler: it may have more layers
         (line,) = [line for line in told[name].splitlines() if "tokens/s" in line]
         assert ("| rank 1 takes " in line) == there, line
         row = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
