@@ -44,7 +44,7 @@ _submodules.install()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Call `deepspeed.initialize`, but build tds's PipelineEngine for a PipelineModule, else tds's Engine.
+    """Call `deepspeed.initialize`, but build tds's PipelineEngine for a PipelineModule, tds's Engine for other models.
 
     Accepts DeepSpeed's arguments, including the older `config_params`. Returns
     `(engine, optimizer, training_dataloader, lr_scheduler)`.

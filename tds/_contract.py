@@ -7,7 +7,7 @@ compares the table with the release and with this package's code; run that test 
 from collections import defaultdict
 from typing import NamedTuple
 
-# Each block has a class or module (`module:Class`), what fails without its names (for error messages), and the names:
+# Each block begins with a class or module (`module:Class`) and what tds needs it for. Then come its names, by kind:
 #   uses       names that the class or module itself defines
 #   fields     attributes that an instance has once it is built
 #   overrides  methods that a subclass in tds overrides

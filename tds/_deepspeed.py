@@ -81,7 +81,7 @@ def _import() -> Any:
     level = os.environ.get("TDS_LOG_LEVEL", "ERROR").upper()
     os.environ.setdefault("DS_LOG_LEVEL", level.lower())
     if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed detects the device and warns
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without this variable, DeepSpeed probes for devices and warns
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
@@ -143,7 +143,7 @@ def prepare() -> None:
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights
-    if not hasattr(tie, "__wrapped__"):  # the unpatched broadcast gives tied weights a grad_fn
+    if not hasattr(tie, "__wrapped__"):  # not patched yet; the original gives tied weights a grad_fn
         StockPipelineModule._synchronize_tied_weights = torch.no_grad()(tie)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
@@ -258,7 +258,7 @@ def bf16_sums(optimizer: Any) -> dict[torch.Tensor, Bf16Sum]:
 def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
     """Return, for each parameter group of a DeepSpeed optimizer, its weights and the flat tensor that they view.
 
-    Empty for an optimizer without such views: a user-defined one, ZeRO-3, DistributedOptimizer.
+    The list is empty for an optimizer without such views: a user-defined one, ZeRO-3, DistributedOptimizer.
     """
     for weights, flat in (
         ("bit16_groups", "bit16_groups_flat"),  # ZeRO-1 and ZeRO-2
@@ -295,7 +295,7 @@ def is_tested(optimizer: Any) -> bool:
 
 
 def link_states(bucket: Any, states: Any) -> None:
-    """Make a `Bucket`'s optimizer states, which the first step creates, visible to DeepSpeed's utilities."""
+    """Make the optimizer states of a `Bucket`, which exist after the first step, visible to DeepSpeed's utilities."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     lazy_init_hp_params_optimizer_state(bucket.parameters, bucket.share, states)

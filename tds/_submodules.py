@@ -11,9 +11,9 @@ from types import ModuleType
 
 HERE = Path(__file__).parent
 PACKAGE = __name__.partition(".")[0]
-RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # modules of CPM-Pretrain's TDS that tds has renamed
+RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # module of CPM-Pretrain's TDS, an older engine -> its name here
 
-GONE = {  # modules that CPM-Pretrain's TDS had or imported, and what replaces them
+GONE = {  # modules that CPM-Pretrain's TDS had or imported, and what to use instead of them
     "pt": f"{PACKAGE}.runtime.utils, {PACKAGE}.runtime.config or {PACKAGE}.runtime.fp16.loss_scaler",
     "utils.distributed": f"{PACKAGE}.init_distributed",
 }
@@ -27,7 +27,7 @@ MOVED = {  # names that CPM-Pretrain's TDS took from DeepSpeed, and the DeepSpee
 def install() -> None:
     """Install the import hook, so that `import tds.x` imports `deepspeed.x` if tds has no file x.py."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # This finder must come first, or a second copy of a module would be loaded from DeepSpeed's folder.
+        # This finder must come first, or Python would load a second copy of a module from DeepSpeed's folder.
         sys.meta_path.insert(0, _Finder())
 
 
@@ -39,7 +39,7 @@ class _Finder(MetaPathFinder):
         if package != PACKAGE or not inner or (HERE / f"{inner}.py").is_file():
             return None
         if inner in GONE:
-            raise ModuleNotFoundError(f"{name} of CPM-Pretrain's TDS does not exist: use {GONE[inner]}", name=name)
+            raise ModuleNotFoundError(f"{name}, a part of CPM-Pretrain's TDS, is gone: use {GONE[inner]}", name=name)
         theirs = RENAMED.get(inner, f"deepspeed.{inner}")
         if importlib.util.find_spec(theirs) is None:
             return None
@@ -58,4 +58,4 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # restore the original spec, which importlib has overwritten
+        module.__spec__ = self._spec  # importlib has overwritten DeepSpeed's own spec of the module

@@ -18,7 +18,7 @@ _OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quan
 def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
     """Return a callable that ZeRO-3-partitions an initialised layer; None if DeepSpeed partitions the whole model.
 
-    The layer must be initialised before. `with deepspeed.zero.Init()` would initialise the layer in half precision, so
+    Call it after a layer is initialised. `with deepspeed.zero.Init()` would initialise the layer in half precision, so
     its initial weights would differ from those of a run without ZeRO.
     config, mpu: arguments of `deepspeed.initialize`. dtype: dtype of the forward pass.
     """

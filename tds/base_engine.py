@@ -22,8 +22,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     """DeepSpeed's engine, extended to accept a DistributedOptimizer and to detect weights that the user replaced.
 
     A DistributedOptimizer reduces its gradients itself. Without a pipeline, call its `arm()` before the last
-    `backward()` of a step and `finish()` after it, then its `clip(norm, limit)` and the engine's `step()`. With
-    any other optimizer, a weight that no replica used has no gradient after the reduction, so it does not decay.
+    `backward()` of a step and `finish()` after it, then its `clip(norm, limit)` and the engine's `step()`. With any
+    other optimizer, a weight that no replica used has no gradient after the reduction, so weight decay skips it.
     """
 
     optimizer: Any
@@ -57,7 +57,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         self.enable_backward_allreduce = False
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Reduce the gradients over the replicas like DeepSpeed; `.grad` stays None if no replica has a gradient."""
+        """Reduce gradients as DeepSpeed does, but leave a weight's `.grad` None if no replica has a gradient for it."""
         # DeepSpeed replaces a missing `.grad` by zeros, except for its bf16 optimizer, which reduces fp32 sums.
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)

@@ -29,8 +29,9 @@ Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 @dataclass(eq=False)
 class Batches:
-    """Reader of a step's `total` micro-batches; `read` raises StopIteration at the end of the data.
+    """Reader of a step's `total` micro-batches.
 
+    read: function that returns the next micro-batch, or raises StopIteration at the end of the data.
     all_first: whether to read all micro-batches before the first one is used, so that `same_until` can compare them.
     takes_inputs, takes_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
@@ -58,7 +59,7 @@ class Batches:
     def inputs(self, micro: int) -> tuple[Tensor, ...]:
         """Return the inputs of a micro-batch on the device, and drop this reader's copy.
 
-        Raises DataEnded, and BoundaryError if an input is not a tensor.
+        Raises DataEnded if the data end too early, and BoundaryError if an input is not a tensor.
         """
         self.read_to(micro + 1, self.total if self.all_first else 0)
         return tuple(t.to(self.device, non_blocking=True) for t in self._inputs.pop(micro))
@@ -77,14 +78,14 @@ class Batches:
         return list(self._labels.values())
 
     def same_until(self, micro: int) -> int:
-        """Return the first micro-batch after `micro` whose inputs differ in shape or dtype, or are not read yet."""
+        """Return the next micro-batch whose inputs are not read yet, or differ from `micro`'s in shape or dtype."""
         until = micro + 1
         while until < self.count and self._layouts[until] == self._layouts[micro]:
             until += 1
         return until
 
     def end_of_any(self, replicas: Any) -> DataEnded | None:
-        """Return a DataEnded to raise if any replica's data have ended, else None.
+        """Return the DataEnded error that this rank must raise if any replica's data have ended, else None.
 
         All replicas then skip this step, so a loop may continue with the next epoch. replicas: the process
         group of the replicas; None if there is only one.
@@ -105,7 +106,7 @@ class Batches:
         )
 
     def read_to(self, needed: int, wanted: int = 0) -> None:
-        """Read until `wanted` or all micro-batches are read. Raises DataEnded if the data have fewer than `needed`."""
+        """Read until max(needed, wanted) micro-batches are read. Raises DataEnded if there are fewer than `needed`."""
         while not self._ended and self.count < min(max(needed, wanted), self.total):
             try:
                 with trace.span("Read"):

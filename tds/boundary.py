@@ -69,9 +69,9 @@ class Contract:
 def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
     """Return the declarations of `model`: its `boundaries` (outputs) and `receives` (inputs).
 
-    Both attributes are optional; with several chunks they hold one sequence per chunk. CPM-Pretrain's TDS had three
-    parallel lists, `_input_grad`, `_input_type` and `_input_pipe_partitioned`, with one item per tensor. These
-    lists declare both inputs and outputs.
+    Both attributes are optional; with several chunks, each holds one sequence per chunk. A missing attribute is read
+    from the three parallel lists that models for CPM-Pretrain's TDS have, if they are there: `_input_grad`,
+    `_input_type` and `_input_pipe_partitioned`, with one item per tensor.
     """
     legacy = _legacy(model)
     ends: list[tuple[Tensors, ...]] = []

@@ -11,7 +11,7 @@ from ._torch import has_hooks
 from .messages import ways
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
-BYTES_A_REPLICA = 4 * 2**20  # minimum bytes per replica, so that more replicas do not mean smaller messages
+BYTES_A_REPLICA = 4 * 2**20  # minimum bytes of a bucket per replica, so that each replica's share stays large
 
 
 class ReducibleBucket(Protocol):
@@ -94,7 +94,7 @@ class BucketLauncher:
             hook.remove()
 
     def reset(self) -> None:
-        """Start a new step, also after an error in the previous one."""
+        """Prepare for a new step; the previous one may have ended in an error."""
         for bucket in self._buckets:
             bucket.launched = False
         self._counts = Counter()
@@ -121,7 +121,7 @@ class BucketLauncher:
             self.take(parameter, self._bucket_of[parameter].add)
 
     def take(self, parameter: nn.Parameter, add: Callable[[nn.Parameter], None]) -> None:
-        """Add a gradient to its bucket with `add`. Raises RuntimeError if the bucket is already being reduced."""
+        """Add a gradient to its bucket by calling `add`. Raises RuntimeError if the bucket's reduction has started."""
         bucket = self._bucket_of[parameter]
         if bucket.launched:
             raise RuntimeError(

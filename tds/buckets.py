@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ._torch import gather_shares, scatter_sum, users
 
 ALIGNMENT = 64  # elements; shares begin at multiples of this, because copies from aligned addresses are fast
-NORM_SLICE = 2**20  # elements per norm in fp32; the squares of the norms are summed in fp64
+NORM_SLICE = 2**20  # elements per partial norm, which is in fp32; the squares of these norms are summed in fp64
 
 
 class Bucket:
@@ -55,12 +55,12 @@ class Bucket:
         # The optimizer steps this replica's share, in fp32 or wider.
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
-        self._arrived: set[nn.Parameter] = set()  # parameters that have a gradient in this step
+        self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
         self.launched = False  # whether the reduction of this step's gradients has started
         self.work: dist.Work | None = None
 
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Return (begin, end) of `parameter` within this replica's share; empty if other replicas own it."""
+        """Return the range (begin, end) of `parameter` in this replica's share; empty if other replicas own it."""
         at = self._offset_of[parameter]
         begin, end = max(at, self.begin), min(at + parameter.numel(), self.end)
         return begin - self.begin, max(end, begin) - self.begin
@@ -83,8 +83,8 @@ class Bucket:
     def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
         """Copy the replaced weights into the flat memory and make them views of this memory again.
 
-        Returns False, and does nothing, if another tensor views the flat memory: it may be the old data of a weight,
-        which a user keeps in order to restore them later.
+        Returns False, and does nothing, if another tensor views the flat memory. That tensor may be a weight's old
+        data, which the user wants to restore later.
         """
         if users(self.weights) != self._views - len(replaced):
             return False

@@ -46,7 +46,7 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
 
 
 class LayoutRun(NamedTuple):
-    """Consecutive messages with the same layout, up to message number `end - 1`; both ends keep equal copies."""
+    """Consecutive messages with the same layout, up to micro-batch `end - 1`; each end of a link keeps a copy."""
 
     end: int = 0
     layout: Layout = ()
@@ -112,7 +112,7 @@ class Sender:
         """
         (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]
-        payload = self._payload(tensors)  # first of all, as this may allocate memory and so synchronize the device
+        payload = self._payload(tensors)  # before the header is sent, since packing may synchronize the device
         if index == run.end:
             self._runs[chunk] = LayoutRun(same_until, layout)
             self._start(self._header([same_until - index, *_as_json(layout)], what))
@@ -175,7 +175,7 @@ class Sender:
 
 
 class Posted(NamedTuple):
-    """A posted receive of a message with tensors."""
+    """A receive that is posted: its message `at`, its handle `work`, and the buffer `payload` with its layout."""
 
     at: At
     work: Any
@@ -189,20 +189,20 @@ class Receiver:
     `take_next` reads the layout of activations from a header. `expect` sets the layout of gradients, which is the
     layout of the activations that this stage sent.
 
-    A receive is posted before the stage needs its message. On a CPU, this is as soon as fewer than `ahead` receives are
-    pending. If `ahead` is None, it is after the pass that the points of the step name (posting.py). Then the buffer
-    is allocated right after this pass, so that no allocation, which may synchronize the device, comes between
-    two messages.
+    A receive is posted before the stage needs its message. With a number `ahead` (on a CPU), it is posted as soon as
+    fewer than `ahead` receives are pending. If `ahead` is None, posting.py computes after which pass of the stage it is
+    posted. Its buffer is allocated right after this pass, so that no allocation, which may synchronize the device,
+    comes between two messages.
     """
 
     def __init__(self, link: Link, ahead: int | None) -> None:
         self.link, self._ahead = link, ahead or 0
         self._points: Mapping[At, int] = {}
         self._passes = 0
-        self._reserved: dict[At, Tensor] = {}  # buffers of messages to be posted
+        self._reserved: dict[At, Tensor] = {}  # buffers of receives that are not posted yet
         self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
-        self._agenda: deque[At] = deque()  # messages still to be posted, in the order of sending
-        self._layouts: dict[At, Layout | None] = {}  # known layouts of messages to be posted
+        self._agenda: deque[At] = deque()  # messages without a posted receive, in the order of sending
+        self._layouts: dict[At, Layout | None] = {}  # layouts of these messages, once known
         self._posted: deque[Posted] = deque()
 
     def begin_step(self, agenda: Iterable[At], points: Mapping[At, int]) -> None:
@@ -291,7 +291,7 @@ class Receiver:
         return self.link.pool.take(sum(self.link.size(*each) for each in layout))
 
     def _post(self, messages: int) -> None:
-        """Post receives of known layout: those that are due, and more until `messages` are pending."""
+        """Post receives of known layout: all that are due, then others until `messages` receives are pending."""
         while self._agenda and self._agenda[0] in self._layouts:
             at = self._agenda[0]
             if len(self._posted) >= messages and not self._is_due(at):

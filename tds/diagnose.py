@@ -82,7 +82,7 @@ def describe(what: Any, stage: int, neighbours: Any) -> str:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return a sentence about an out-of-memory error, or None for any other error."""
+    """Return `is out of memory (...)` with the text of an out-of-memory error, or None for any other error."""
     text = " ".join(str(error).split())
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
         return None
@@ -95,7 +95,7 @@ def without_cpp(text: str) -> str:
 
 
 def _callers(error: BaseException) -> list[str]:
-    """Return the stack above the function that caught `error`, e.g. the lines of the user's script."""
+    """Return the stack above the function that caught `error`, as lines, e.g. those of the user's script."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
@@ -161,7 +161,7 @@ class FaultBoard:
     def announce(self, fault: str, code: int = 0) -> None:
         """Publish the fault, unless another rank has already done so.
 
-        code: exit code of all ranks; their report is then one line. With code 0, the ranks exit with code 1, and the
+        code: exit code of all ranks, with a report of one line. If it is 0, the ranks exit with code 1 instead, and the
         report has all stacks.
         """
         if not self.has_fault():
@@ -170,7 +170,7 @@ class FaultBoard:
     def report(self, report: dict[str, Any]) -> int:
         """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.
 
-        report: the rank's activity `what`, its duration `since` (seconds), its `stack`, and `more` lines.
+        report: the rank's activity `what`, its duration `since` in seconds, its `stack`, and further lines, `more`.
         """
         fault, code = json.loads(self._store.get(FAULT))
         self._store.set(f"tds/report/{self.rank}", json.dumps(report))
@@ -233,7 +233,7 @@ class Watchdog:
         self.timeout, self._idle, self._board = timeout, idle, FaultBoard(name)
         self._describe: Callable[[], Callable[[Any], str] | None]
         self._describe = weakref.WeakMethod(describe) if describe else lambda: str
-        self._doing: tuple[Any, float] | None = None  # activity, and when it began
+        self._doing: tuple[Any, float] | None = None  # current activity, and the time when it began
         self._finished = Finished(device) if device is not None and device.type != "cpu" else None
         self._main = threading.main_thread().ident or 0
         self._ending = threading.Lock()

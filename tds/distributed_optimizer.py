@@ -62,14 +62,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._name_of: dict[nn.Parameter, str] = {}
         self._frozen: list[nn.Parameter] = []
-        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed writes their shapes to checkpoints
+        self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed saves the shapes of these weights
         self.fp16_groups = self.bf16_groups
         self._launcher: BucketLauncher | None = None
         self._summed = self._linked = False
         self._counted: list[tuple[Tensor, bool]] | None = None
         self.norm: Tensor | None = None
         self._limit = 0.0
-        self._global_grad_norm: Tensor | None = None  # DeepSpeed's engine reads it
+        self._global_grad_norm: Tensor | None = None  # DeepSpeed's engine reads this attribute
 
     # ------------------------------------------------------------- beginning
 
@@ -109,7 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.count_views()
             for p in bucket.parameters if bucket.accumulates_matmuls else ():
-                if hasattr(p, "spec"):  # megatron.mpu sets it on weights of its layers
+                if hasattr(p, "spec"):  # megatron.mpu sets `spec` on the weights of its layers
                     p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
     def _attached(self) -> BucketLauncher:
@@ -211,7 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ step
 
     def clip(self, norm: Tensor, limit: float) -> None:
-        """Set the global gradient norm, a scalar, and its limit (0: no clipping), before `step()`."""
+        """Store the global gradient norm, a scalar, and its limit (0: no clipping) for the next `step()`."""
         self.norm, self._limit = norm, limit
 
     @torch.no_grad()
@@ -286,18 +286,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Do nothing, because `arm` marks the last backward pass of a step."""
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
-        """Link parameters to their moments, so that DeepSpeed's utilities can read them."""
+        """Link parameters to their optimizer moments, so that DeepSpeed's utilities can read the moments."""
         for bucket in self.buckets:
             if bucket.share in self.state:
                 link_states(bucket, self.state)
                 self._linked = True
 
     def refresh_fp32_params(self) -> None:
-        """Copy the model's weights, after loading, into the fp32 weights."""
+        """Copy the model's weights, which have just been loaded, into the fp32 copies that this optimizer steps."""
         for bucket in self.buckets:
             bucket.pull_weights()
 
-    _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed calls this after it has loaded weights only
+    _restore_from_bit16_weights = refresh_fp32_params  # DeepSpeed calls it after loading only weights
 
     def state_dict(self) -> dict[str, Any]:
         """Return this replica's shares and optimizer states.
@@ -334,9 +334,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state, self.defaults = inside.param_groups, inside.state, inside.defaults
 
     def _mine(self, states: Any) -> Any:
-        """Return this replica's item of `states`, or None if its shares do not have the sizes of this run's shares.
+        """Return this replica's item of `states`, or None if the shares in it differ in size from this run's shares.
 
-        DeepSpeed may pass None for the other replicas.
+        The items of other replicas may be None.
         """
         rank = dist.get_rank(self.dp_process_group)
         mine = states[rank] if len(states) == dist.get_world_size(self.dp_process_group) else None

@@ -96,7 +96,7 @@ class PipelineEngine(PipelineHooks):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # only a progress line clears this list
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # else only a progress line empties the list
             timer.reset()
         timer.start()
         try:
@@ -285,7 +285,7 @@ class PipelineEngine(PipelineHooks):
             same_until = neighbours.from_previous.same_until(at)
         else:
             same_until = self._step.batches.same_until(at.micro)
-        if self.module.training:  # before the send, as this may allocate the buffer of the gradient
+        if self.module.training:  # before the send, since `expect` may allocate the gradient's buffer
             due = [BoundaryTensor(each.tensor, split=each.split) for each in outputs if each.grad]
             neighbours.from_next.expect(at, layout_of(due) if due else None)
         neighbours.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
@@ -351,7 +351,7 @@ class PipelineEngine(PipelineHooks):
         self.known_model.follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
-        all_first = first and self.num_stages > 1 and not self.dynamic_shape  # the header announces the equal shapes
+        all_first = first and self.num_stages > 1 and not self.dynamic_shape  # a header announces equal shapes
         batches = Batches(self._next_batch, micros, all_first, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, replicas)

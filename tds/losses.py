@@ -11,7 +11,7 @@ from .groups import gather_objects
 
 MOST = 16  # maximum number of named and additional losses together
 TRAINED, ADDITIONAL = 0, 1  # kinds of losses
-Key = tuple[int, str]  # kind and name of a loss
+Key = tuple[int, str]  # kind (TRAINED or ADDITIONAL) and name of a loss
 
 
 def _check(named: Mapping[str, Any]) -> None:
@@ -27,7 +27,7 @@ def _check(named: Mapping[str, Any]) -> None:
 
 
 class Losses:
-    """The losses of one step: `add` sums them by name in fp64, `reduce` over replicas, `broadcast` to all stages.
+    """The losses of one step: `add` sums by name in fp64, `reduce` sums over replicas, `broadcast` informs all stages.
 
     A loss that is not in a dict has the name `loss`. Additional losses are only reported, not trained on.
     """
@@ -36,7 +36,7 @@ class Losses:
         self.device = device
         self.targets = 0.0
         self.dtype = torch.float32  # dtype of the losses that the engine returns
-        self._found: dict[Key, Tensor] = {}  # results of the last step
+        self._found: dict[Key, Tensor] = {}  # losses of the last step, after the division
         self._sums: dict[Key, Tensor] = {}
         self._of_replicas: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all replicas
         self._of_stages: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all stages
@@ -46,7 +46,7 @@ class Losses:
     def begin(self, micro_batches: int, replicas: int) -> None:
         """Start a step with `micro_batches` on this replica.
 
-        Without counted targets, losses are divided by the number of micro-batches on all replicas.
+        Unless `count` is called, losses are divided by the number of micro-batches on all replicas.
         """
         self._own, self._micros, self._counted = micro_batches, micro_batches * replicas, False
         self.targets = float(self._micros)

@@ -26,7 +26,7 @@ from .optimizer_state import get_weight, take_over_reduction
 
 SIZE = 64
 GRADIENT = 2.0**-10  # small enough for fp16 with a loss scale of 2**8
-TOLERANCE = 0.02  # relative error; bf16 rounds by up to 0.4%, while a wrong factor is off by 2 or more
+TOLERANCE = 0.02  # relative error; bf16 rounds by up to 0.4%, while a wrong factor is wrong by a factor of 2 or more
 COPIED = (
     "bf16",
     "data_types",

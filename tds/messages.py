@@ -1,4 +1,4 @@
-"""Messages to the user: printing that never raises an error, and advice in the words of the running program."""
+"""Messages to the user: printing that never raises an error, and advice that names the running program's settings."""
 
 import contextlib
 import sys

@@ -52,7 +52,7 @@ def local_piece(parameter: nn.Parameter) -> Tensor:
 def get_weight(parameter: nn.Parameter) -> Tensor:
     """Return the fp32 master copy of a parameter, in its shape; without a master copy, return the parameter.
 
-    Elements that a user has changed since the last step have the changed values, which the forward pass reads.
+    If a user has changed elements of the weight since the last step, the result has the changed values.
     """
     if hasattr(parameter, "ds_id") and not parameter.requires_grad:  # a frozen weight is sharded but has no fp32 copy
         with zero.GatheredParameters([parameter]):
@@ -140,7 +140,7 @@ def make_moments(
 ) -> None:
     """Create optimizer state for every parameter: zero moments, and the step count `step`.
 
-    of: step count of each parameter that has another count than `step`. None stands for a parameter that never had a
+    of: step counts of the parameters whose count differs from `step`. None stands for a parameter that never had a
     gradient; it gets no state. `of` has no effect if ZeRO flattens parameters, since they then have no separate state.
     """
     inner, of = _inner(engine), of or {}
@@ -222,7 +222,7 @@ def least_loss_scale(engine: Any) -> float | None:
     scaler = _scaler_of(engine, dynamic=True)
     if not scaler:
         return None
-    scaler.raise_error_at_min_scale = False  # else DeepSpeed raises Exception; the caller has a clearer message
+    scaler.raise_error_at_min_scale = False  # else DeepSpeed raises a bare Exception
     return float(scaler.min_scale)
 
 

@@ -58,7 +58,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         first, end = self.chunk_slices[chunk]
         funcs = self.forward_funcs[first:end]
         interval = self.activation_checkpoint_interval
-        length = interval or len(funcs) or 1  # at least 1: range() needs a step, and a chunk may be empty
+        length = interval or len(funcs) or 1  # an empty chunk would give range() a step of 0
         for at in range(0, len(funcs), length):
             part = funcs[at : at + length]
             if interval and torch.is_grad_enabled() and self._is_checkpointable(part):

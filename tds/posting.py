@@ -122,7 +122,8 @@ class _Simulation:
     def _post(self, stage: _Stage, taken: Instruction | None = None) -> bool:
         """Post the receives of all messages sent to a stage; return whether there are any.
 
-        A message with a header is posted only when it is `taken`, because the header gives its size.
+        If a message has a header, its receive is posted only when the instruction `taken` reads the message,
+        because the header gives the size.
         """
         changed = False
         for kind, agenda in stage.agenda.items():
@@ -151,7 +152,7 @@ def receive_points(plan: Plan, dynamic: bool = False) -> list[Points]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does in a step. points: empty if receives are not posted at points of the schedule."""
+    """What one stage does in a step. points: result of `receive_points`; empty if `ahead` decides when to post."""
 
     instructions: Sequence[Instruction]
     points: Points
@@ -160,7 +161,8 @@ class StagePlan:
 class StagePlans:
     """The plans of one stage, by schedule and number of micro-batches.
 
-    at_points: receives are posted at points of the schedule. dynamic: each activation has a header.
+    at_points: whether receives are posted after the passes that `receive_points` names. dynamic: each activation has a
+    header.
     """
 
     def __init__(self, stage: int, stages: int, at_points: bool, dynamic: bool) -> None:
@@ -168,7 +170,7 @@ class StagePlans:
         self._plans: dict[tuple[Schedule, int], StagePlan] = {}
 
     def plan(self, schedule: Schedule, micros: int) -> StagePlan:
-        """Return the plan of a step of `micros` micro-batches; the same object each time."""
+        """Return the plan of a step of `micros` micro-batches; repeated calls return the same object."""
         if (schedule, micros) not in self._plans:
             self._plans[schedule, micros] = self._make(schedule, micros)
         return self._plans[schedule, micros]

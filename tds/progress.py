@@ -19,7 +19,7 @@ class Progress:
     """Timer of the parts of a step; it also makes the progress lines.
 
     every: steps between two lines; None: no lines.
-    breakdown: measure each kind of instruction.
+    breakdown: whether to measure the time of each kind of instruction.
 
     On a CPU, `busy` is the time of computation in seconds, including waits for tensor-parallel ranks but not for other
     stages. The caller sets it to 0 to start a new measurement.
@@ -27,7 +27,7 @@ class Progress:
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
         self.device, self.every, self.breakdown = device, every, breakdown
-        self._seconds: dict[str, float] = defaultdict(float)  # per kind of instruction, since the last progress line
+        self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last progress line
         self._since = time.perf_counter()
         self._on_cpu = device.type == "cpu"
         self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # device events that are not accumulated yet

@@ -31,7 +31,7 @@ from .schedule import (
     SendGrad,
 )
 
-POSTED_AHEAD = 2  # receives that a channel posts in advance if no device queue waits for them
+POSTED_AHEAD = 2  # receives that a channel posts in advance on CPUs
 CONNECTIONS, DEFAULT_CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8, 32
 STREAMS = 12  # CUDA streams of a rank: one for computation, and one for each of its process groups
 
@@ -207,7 +207,7 @@ class StageGraph:
         self._passes += 1
 
     def _send(self, each: Instruction) -> None:
-        """Send a message. Its buffer, and that of the gradient that answers it, are allocated first."""
+        """Submit a send, after the host has allocated its buffer and that of the gradient that will come back."""
         kind, at = type(each), each.at
         self._synchronize(f"{kind.__name__}({each.micro}) of stage {self.stage}")
         if kind is SendActivation:
@@ -234,7 +234,7 @@ class StageGraph:
         return start, end
 
     def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
-        down = kind in (SendActivation, RecvActivation)  # direction of the message
+        down = kind in (SendActivation, RecvActivation)  # whether the message goes to the next virtual stage
         boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
         # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
@@ -256,7 +256,7 @@ class StageGraph:
         self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]
 
     def _post(self, kind: type[Instruction], messages: int = 0) -> None:
-        """Post receives of known layout: those that are due, and more until `messages` are pending."""
+        """Post receives of known layout: all that are due, then others until `messages` receives are pending."""
         agenda, posted = self._agenda[kind], self._posted[kind]
         wanted = max(self.rules.ahead or 0, messages)
         while agenda and agenda[0] in self._known[kind] and (len(posted) < wanted or self._is_due(kind, agenda[0])):

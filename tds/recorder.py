@@ -1,4 +1,4 @@
-"""Additions to the stack in a hang report: pending collectives, short memory, and the last finished work of the device.
+"""Additions to a hang report: pending collectives, shortage of memory, and the last work that the device has finished.
 
 On an accelerator, the host runs far ahead of the device. So the host's stack shows the last work that it submitted, not
 the work that the device waits for. This module reads pending collectives from torch's flight recorder. It also records

@@ -16,17 +16,17 @@ from .sparse import sparse_weights, sum_sparse
 
 
 class _GradBucket:
-    """A bucket whose gradient sums replace `.grad`, except that of weights without a gradient on any replica."""
+    """A bucket of weights; `.grad` becomes the sum over the replicas, or None if no replica has a gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
         self.parameters, self.group, self.launched = list(parameters), group, False
-        self._present: Tensor | None = None  # a one per parameter; its sum over replicas counts gradients
+        self._present: Tensor | None = None  # ones, one per parameter, which the all-reduce turns into counts
         self._work: dist.Work | None = None
         # Weights without a gradient on this replica, each with the number of replicas that have one.
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Do nothing: the sum is computed from `.grad`."""
+        """Do nothing, because `reduce` reads `.grad` directly."""
 
     def reduce(self) -> None:
         """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
@@ -49,7 +49,7 @@ class _GradBucket:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        if self._missing:  # only then does the host wait for the device
+        if self._missing:  # only in this case, the host waits for the device
             for (p, _), count in zip(self._missing, torch.stack([c for _, c in self._missing]).tolist(), strict=True):
                 if not count:
                     p.grad = None
@@ -81,7 +81,7 @@ class GradReducer:
         self._look()
 
     def _look(self) -> BucketLauncher:
-        """Return the launcher; pack the weights again if any was frozen, unfrozen, replaced or converted."""
+        """Return the launcher; pack the weights into new buckets if any was frozen, unfrozen, replaced or converted."""
         self._sparse = sparse_weights(self._module)
         learns = [p for p in self._module.parameters() if p.requires_grad and p not in set(self._sparse)]
         seen = [(id(p), p.dtype, p.device, p.shape) for p in learns]

@@ -122,7 +122,7 @@ class Reduction:
 
     @contextmanager
     def accumulating(self, instruction: Instruction) -> Iterator[None]:
-        """Run a backward pass in this block, with the optimizer's work before and after it."""
+        """Run a backward pass in this block; subclasses do the optimizer's work before and after it."""
         yield
 
     def finish(self) -> None:
@@ -221,7 +221,7 @@ def _may_overlap(engine: Any) -> bool:
     A GradReducer needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
     """
     config = engine._config
-    asked = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64
+    asked = config.communication_data_type not in (None, torch.float64)  # float64: set by `use_fp64`
     asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
         not engine.has_wrapped_optimizer

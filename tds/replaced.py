@@ -1,4 +1,4 @@
-"""Detection of weights and layers that a user replaces after the engine was made; they are used, or raise an error."""
+"""Detection of weights and layers that a user replaces after the engine was made: it uses them or raises an error."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +28,8 @@ class KnownModel:
     def follow_layers(self) -> None:
         """Make a PipelineModule run the layers that are registered in it now.
 
-        The module runs a separate list of functions, made when it was built. Raises ReplacedWeightError if that list
-        has neither the old layer nor the new one, but e.g. a function compiled from the old layer.
+        The module runs a list of functions that was made when it was built. Raises ReplacedWeightError if that list
+        does not contain the replaced layer itself, but e.g. a function compiled from it.
         """
         for name, layer in _layers(self._module).items():
             before = self._layers.get(name)
@@ -49,9 +49,9 @@ class KnownModel:
     def check_weights(self, optimizer: Any) -> None:
         """Raise ReplacedWeightError for a weight that DeepSpeed's optimizer no longer steps.
 
-        Either the module holds another Parameter (`load_state_dict(assign=True)`, a replaced layer), or the
-        Parameter has left the flat memory into which ZeRO or a half-precision optimizer writes new weights
-        (`p.data = new`, `module.to(dtype)`).
+        There are two causes. Either the module now holds a new Parameter, e.g. after `load_state_dict(assign=True)`. Or
+        the Parameter has left the flat memory into which ZeRO or a half-precision optimizer writes new weights, e.g.
+        after `p.data = new` or `module.to(dtype)`.
         """
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}

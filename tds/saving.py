@@ -52,7 +52,7 @@ class PipelineState:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write the files of this rank into the folder of a checkpoint, if the rank is in the first replica."""
+        """If this rank is in the first replica, write its files into the folder of a checkpoint."""
         grid = self._grid
         if grid.get_data_parallel_rank():
             return
@@ -96,7 +96,7 @@ class PipelineState:
 
 
 def layout_of(module: Any) -> dict[str, Any]:
-    """Return the partition of the layers: the first layer of each group, and the chunks per stage."""
+    """Return the partition of the layers: `cuts` (first layer of each group) and `chunks` (groups per stage)."""
     return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
 
 

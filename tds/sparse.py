@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ABSENT, DENSE = -1, -2  # in a list of row counts: no gradient (ABSENT), a dense gradient (DENSE)
+ABSENT, DENSE = -1, -2  # special row counts: the rank has no gradient, or a dense one
 
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
@@ -58,7 +58,7 @@ def make_dense(weights: Iterable[nn.Parameter]) -> None:
 
 
 def empty_gradient(weight: Tensor) -> Tensor:
-    """Return a sparse gradient without rows for `weight` `[rows, ...]`."""
+    """Return a sparse gradient for `weight` `[rows, ...]` that contains no rows, i.e. is zero everywhere."""
     return torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.long, device=weight.device), weight.new_empty(0, *weight.shape[1:]), weight.shape
     )

@@ -25,7 +25,7 @@ COMPILED, REENTRANT = "CompiledFunctionBackward", "CheckpointFunctionBackward"  
 
 
 class Fork(NamedTuple):
-    """An operation, and the weights that are reached only through it."""
+    """An operation `node` where paths to inputs and to weights part, and the weights that only it leads to."""
 
     node: Node
     weights: list[Tensor]
@@ -102,7 +102,7 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
     order: all nodes, each after the nodes that its edges lead to.
     """
     wanted = {id(t) for t in inputs}
-    leads: set[Node] = set()  # nodes on paths to the inputs
+    leads: set[Node] = set()  # nodes from which a path leads to the inputs
     below: dict[Node, dict[int, Tensor]] = {}  # weights that a node leads to, except through nodes in `leads`
     for node in order:
         leaf = getattr(node, "variable", None)
@@ -127,7 +127,7 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """Return the nodes of the graph in an order in which each follows the nodes that it leads to."""
+    """Return all nodes of the graph, each after the nodes that its edges lead to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False) for node in roots]

@@ -62,7 +62,7 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
 
 
 def _check_on_device(plan: Plan, micros: int, rules: Rules) -> None:
-    """Raise ScheduleError if a plan may deadlock, with advice if only the device is the cause."""
+    """Raise ScheduleError if a plan may deadlock; give advice if it would not without one of the `rules`."""
     try:
         check(plan, micros, rules)
     except ScheduleError as error:

@@ -16,9 +16,9 @@ from .split_backward import DeferredWeightGrads
 
 @dataclass(eq=False)
 class Microbatch:
-    """One micro-batch on one chunk of this stage; each field is emptied by the instruction that uses it.
+    """One micro-batch on one chunk of this stage; the instruction that uses a field last empties it.
 
-    received: the inputs, from RecvActivation until SendGrad, or in evaluation until Forward.
+    received: the inputs, from RecvActivation to SendGrad, or to Forward in evaluation.
     to_send: the outputs, from Forward to SendActivation; afterwards their memory is freed unless autograd needs
         it.
     edges: autograd's graph edges of the outputs, from Forward to the backward pass.

@@ -59,7 +59,7 @@ def read(folder: Path) -> list[RankTrace]:
 
 
 def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
-    """Convert events to rank 0's clock, assuming linear clock drift between the first and the last comparison."""
+    """Convert events to rank 0's clock, assuming linear drift between the first and last comparison of the clocks."""
     clock = about["clock"]
     if not clock:
         return RankTrace(about, events, float("inf"))
@@ -70,9 +70,9 @@ def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
 
 
 def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
-    """Write one Chrome trace of all ranks, with messages as arrows, atomically.
+    """Write one Chrome trace of all ranks, atomically, with arrows that show messages.
 
-    ranks: the result of `read`, if available.
+    ranks: the result of `read(folder)`; None: call it.
     """
     ranks, path = ranks or read(folder), folder / MERGED
     events = [e for rank in ranks for e in rank.events]

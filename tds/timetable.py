@@ -60,7 +60,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
             if virtual_stage < last:
                 due += [SendActivation, *([RecvGrad] if backward else [])]
             done = _in_order(instructions, stage, chunk)
-            for kind in dict.fromkeys([*due, *done]):  # a fixed order, so that all ranks report the same error
+            for kind in dict.fromkeys([*due, *done]):  # in a fixed order, so that all ranks report the same error
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
                     raise ScheduleError(
@@ -101,8 +101,8 @@ def times(
     """Return the time span of each pass if sends never block. Raises ScheduleError for a deadlock.
 
     forward, backward: time of a pass over a whole stage. weight: the part of `backward` for gradients of weights,
-    by default half. message: time in transit. seconds: function that returns the time of each pass by stage and chunk,
-    in place of `forward`, `backward` and `weight`.
+    by default half. message: time that a message takes. seconds: function that returns the time of each pass by stage
+    and chunk; it replaces `forward`, `backward` and `weight`.
     """
     chunks, stages = _chunks(plan), len(plan)
     weight = backward / 2 if weight is None else weight

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from ._torch import timed_event
 from .messages import say
 
-LAST = 50  # iterations that are kept by default
-EVERY = 50  # iterations between two writes
+LAST = 50  # number of recorded iterations that are kept by default
+EVERY = 50  # iterations between two writes of the file
 COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -92,7 +92,7 @@ class Tracer:
         return event, time.perf_counter_ns()
 
     def iteration(self, number: int) -> None:
-        """Start recording iteration `number`."""
+        """Begin iteration `number`: record it if it is in the range, and write the file from time to time."""
         if self._now:
             self._since_write += 1
         self.on = self._first is None or self._last is None or self._first <= number <= self._last
@@ -136,7 +136,7 @@ class Tracer:
                 self._settled(each) for each in pieces if wait or isinstance(each.end, int) or each.end.query()
             ]
         if self._zero is not None and wait:
-            # Move the reference: times between events are 32-bit floats, which are precise only for short times.
+            # Renew the reference event: times between events are 32-bit floats, which are precise only for short times.
             self._zero = self._meet_device()
         return list(self._kept)
 
@@ -206,14 +206,14 @@ def end(mark: Mark | None, name: str, kind: str = "part", micro: int = -1, chunk
 
 @contextmanager
 def span(name: str, kind: str = "part") -> Iterator[None]:
-    """Record the block as a span."""
+    """Record this block as a span with the given name and kind."""
     mark = begin()
     yield
     end(mark, name, kind)
 
 
 def sent(size: int) -> None:
-    """Add `size`, in bytes, to the next message span that ends."""
+    """Add `size` bytes to the size of the message span that ends next."""
     if _on and _on[0].on:
         _on[0].size += size
 

@@ -167,7 +167,8 @@ def _collective(device: Device, raw: Callable[..., Any]) -> Callable[..., Any]:
 def nccl(rules: str) -> Iterator[Device]:
     """Emulate NCCL on top of gloo, and yield this rank's emulated device.
 
-    rules: "eager", "lazy", "one queue" (CUDA_DEVICE_MAX_CONNECTIONS=1) or "loading" (CUDA_MODULE_LOADING=LAZY).
+    rules: "eager" or "lazy", which says when communicators are created; "one queue" (CUDA_DEVICE_MAX_CONNECTIONS=1) or
+    "loading" (CUDA_MODULE_LOADING=LAZY), both with eager communicators.
     """
     device = Device(rules == "lazy", rules == "one queue", rules == "loading")
     homes = (dist, dist.distributed_c10d)

@@ -43,7 +43,7 @@ def _start_differently(folder: str) -> list[str]:
         with pytest.raises(RunError) as error:
             initialize_megatron(parse((other if rank == 2 else usual).split()))
         told.append(str(error.value))
-    own = Path(folder) / str(rank)  # a folder for each rank simulates nodes whose files differ
+    own = Path(folder) / str(rank)  # one folder per rank, as on nodes whose files differ
     own.mkdir()
     os.chdir(own)
     Path("ds.json").write_text(json.dumps({"gradient_clipping": float(rank == 2)}))
@@ -132,7 +132,7 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
         "--batch-size 1 --train-iters 1 --precision fp32 --pipe-parallel-size 2 --zero-stage 1 --partition-method 0,2,8"
     )
     with make(Start("gpt2", Path(folder), flags), data, vocab_file) as run, contextlib.redirect_stdout(io.StringIO()):
-        train(run)  # works: DistributedOptimizer reduces one norm for all parameter groups
+        train(run)  # no error: DistributedOptimizer reduces one norm for all parameter groups
     flags += " --no-overlap-grad-reduce"
     with pytest.raises(ValueError) as error:
         make(Start("gpt2", Path(folder), flags), data, vocab_file)
@@ -240,7 +240,7 @@ def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) ->
 def test_the_rank_that_others_wait_for_is_in_the_line(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     flags = {"dp2": "", "pp2": "--pipe-parallel-size 2"}
     told = on_ranks(2, _wait_for, flags, str(tmp_path), tiny_data, vocab_file)[0]
-    for name, there in (("dp2", True), ("pp2", False)):  # a slow stage is not reported: it may have more layers
+    for name, there in (("dp2", True), ("pp2", False)):  # a slow stage is no straggler: it may have more layers
         (line,) = [line for line in told[name].splitlines() if "tokens/s" in line]
         assert ("| rank 1 takes " in line) == there, line
         row = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
@@ -258,7 +258,7 @@ def test_who_is_far_behind() -> None:
 
 
 def test_the_source_is_all_of_it() -> None:
-    """source_files() lists all Python files of megatron and tds; ranks compare the hash of these files."""
+    """source_files(), whose hash ranks compare, lists all Python files of megatron and tds."""
     found = {str(path.relative_to(ROOT)) for path in source_files()}
     assert {"tds/engine.py", "megatron/model/gpt2.py", "megatron/ranks/agreement.py", "megatron/__init__.py"} <= found
     assert len(found) == sum(1 for package in ("megatron", "tds") for _ in (ROOT / package).rglob("*.py"))

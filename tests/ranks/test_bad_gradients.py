@@ -24,10 +24,9 @@ BAD = 2  # the iteration with the bad gradient, counted from 0
 
 
 class Layout(NamedTuple):
-    """Flags of a run.
+    """Flags of a run, and `where`, the parameter whose gradient becomes non-finite on the last rank.
 
-    where: parameter whose gradient becomes non-finite on the last rank. Other ranks hold copies of the parameter, since
-    it is replicated or tied.
+    Other ranks hold copies of this parameter, since it is replicated or tied.
     """
 
     flags: str
@@ -123,7 +122,7 @@ def _one_bad_step(
 def test_no_rank_applies_a_step_that_is_bad_on_one(
     names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """A NaN gradient on one rank leaves weights, master weights and moments of all ranks unchanged in this step."""
+    """In a step in which one rank has a NaN gradient, no rank changes its weights, master weights or moments."""
     chosen = {name: LAYOUTS[name] for name in names}
     found = on_ranks(2, _one_bad_step, chosen, str(tmp_path), tiny_data, vocab_file, timeout=500)
     for name in names:

@@ -87,7 +87,7 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
     x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def run(again: bool) -> list[Tensor]:
-        """Return outputs and input gradients of two micro-batches; again: recompute layers in the backward pass."""
+        """Return outputs and input gradients of two micro-batches. again: recompute layers in the backward pass."""
         mpu.get_rng().begin(3)
         found = []
         for _ in range(2):

@@ -66,7 +66,7 @@ def allowed(ids: Tensor, window: int | None) -> Tensor:
 
 def inputs(groups: int) -> list[Tensor]:
     dice = torch.Generator().manual_seed(3)
-    shapes = (HEADS, groups, groups, HEADS)  # queries, keys, values, and the output's gradient
+    shapes = (HEADS, groups, groups, HEADS)  # heads of queries, keys, values and the output's gradient
     return [torch.randn(B, heads, S, D, generator=dice, dtype=torch.float64) for heads in shapes]
 
 

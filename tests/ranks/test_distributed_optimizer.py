@@ -54,7 +54,7 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
     during = []
     for step in range(4):
         inputs = [torch.randn(4, 6).to(dtype) + dist.get_rank() for _ in range(2)]
-        for name, grad in expected_sums(model, inputs).items():  # round sums as backward passes do
+        for name, grad in expected_sums(model, inputs).items():  # as rounded by backward passes
             exact.get_parameter(name).grad = grad.to(exact.first.weight.dtype)
         before = len(reduced)
         for micro, x in enumerate(inputs):
@@ -89,7 +89,7 @@ def test_it_steps_as_the_optimizer_inside_does(kind: str) -> None:
     """With any bucket size, steps equal those of the wrapped optimizer, even for weights that few or no ranks use."""
     on_ranks(2, _body, kind, torch.float32, None)
     for during in on_ranks(3, _body, kind, torch.float32, 8):
-        # Step 0 finds out the order of the gradients. Later steps reduce buckets during the backward pass.
+        # Step 0 only counts the gradients of each weight. Later steps reduce buckets during the backward pass.
         assert during[0] == 0 and during[-1] >= 3
 
 

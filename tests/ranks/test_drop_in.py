@@ -18,7 +18,7 @@ STEPS, MICROS, ROWS = 4, 4, 4
 
 
 def engines(name: str) -> Any:
-    """Return the module called `name`, tds or deepspeed, usable on CPU ranks."""
+    """Return the module `name`, tds or deepspeed, whose engines can train on CPUs."""
     import tds
 
     assert tds  # importing tds patches DeepSpeed for training on CPUs
@@ -79,7 +79,7 @@ def _tutorial(name: str, stages: int, method: str) -> list[float]:
         config={"train_batch_size": ROWS * MICROS, "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0,
                 "steps_per_print": 10**9},
     )  # fmt: skip
-    data = pictures()  # every step uses these tensors, so an engine that changes them gives wrong losses
+    data = pictures()  # reused in every step, so an engine that changes them gives wrong losses
     return [engine.train_batch(iter(data)).item() for _ in range(STEPS)]
 
 

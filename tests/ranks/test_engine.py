@@ -44,7 +44,7 @@ def _engine(flags: str) -> tuple[Engine, Iterator[dict[str, torch.Tensor]]]:
 
 
 def _reads(flags: str) -> tuple[int, int]:
-    """Count scalars read from tensors; return the count of a step, and that of using its loss and gradient norm."""
+    """Return how many scalars a step reads from tensors, and how many the use of its loss and gradient norm reads."""
     engine, batches = _engine(flags)
     engine.train_batch(batches, 1e-3)
     with Reads() as reads:

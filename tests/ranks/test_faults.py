@@ -56,7 +56,7 @@ def _train(kind: str, victim: int, instruction: str, micro: int) -> None:
 
         setattr(engine, handler, dishonest)
     engine.train_batch(batches(MICROS - 1 if kind == "end" and engine.stage_id == victim else MICROS))
-    engine.train_batch(batches(MICROS))  # other ranks may finish the first step, but fail here
+    engine.train_batch(batches(MICROS))  # ranks that finish the first step fail in this one
 
 
 def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int) -> None:

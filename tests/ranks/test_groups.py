@@ -52,7 +52,7 @@ def test_lines_of_a_large_grid_are_arithmetic() -> None:
 def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
     """Initialise a pipeline; return (calls of new_group, calls of split_group, groups of DeepSpeed's engine).
 
-    For each group, the result has its list of ranks, and a bit mask of ranks that an all-reduce in the group computed.
+    Each group is given by its list of ranks, and by a bit mask of the ranks that took part in an all-reduce over it.
     splitting: emulate torch's split_group, which gloo lacks.
     """
     one_by_one, at_once, honest = [0], [0], dist.new_group

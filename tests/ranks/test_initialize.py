@@ -64,7 +64,7 @@ def forward(kind: str) -> None:
 
 
 def _watched(kind: str) -> None:
-    dist.barrier()  # the report must not call this completed collective pending
+    dist.barrier()  # it completes, so the report must not list it as pending
     watch = StepWatch(2.0, torch.device("cpu"))
     with watch.step("training"):
         for _ in range(2):

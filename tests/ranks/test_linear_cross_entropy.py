@@ -41,7 +41,7 @@ class _Case:
         )
         with torch.no_grad():
             layer.weight.copy_(self.weight.chunk(ranks)[self.axis.rank])
-            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # large: a softmax over padding would be wrong
+            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # so large that a softmax over padding is wrong
         dice = torch.Generator().manual_seed(3)
         self.labels = torch.randint(VOCAB, (BATCH, SEQ), generator=dice)
         self.mask = torch.randint(2, (BATCH, SEQ), generator=dice).float()
@@ -111,7 +111,7 @@ Z = 0.05  # z-loss coefficient, so large that the gradient of the z-loss exceeds
 
 
 def _z_loss(ranks: int, sequence: bool) -> None:
-    """Check that z-loss enters the gradients, but is reported beside the loss instead of in it."""
+    """Check that z-loss adds to the gradients, but is reported separately instead of as a part of the loss."""
     case = _Case(ranks, sequence, torch.float64)
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     logits = (hidden @ weight[:VOCAB].t()).permute(1, 2, 0)

@@ -68,7 +68,7 @@ def _label(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _evaluated(stages: int) -> tuple[float, float]:
-    """Evaluate; return the loss, and the error of the mean output, or 0 on a rank that gets no output."""
+    """Return the loss of eval_batch, and the error of its mean output, or 0 on a rank that gets no output."""
     engine = _engine(_label, stages)
     count = 1 if engine.grid.data_parallel_id == 0 else 3
     batches = [(torch.full((1, 2), float(count)), torch.full((1, 2), 6.0 + count)) for _ in range(count)]

@@ -157,7 +157,7 @@ def _cross_entropy(ranks: int, smoothing: float) -> None:
     axis = start(ranks)
     rows, vocab = 16 // ranks, 13  # logits 13 to 15 are padding
     whole = draw(4, 5, 16).mul(3)
-    whole[..., vocab:] = 50.0  # large, so that a softmax over padding would be wrong
+    whole[..., vocab:] = 50.0  # so large that a softmax over padding is wrong
     logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
     before = logits.detach().clone()
     target = torch.randint(vocab, (4, 5), generator=torch.Generator().manual_seed(0))
@@ -183,7 +183,7 @@ def test_cross_entropy_equals_torch(ranks: int, smoothing: float) -> None:
 def _overwritten(ranks: int, dtype: torch.dtype) -> None:
     """Check that the logits' gradient equals torch's and is stored in the logits' memory.
 
-    Another use of the overwritten logits must raise.
+    A backward pass that reads the overwritten logits again must raise an error.
     """
     axis = start(ranks)
     rows, vocab = 16 // ranks, 13

@@ -43,7 +43,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def _tasks(stages: int, rules: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Yield (case, pipeline settings): plain layers with every schedule, and every other case with one schedule."""
+    """Yield (case, pipeline settings): the first case with every schedule, and each other case with one schedule."""
     plain = BY_NAME[NAMES[0]]
     for pipeline in SCHEDULES:
         for micros in (1, 5):
@@ -136,7 +136,7 @@ def _waits(pipeline: dict[str, Any], stages: int) -> list[float]:
 @pytest.mark.parametrize("pipeline", [*SCHEDULES, {"schedule": "1f1b", "extra_warmup": 2}], ids=str)
 @pytest.mark.parametrize("stages", covering([2, 3, 4], lambda stages: stages == 3))
 def test_waits_for_the_whole_device_end(pipeline: dict[str, Any], stages: int) -> None:
-    """Device synchronisations at all points of a step, on all stages, deadlock with no message.
+    """If all stages synchronise their devices at all points of a step, the step still ends, without a deadlock.
 
     torch's CUDA allocator, for example, synchronises when memory is short.
     """
@@ -182,7 +182,7 @@ def test_what_hangs_on_nccl_hangs_here(groups: int) -> None:
 def _too_early() -> tuple[bool, list[float]]:
     """Send two buffers; overwrite the first one at once, and the second one after `wait`.
 
-    Returns whether `is_completed` was true too early, and, on the receiver, the sums of the received buffers.
+    Returns whether `is_completed` was true too early, and the sums of the received buffers (none on the sender).
     """
     with nccl("eager") as device:
         device.lateness = 1.0

@@ -126,10 +126,7 @@ def test_what_one_process_has_checked_others_take_over(tiny_data: str) -> None:
 
 
 def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[int, int, int]:
-    """Train and resume; return three counts.
-
-    They are the elements read on resuming, and the parameters initialised at the first and at the second start.
-    """
+    """Train and resume; return (elements read on resuming, parameters initialised at the start, and on resuming)."""
     calls: Counter[str] = Counter()
     numbers = [0]
     honest = CheckpointReader._piece
@@ -163,7 +160,7 @@ def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
 def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
     """Check that ranks on one machine have the losses of ranks on several machines.
 
-    On one machine, each rank reads all elements that it needs, so the ranks together read more.
+    On one machine, ranks do not share what they read, so together they read at least twice as many elements.
     """
     losses = losses_of(folder)
     shutil.rmtree(folder / "checkpoints")

@@ -70,7 +70,7 @@ def plain(change: Change, stage: slice, replicas: int) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         if step == 1:
-            for at in (0, 2):  # as on two stages, where each changes its own two layers
+            for at in (0, 2):  # change two layers at a time, as each of two stages does
                 change(nn.Sequential(*every[at : at + 2]))
         optimizer.zero_grad()
         for replica in range(replicas):
@@ -122,9 +122,9 @@ def test_a_replaced_storage_is_taken_in(dtype: torch.dtype) -> None:
 
 
 def _swapped(dtype: torch.dtype) -> None:
-    """Check that replacing all weights for an evaluation and restoring them does not change training.
+    """Check that replacing all weights between two steps and restoring them does not change training.
 
-    A checkpoint that is saved during the evaluation would contain the replacements.
+    In between, the master weights, which a checkpoint would contain, equal the replacements.
     """
     engine, same = _engine(1, dtype), _engine(1, dtype)
     for step in range(2):

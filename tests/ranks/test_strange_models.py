@@ -353,4 +353,4 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
     first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
-    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # 0.01 plus rounding of bf16
+    assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # about 0.01, rounded in bf16

@@ -74,7 +74,7 @@ BF16 = {
 
 
 def _copies(config: dict[str, Any]) -> int:
-    """Return how often a step calls `engine.flatten`, which copies gradients into one buffer for their all-reduce."""
+    """Return how often a step calls `engine.flatten`, which copies gradients into one buffer for an all-reduce."""
     engine, copies = build(1, **config), 0
     flatten = engine.flatten
 
@@ -94,7 +94,7 @@ def _copies(config: dict[str, Any]) -> int:
 def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
     assert on_ranks(1, _copies, config) == [0]
     after = config | {"pipeline": {"overlap_grad_reduce": False}}
-    assert min(on_ranks(2, _copies, after)) > 0  # with replicas, there are copies to count
+    assert min(on_ranks(2, _copies, after)) > 0  # with replicas, gradients are copied
 
 
 def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
@@ -324,7 +324,7 @@ def _looks_ahead() -> int:
 
 
 def test_the_first_stage_reads_a_step_before_it_computes() -> None:
-    """The first stage reads all 10 micro-batches first, because its header announces which shapes are equal."""
+    """The first stage reads all 10 micro-batches before it computes, as its header tells how many have equal shapes."""
     assert on_ranks(2, _looks_ahead)[0] == 10
 
 
@@ -547,7 +547,7 @@ def _evaluate() -> Any:
         engine.set_dataloader(loader * 2)
     first = engine.train_batch().item()
     loss, logits = engine.eval_batch(iter(loader), return_logits=True)
-    second = engine.train_batch().item()  # continues with training data, not with evaluation data
+    second = engine.train_batch().item()  # reads the next training data, not the evaluation data
     left = len(engine._step.microbatches)
     return first, loss.item(), second, None if logits is None else tuple(logits.shape), left
 
@@ -697,7 +697,7 @@ def _bytes(micros: int) -> list[int]:
 
 @pytest.mark.parametrize("micros", [4, 9])
 def test_bytes_on_the_wire_are_the_tensors_and_one_header(micros: int) -> None:
-    """A stage sends one tensor of 4 x 6 floats per message, and to the next stage one header."""
+    """A stage's messages are tensors of 4 x 6 floats, and one header per step to the next stage."""
     from tds.channel import HEADER_SIZE
 
     message = 4 * WIDTH * 4

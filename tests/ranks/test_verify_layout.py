@@ -35,7 +35,7 @@ class Faulty(nn.Module):
 
 
 class NoGather(Faulty):
-    """A layer that averages only its own shard of an output instead of all shards."""
+    """A layer that averages a column-parallel output over this rank's shard only, not over all shards."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -47,7 +47,7 @@ class NoGather(Faulty):
 
 
 class NoSum(NoGather):
-    """A layer that lacks the all-reduce of its partial sums."""
+    """A layer that computes a partial sum on each rank, but lacks the all-reduce of these sums."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, _ = self.gate(hidden)
