@@ -117,7 +117,7 @@ class StreamWriter:
 
 
 def write_entries(path: Path, entries: Iterable[Entry]) -> str:
-    """Write the tensors one after another; return the file's SHA-256."""
+    """Write `entries` to the safetensors file `path`, one tensor after another; return the file's SHA-256."""
     entries = list(entries)
     with StreamWriter(path, entries) as writer:
         for entry in entries:
