@@ -153,8 +153,8 @@ def refuse_contradictions(
         differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
             raise CheckpointError(
-                f"{reader.path} was trained on samples of another kind: {differing}; pass --override-data to continue "
-                f"with this run's samples"
+                f"{reader.path} was trained on samples made with other settings: {differing}; pass --override-data to "
+                f"continue with this run's samples"
             )
 
 

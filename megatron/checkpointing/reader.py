@@ -31,7 +31,7 @@ class CheckpointReader:
             content = schema.read((path / INDEX).read_text(encoding="utf-8"))
             version = content.get("format")
             if version not in (2, FORMAT):
-                raise CheckpointError(f"{path} has format {version}; this version reads format 2 and {FORMAT}")
+                raise CheckpointError(f"{path} has format {version}; this version reads formats 2 and {FORMAT}")
             schema.check(content, self.sums)
             self.state, self.optimizer, self.rng_seed = content["state"], content["optimizer"], content["rng_seed"]
             self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]

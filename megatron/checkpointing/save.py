@@ -169,7 +169,7 @@ class Saver:
             self._thread, self._problem = None, _named(error)
 
     def _warn(self, lines: Iterable[str]) -> None:
-        """Print the warnings that this run has not printed before."""
+        """Print those of the warnings `lines` that this run has not printed before."""
         for line in lines:
             if line not in self._warned:
                 self._warned.add(line)

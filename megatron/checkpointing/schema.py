@@ -146,7 +146,7 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
         _expect(right, f"each of {where}.pieces", "an object with file, begin and end", piece)
         name = piece.get("file")
         _expect(
-            isinstance(name, str) and name in files, f"the file in {where}.pieces", "one that SHA256SUMS lists", name
+            isinstance(name, str) and name in files, f"each file in {where}.pieces", "one that SHA256SUMS lists", name
         )
     at = 0
     for piece in sorted(pieces, key=lambda piece: (piece["begin"], piece["end"])):
@@ -155,4 +155,6 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
                 f"{where}.pieces: expected a piece from row {at} on, found rows {piece['begin']} to {piece['end']}"
             )
         at = piece["end"]
-    _expect(at == shape[dim], f"the end of {where}.pieces", f"{shape[dim]}, the size in {where}.shape", at)
+    _expect(
+        at == shape[dim], f"the end of the last piece in {where}.pieces", f"{shape[dim]}, the size in {where}.shape", at
+    )

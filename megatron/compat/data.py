@@ -77,8 +77,8 @@ def build_train_valid_test_datasets(
     """Return the training, validation and test data sets of a T5; samples are those of `T5Samples`.
 
     An empty data set is returned as None.
-    data_prefix: path of a plain-text corpus without .bin and .idx, or the PREFIX of CPM's masked corpora
-    PREFIX_context, PREFIX_target and PREFIX_target_offset.
+    data_prefix: path of a corpus of unmasked documents, without .bin and .idx; or PREFIX, if the corpus was masked by
+    CPM-Pretrain and consists of PREFIX_context, PREFIX_target and PREFIX_target_offset.
     The last three arguments are ignored: any number of samples can be read, and files are always memory-mapped.
     """
     from ..ranks.rank_0 import print_notes
