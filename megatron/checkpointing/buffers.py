@@ -21,7 +21,7 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, BufferCopy]]) -> None:
-        """Copy the buffers that this rank saves to the CPU.
+        """Copy to the CPU the buffers that this rank saves.
 
         surveys: the result of `megatron.ranks.buffers.fingerprint_buffers` on each rank.
         """

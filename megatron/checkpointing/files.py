@@ -59,7 +59,7 @@ def publish(final: Path, temporary: Path, index: str, sums: Mapping[str, str]) -
     write_text(temporary / SUMS, "".join(f"{every[name]}  {name}\n" for name in sorted(every)), synced=True)
     sync(temporary)
     old = _aside(final)
-    if final.exists():  # an earlier save of this iteration
+    if final.exists():  # there is an earlier save of this iteration
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     temporary.rename(final)

@@ -46,7 +46,7 @@ class Wanted:
 
     @classmethod
     def by(cls, config: Config, beside_load: bool = False) -> "Wanted":
-        """Return the selection that the flags ask for.
+        """Return the parts to load and the mismatches to refuse, as the flags in `config` ask.
 
         beside_load: whether --load is given but ignored, because the run resumes from its own checkpoint.
         """

@@ -1,6 +1,6 @@
 """Parsing of a command line and JSON files into a Config.
 
-Precedence: defaults < `--config FILE` < flags. The last of several equal flags wins.
+Precedence: defaults < `--config FILE` < flags. If a flag is given several times, its last value wins.
 """
 
 import argparse

@@ -45,7 +45,7 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """Settings of a run after reconciling the JSON file with the flags."""
+    """Settings of a run after reconciling DeepSpeed's JSON file with the flags."""
 
     deepspeed: dict[str, Any]  # configuration for `tds.initialize`
     precision: str
@@ -107,7 +107,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         if zero <= 1:  # without this key, DeepSpeed would reduce these fp32 sums between replicas in bf16
             ds.setdefault("communication_data_type", "fp32")
     overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
-    # tds' ZeRO 1 does not read further options of ZeRO and bf16. If the file has any, use DeepSpeed's ZeRO 1.
+    # tds' ZeRO 1 reads only "stage" of ZeRO and "enabled" of bf16. If the file sets others, use DeepSpeed's ZeRO 1.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     overlap &= zero == 0 and p.pipe_parallel_size == 0

@@ -160,9 +160,7 @@ class MLflow:
         import mlflow
 
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            os.environ.setdefault(
-                "MLFLOW_ALLOW_FILE_STORE", "true"
-            )  # new versions of MLflow require it for file stores
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # new versions of MLflow require it for file stores
             mlflow.set_tracking_uri((run_dir.resolve() / "mlflow").as_uri())
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow, path = mlflow, run_dir / "mlflow_run"

@@ -25,7 +25,7 @@ def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
 
 
 def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
-    """Return a translation of flags that count samples: it sets `setting` to the number of iterations."""
+    """Return a function that translates a number of samples: it sets `setting` to the number of iterations."""
 
     def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
         batch = config.train_batch_size(ranks)
