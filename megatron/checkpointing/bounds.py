@@ -22,8 +22,8 @@ FEW_LAYERS, SMALL_SIZE, MOST = 512, 1 << 20, 1 << 40
 def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int]], where: Path) -> None:
     """Raise CheckpointError if a setting of the model is too large for the stored tensors.
 
-    Refused are a number of layers above both the number of tensors and 512, a size above both the largest tensor
-    dimension and 2**20, and any number above 2**40.
+    A number of layers is too large if it exceeds both the number of tensors and 512. A size is too large if it exceeds
+    both the largest tensor dimension and 2**20. Any number above 2**40 is too large.
     values: settings of the model. shapes: shapes of the stored tensors. where: file of the settings, for the message.
     """
     dims = [list(shape) for shape in shapes]

@@ -16,10 +16,13 @@ from .stream import CODES, Slot, StreamWriter, stored
 
 
 class Buffers:
-    """The buffers that this rank saves (CPU copies and full shapes, by key), and warnings for rank 0 to print."""
+    """The buffers that this rank saves, as CPU copies by checkpoint key, and warnings about buffers.
+
+    copies: key in the checkpoint -> CPU copy of the buffer. warnings: lines of text for rank 0 to print.
+    """
 
     def __init__(self, model: nn.Module, surveys: Sequence[Mapping[str, BufferCopy]]) -> None:
-        """Copy the buffers that this rank owns.
+        """Copy to the CPU the buffers that this rank saves.
 
         surveys: the result of `megatron.ranks.buffers.fingerprint_buffers` on each rank.
         """
@@ -37,7 +40,7 @@ class Buffers:
 
     @property
     def expected(self) -> dict[str, list[int]]:
-        """Full shapes of the buffers by key."""
+        """Shape of each buffer that this rank saves, keyed by the buffer's key in the checkpoint."""
         return {key: list(value.shape) for key, value in self.copies.items()}
 
     def write(self, path: Path, checksum: Checksum) -> dict[str, Any] | None:
@@ -79,8 +82,8 @@ def _not_savable(model: nn.Module) -> Iterator[str]:
 def _owner(name: str, held: Sequence[BufferCopy]) -> int:
     """Return the pipeline stage that saves a buffer.
 
-    Buffers of the loss function are saved by the last stage. Any other buffer is saved by the first stage that changed
-    its value. If no stage changed the value, the first stage that holds the buffer saves it.
+    Buffers of the loss function are saved by the last stage. Any other buffer is saved by the first stage on which its
+    value has changed. If the value has changed on no stage, the first stage that holds the buffer saves it.
     """
     stages = sorted({each.pipe for each in held})
     if name.startswith("loss_fn."):

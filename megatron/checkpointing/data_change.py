@@ -27,9 +27,9 @@ def describe(saved: Config, config: Config, dataset: Any, consumed: int, in_orde
     saved, config: settings of the checkpoint and of the resumed run.
     dataset: the training data set of `config`.
     consumed: number of samples that the checkpoint has consumed.
-    in_order: whether each corpus still gives its samples in the same order. If so, the sentence names the skipped and
-    repeated samples of each corpus. The resumed run reads each corpus from the sample that the run would have reached
-    with `config` from its start.
+    in_order: whether each corpus gives its samples in the same order with `saved` and with `config`. If so, the
+    sentence names the skipped and repeated samples of each corpus: the resumed run continues in each corpus at the
+    sample that a run with `config` from scratch would read next after `consumed` samples.
     """
     unknown = (
         f"the {consumed} samples consumed so far differ from what this data, --split and --seed produce, "
@@ -71,7 +71,10 @@ def _corpora(config: Config) -> list[Corpus]:
 
 
 def _is_ambiguous(there: list[Corpus], here: list[Corpus]) -> bool:
-    """Return whether the old or the new blend contains a corpus twice, or the files of a prefix have changed."""
+    """Return whether either blend contains a corpus twice, or the files at some prefix have changed.
+
+    there, here: corpora of the checkpoint's blend and of this run's blend.
+    """
     now = {c.prefix: c.identity for c in here}
     rewritten = any(now.get(c.prefix, c.identity) != c.identity for c in there)
     return rewritten or any(len({c.identity for c in blend}) < len(blend) for blend in (there, here))
@@ -86,8 +89,8 @@ def _consumed(corpora: list[Corpus], lengths: dict[str, int], consumed: int) -> 
     """Return how many of a blend's first `consumed` samples come from each corpus, keyed by the corpus's identity.
 
     Returns None if the weight of a corpus is unknown.
-    lengths: number of samples of each known corpus, keyed by identity. A corpus to which the user gave no weight is
-    weighted by this number.
+    lengths: number of samples in an epoch of each corpus of this run, keyed by identity. A corpus to which the user
+    gave no weight is weighted by this number.
     """
     weights = [c.weight or lengths.get(c.identity) for c in corpora]
     if len(corpora) > 1 and None in weights:

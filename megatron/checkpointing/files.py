@@ -39,8 +39,8 @@ def sync(path: Path) -> None:
 def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
     """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
-    If an earlier checkpoint exists, a crash at any moment leaves a complete checkpoint, which `latest` names or
-    `recover` can restore.
+    If an earlier checkpoint exists, a crash at any moment leaves at least one complete checkpoint: `latest` names it,
+    after a call of `recover` if the crash came between two renames.
     index: text of checkpoint.json.
     sums: the checksum of each tensor file in `temporary`, by name.
     """
@@ -49,7 +49,7 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
     write_text(temporary / checksum.file, "".join(f"{every[name]}  {name}\n" for name in sorted(every)), synced=True)
     sync(temporary)
     old = _aside(final)
-    if final.exists():  # a checkpoint of this iteration was saved before
+    if final.exists():  # there is an earlier save of this iteration
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     temporary.rename(final)
@@ -75,7 +75,7 @@ def _aside(checkpoint: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Restore a checkpoint that a crash left under its temporary name, if `latest` still names it."""
+    """Rename the checkpoint that `latest` names back to its name, if a crash left it under its temporary name."""
     name = latest_name(folder) if folder.is_dir() else None
     if name is not None and not (folder / name).exists() and _aside(folder / name).is_dir():
         _aside(folder / name).rename(folder / name)

@@ -42,12 +42,12 @@ class Wanted:
     position: bool = True  # load the iteration and the consumed samples
     optimizer: bool = True  # load moments, step counts and the loss scale
     rng: bool = True  # load the seed of the dropout streams
-    same_data: bool = True  # refuse the checkpoint if its samples differ from those of this run
+    same_data: bool = True  # refuse a checkpoint trained on samples that this run's data does not produce
     same_tokenizer: bool = True  # refuse the checkpoint if its tokenizer differs from that of this run
 
     @classmethod
     def by(cls, config: Config, beside_load: bool = False) -> "Wanted":
-        """Return the selection that the flags ask for.
+        """Return the parts to load and the mismatches to refuse, as the flags in `config` ask.
 
         beside_load: whether --load is given but ignored, because the run resumes from its own checkpoint.
         """
@@ -137,7 +137,7 @@ def refuse_contradictions(
     saved = plain_config(reader)
     there, here = _architecture(saved, reader.positions), _architecture(config, config.positions)
     if there["family"] is None or here["family"] is None:
-        there["family"] = here["family"]  # the family of a custom model is unknown, so do not compare it
+        there["family"] = here["family"]  # a custom model has no known family, so do not compare families
     differing = _differences(there, here)
     if differing and not (config.checkpoint.finetune and _only_reach(there, here)):
         more = "; pass --finetune to continue with this run's values" if _only_reach(there, here) else ""
@@ -158,8 +158,8 @@ def refuse_contradictions(
         differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
             raise CheckpointError(
-                f"{reader.path} was trained on samples of another kind: {differing}; pass --override-data to continue "
-                f"with this run's samples"
+                f"{reader.path} was trained on samples made with other settings: {differing}; pass --override-data to "
+                f"continue with this run's samples"
             )
 
 
@@ -198,7 +198,10 @@ def _architecture(config: Config, positions: int) -> dict[str, Any]:
 
 
 def _only_reach(there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Return whether the models differ only in rotary settings and window size, as after long-context extension."""
+    """Return whether the models differ only in rotary settings and window size, as after long-context extension.
+
+    there, here: settings of the checkpoint's model and of this run's model, by name.
+    """
     return all(name.startswith("rope_") or name == "sliding_window" for name in there if there[name] != here[name])
 
 
@@ -210,7 +213,7 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None:
-    """Load weights, and the state of the optimizer if wanted."""
+    """Load the weights, and the optimizer's state if `wanted.optimizer` is set."""
     moments = reader.optimizer["moments"] if wanted.optimizer else []
     if moments:
         zero_state.make_moments(engine, moments, reader.optimizer["step"], _steps(reader, engine, moments))
@@ -252,13 +255,14 @@ def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
 def _read_once(
     reader: CheckpointReader, keys: Sequence[Key], device: torch.device
 ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Yield (kind, parameter, value) for each key; a value has the local shape, in fp32 or fp64, on `device`.
+    """Yield (kind, parameter, value) for each key; a value is this rank's shard, in fp32 or fp64.
 
     The ranks of a data-parallel group divide the keys: each value is read by one rank, which broadcasts the value to
     the other ranks. A rank that cannot read a value still takes part in all broadcasts, so that no other rank hangs,
     and raises its CheckpointError or OSError at the end. If any rank raises, the values on all ranks are invalid.
     If all ranks are on the CPUs of one machine, each rank reads all values itself, as the kernel's page cache is
     faster than a broadcast.
+    device: device of the values, the one on which the model is trained.
     """
     axis, problem = mpu.get_mesh().data, None
     if device.type == "cpu" and ranks_here(dist.get_world_size()) == dist.get_world_size():

@@ -32,7 +32,7 @@ class CheckpointReader:
             content = schema.read((path / INDEX).read_text(encoding="utf-8"))
             version = content.get("format")
             if version not in (2, FORMAT):
-                raise CheckpointError(f"{path} has format {version}; this version reads format 2 and {FORMAT}")
+                raise CheckpointError(f"{path} has format {version}; this version reads formats 2 and {FORMAT}")
             schema.check(content, self.sums)
             self.state, self.optimizer, self.rng_seed = content["state"], content["optimizer"], content["rng_seed"]
             self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]
@@ -44,7 +44,7 @@ class CheckpointReader:
         self._open: dict[str, Any] = {}
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Check this rank's share of the files against their checksums: every `ranks`-th file, beginning with `rank`.
+        """Check the checksums of this rank's share of the files: every `ranks`-th file, beginning with number `rank`.
 
         Together, the ranks check all files. Raises CheckpointError, which names the file.
         """
@@ -108,9 +108,10 @@ class CheckpointReader:
         return spec.with_padding(self.read(key, *spec.rows))
 
     def check_tokenizer(self, fingerprint: str | None, way_out: str = "") -> None:
-        """Raise CheckpointError if the checkpoint was trained with another tokenizer than that of `fingerprint`.
+        """Raise CheckpointError if the checkpoint was trained with a tokenizer other than this run's.
 
-        way_out: advice that ends the message.
+        fingerprint: SHA-256 of this run's tokenizer; None skips the check.
+        way_out: advice to append to the error message.
         """
         if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
             raise CheckpointError(
@@ -134,7 +135,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "pipeline_schedule": "1f1b",
         "virtual_pipeline_size": 1,
         "pipeline_extra_warmup": 0,
-        "sequence_parallel": False,  # it needs lengths divisible by the rank count; inference takes any length
+        "sequence_parallel": False,  # needs sequence lengths divisible by the number of ranks
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
     }

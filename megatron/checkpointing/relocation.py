@@ -56,15 +56,19 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
 
 
 def kept_beside(home: Path) -> Path:
-    """Return the path of config.json beside the tokenizer copied into `home`; the file need not exist."""
+    """Return the path of the config.json beside the tokenizer that was copied into `home`.
+
+    The file may be missing.
+    """
     return home / FOLDER / "config.json"
 
 
 def keep_roles(source: Path, home: Path) -> None:
     """Copy the special token ids and generation settings found beside `source` into `home`/tokenizer, for exports.
 
-    From config.json, only the special token ids and the tokenizer's class are copied. With the other settings, the
-    folder would look like a model. Raises OSError and ValueError.
+    From config.json, only the special token ids and the tokenizer's class are copied: with the model's settings, the
+    folder would look like a model. Raises OSError, and ValueError if a JSON file is invalid.
+    source: the tokenizer's file.
     """
     ids, named = ids_beside(source), class_beside(source)
     ids |= {"tokenizer_class": named} if named and ids else {}
@@ -76,9 +80,10 @@ def keep_roles(source: Path, home: Path) -> None:
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
-    """Return the path of the tokenizer copied into `home`, a run directory or checkpoint folder; None without a copy.
+    """Return the path of the tokenizer that was copied into `home`; None if there is no copy.
 
-    vocab_file: the original path. If a file of that name was copied, its copy is returned, else the folder.
+    The path is that of the copied file if its name is that of `vocab_file`, else that of the folder `home`/tokenizer.
+    home: a run directory, or its folder of checkpoints. vocab_file: --vocab-file of the run that made the copy.
     """
     folder = home / FOLDER
     if vocab_file is not None and (folder / Path(vocab_file).name).is_file():
@@ -95,7 +100,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
 
 
 def relocated(config: Config, run_dir: Path) -> Config:
-    """Return the settings of a run that was moved to `run_dir`, with paths inside the old run directory updated."""
+    """Return the settings of a run whose directory was moved to `run_dir`: paths inside the directory follow it."""
     d = config.data
     was = config.log.run_dir
 

@@ -1,4 +1,4 @@
-"""The start of a run: from its own newest checkpoint, from another one, or from scratch."""
+"""The start of a run: from its own newest checkpoint, from the checkpoint of --load, or from scratch."""
 
 import hashlib
 from pathlib import Path
@@ -20,7 +20,7 @@ from .reader import CheckpointReader, plain_config
 from .relocation import corpus_fingerprint
 from .state import TrainState
 
-MANY = 10**8  # comparing more samples than this takes longer than a few seconds
+MANY = 10**8  # with more samples than this, comparing them takes more than a few seconds
 
 
 class Start(NamedTuple):
@@ -57,7 +57,8 @@ def start_or_resume(
 ) -> tuple[TrainState, Config]:
     """Load the checkpoint that `find_start` returned, if any.
 
-    Returns the state of the run, and the settings of the run with the learning-rate schedule to continue with.
+    Returns the state of the run, and `config` with the learning-rate schedule of the checkpoint if the run continues
+    it.
     Rank 0 checks that the samples consumed so far are those of `dataset`, the training data set.
     If any rank fails, every rank raises RunError.
     """
@@ -73,7 +74,7 @@ def start_or_resume(
         return state, config
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     saved = plain_config(CheckpointReader(path))
-    # Iteration 0 means imported weights. Their checkpoint has a default learning-rate schedule: keep this run's then.
+    # Iteration 0 means imported weights. Their checkpoint has only a default learning-rate schedule: ignore it.
     if state.iteration:
         config, note = settled(config, saved)
         if note:
@@ -93,8 +94,9 @@ def start_or_resume(
 def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, dataset: Any, wanted: Wanted) -> int:
     """Return the hash of the first `state.consumed_samples` samples of `dataset`.
 
-    Raises CheckpointError if the checkpoint has consumed other samples. With --override-data, prints a note instead.
-    begin: initial value of the hash.
+    Raises CheckpointError if these are not the samples that the checkpoint has consumed. With --override-data, prints a
+    note instead.
+    begin: initial value of the hash, from `_corpora`.
     """
     found = extend(begin, dataset, 0, state.consumed_samples)
     others = state.consumed_samples > 0 and _other_documents(saved, config)
@@ -115,8 +117,9 @@ def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, 
 def _other_documents(saved: Config, config: Config) -> bool:
     """Return whether --split selects other training documents than in the checkpoint.
 
-    The sample hash can miss a changed split: it depends on the number of samples in an epoch, which can be equal for
-    two splits. The definition of the hash cannot change, as existing checkpoints contain such hashes.
+    The sample hash alone can miss a changed split: of the split, only the number of samples in an epoch enters the
+    hash, and two splits can have the same number. Existing checkpoints contain such hashes, so their definition must
+    not change.
     """
     if saved.data.split == config.data.split or not (saved.data.data_path and config.data.data_path):
         return False
@@ -124,7 +127,7 @@ def _other_documents(saved: Config, config: Config) -> bool:
     for prefix in prefixes_of(config.data.paths):
         try:
             documents = IndexedDataset(prefix).num_documents
-        except (DatasetError, OSError):  # not an indexed dataset: another format, or data of a custom entry script
+        except (DatasetError, OSError):  # no indexed dataset at this prefix
             return there[0] != here[0]
         if split_documents(there, documents)[0] != split_documents(here, documents)[0]:
             return True
@@ -134,7 +137,7 @@ def _other_documents(saved: Config, config: Config) -> bool:
 def _corpora(config: Config) -> int:
     """Return the initial value of the sample hash: a hash of the training corpora's content, not of their paths."""
     if not (config.data.data_path or config.data.train_data_path):
-        return 0  # a custom entry script provides the data sets
+        return 0  # a custom entry script provides the data sets, so there are no corpora to hash
     paths = config.data.paths
     looks = " ".join(map(corpus_fingerprint, prefixes_of(paths["train"] if isinstance(paths, dict) else paths)))
     return int.from_bytes(hashlib.sha256(looks.encode()).digest()[:8])

@@ -1,4 +1,4 @@
-"""Saving of checkpoints: every rank writes its share, at once or in the background, and rank 0 publishes the whole."""
+"""Saving of checkpoints: every rank writes its share, at once or in a thread, and rank 0 publishes the checkpoint."""
 
 import contextlib
 import json
@@ -122,9 +122,10 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: TrainState) -> None:
-        """Write this rank's share of a checkpoint, or copy it and start a thread that writes it. Raises RunError.
+        """Write this rank's share of a checkpoint. With background saves, copy it and start a thread that writes it.
 
-        If writing the share fails, `finish` raises the error on all ranks.
+        Raises RunError if replicas differ or the folder cannot be made. If writing the share fails, `finish` raises the
+        error on all ranks.
         """
         assert not self.pending, "finish() comes before the next begin()"
         check_replicas(self.engine)
@@ -173,7 +174,7 @@ class Saver:
             self._thread, self._problem = None, _named(error)
 
     def _warn(self, lines: Iterable[str]) -> None:
-        """Print the warnings that this run has not printed before."""
+        """Print those of the warnings `lines` that this run has not printed before."""
         for line in lines:
             if line not in self._warned:
                 self._warned.add(line)
@@ -278,7 +279,7 @@ def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fing
 
 
 def _named(error: Exception) -> Exception:
-    """Convert the error to a type that `all_ranks` handles; the message names the type of an unexpected error."""
+    """Return `error` if it is an OSError or ValueError, which `all_ranks` handles, else a ValueError that names it."""
     if isinstance(error, (OSError, ValueError)):
         return error
     return ValueError(f"{type(error).__name__} {describe(error)}" if str(error) else type(error).__name__)
@@ -305,7 +306,7 @@ def _temporary(final: Path) -> Path:
 
 
 def _gather_on_rank_0(report: Any) -> list[Any]:
-    """Return every rank's report on rank 0, which writes the index, and an empty list on the other ranks."""
+    """Return the reports of all ranks on rank 0, which writes checkpoint.json, and an empty list on other ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     reports = [report] * world if is_rank_0() else []
     if world > 1:

@@ -155,4 +155,6 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
                 f"{where}.pieces: expected a piece from row {at} on, found rows {piece['begin']} to {piece['end']}"
             )
         at = piece["end"]
-    _expect(at == shape[dim], f"the end of {where}.pieces", f"{shape[dim]}, the size in {where}.shape", at)
+    _expect(
+        at == shape[dim], f"the end of the last piece in {where}.pieces", f"{shape[dim]}, the size in {where}.shape", at
+    )

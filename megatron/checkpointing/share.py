@@ -47,7 +47,7 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
         load[writer[name]] += math.prod(mpu.spec_of(parameter).local_shape)
     parts = []
     for name, parameter in every:
-        _, begin, end = mpu.spec_of(parameter).rows  # empty if this rank's shard is only vocabulary padding
+        _, begin, end = mpu.spec_of(parameter).rows  # no rows if this shard is only vocabulary padding
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
             mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
@@ -65,7 +65,7 @@ def _is_on_every_stage(model: Any, name: str) -> bool:
 
 
 def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
-    """Return the full shape, by key, of each tensor that the checkpoint must contain according to this rank.
+    """Return key -> full shape of the tensors that this rank expects in the checkpoint.
 
     These tensors are all weights of `parts`, and the moments that this rank writes.
     """
@@ -83,7 +83,10 @@ def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
-    """Return, by name, the step counts of this rank's written parameters that differ from the maximum `most`."""
+    """Return name -> step count of each parameter that this rank writes and whose step count is not `most`.
+
+    most: the optimizer's step count, the largest of all parameters.
+    """
     steps = {part.name: zero_state.step_of(engine, part.parameter) for part in parts if part.mine}
     return {name: step for name, step in steps.items() if step is not None and step != most}
 
@@ -106,6 +109,8 @@ def write_share(
 ) -> dict[str, Any] | None:
     """Write this rank's file and return the file's report; None if this rank has nothing to write.
 
+    The report has the file's name ("file"), its checksum ("sum"), each tensor's full shape and stored rows
+    ("tensors"), and the names of parameters on several stages that get gradients on this one ("learns").
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)
@@ -144,15 +149,15 @@ def write_share(
 
 
 def _finite(x: Tensor) -> bool:
-    """Return whether all elements are finite, without allocating a mask."""
+    """Return whether all elements are finite, without allocating a boolean tensor of the size of `x`."""
     return not x.numel() or all(map(math.isfinite, (each.item() for each in torch.aminmax(x))))
 
 
 def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the reports of all files into each tensor's full shape, split dimension and pieces, by key.
+    """Merge the reports of all files; return key -> full shape, split dimension and pieces of each tensor.
 
-    Several stages hold a parameter that is not tied but lies in a tied module or in the PipelineModule itself. Such a
-    parameter is taken from the stage on which the parameter gets gradients.
+    A parameter that is not tied, but lies in a tied module or in the PipelineModule itself, is held and written by
+    several stages. The result then names the file of the stage on which the parameter gets gradients.
     """
     merged: dict[str, Any] = {}
     for report in reports:

@@ -129,7 +129,7 @@ class StreamWriter:
 
 
 def write_entries(path: Path, entries: Iterable[Entry], checksum: Checksum) -> str:
-    """Write the tensors one after another; return the file's checksum."""
+    """Write `entries` to the safetensors file `path`, one tensor after another; return the file's checksum."""
     entries = list(entries)
     with StreamWriter(path, entries, checksum) as writer:
         for entry in entries:

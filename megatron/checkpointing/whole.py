@@ -11,9 +11,9 @@ from .reader import CheckpointReader
 def check_complete(
     folder: Path, tensors: Mapping[str, Any], expected: Mapping[str, Sequence[int]] | None = None
 ) -> None:
-    """Raise CheckpointError if a tensor or rows are missing, or if a file contradicts the index.
+    """Raise CheckpointError if a tensor or some of its rows are missing, or if a file's header contradicts `tensors`.
 
-    tensors: key -> shape, dim and pieces, as in the index, checkpoint.json.
+    tensors: key -> shape, dim and pieces, as in checkpoint.json, the index.
     expected: key -> shape of each tensor that must exist. If None, only the files of `tensors` are checked.
     """
     for key, shape in (expected or {}).items():

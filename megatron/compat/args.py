@@ -43,7 +43,7 @@ ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
 }
 _SCALE = 'DeepSpeed holds the loss scale, see "fp16" of --deepspeed-config'
-# Attribute of CPM-Pretrain without a value in this project -> reason that the error message gives.
+# Name of an attribute in CPM-Pretrain that has no value in this project -> the reason, for the error message.
 WITHOUT_VALUE = {
     "adlr_autoresume_interval": "SIGTERM makes a run save and end",
     **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _SCALE),

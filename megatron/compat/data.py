@@ -24,7 +24,8 @@ def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -
 def by_original_keywords(family: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that lets a data-set builder also accept CPM-Pretrain's keywords.
 
-    A call with `data_prefix=` returns the training, validation and test data sets.
+    A call with the keyword `data_prefix` returns CPM-Pretrain's result: the training, validation and test data sets.
+    family: model family of the data sets, a key of `_BUILDERS`.
     """
 
     def decorate(build: Callable[P, R]) -> Callable[P, R]:
@@ -48,7 +49,7 @@ def _gpt2(
     train_valid_test_num_samples: Sequence[int] = (),
     skip_warmup: bool = True,
 ) -> tuple[Any, ...]:
-    """Return the training, validation and test data sets; a sample is {"text": [s + 1]}.
+    """Return the training, validation and test data sets of GPT-2; a sample is {"text": token ids [seq_length + 1]}.
 
     An empty data set is returned as None.
     """
@@ -76,8 +77,8 @@ def build_train_valid_test_datasets(
     """Return the training, validation and test data sets of a T5; samples are those of `T5Samples`.
 
     An empty data set is returned as None.
-    data_prefix: path of a plain-text corpus without .bin and .idx, or the PREFIX of CPM's masked corpora
-    PREFIX_context, PREFIX_target and PREFIX_target_offset.
+    data_prefix: path of a corpus of unmasked documents, without .bin and .idx; or PREFIX, if the corpus was masked by
+    CPM-Pretrain and consists of PREFIX_context, PREFIX_target and PREFIX_target_offset.
     The last three arguments are ignored: any number of samples can be read, and files are always memory-mapped.
     """
     from ..ranks.rank_0 import print_notes
@@ -107,7 +108,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
         sample = self.dataset[n]
         ids = sample["encoder_document_ids"]
         ends = (ids != ids.roll(-1)).long()
-        ends[-1] = 0  # the last document may continue in the next sample
+        ends[-1] = 0  # not known to be an end: the last document may continue in the next sample
         return {
             "contexts": sample["encoder"],
             "targets": sample["decoder"],

@@ -118,7 +118,8 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
     other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)
-    # Encoder ids start at 1. A decoder token whose document is not in the encoder gets id 0 and attends to all.
+    # Encoder ids start at 1. A decoder token that attends to the whole encoder sequence, although the sample has
+    # several documents, gets id 0: its document is not in the encoder.
     decoder_ids = found.masked_fill(sees_all & other, 0)
     expected = _t5_masks(encoder_ids, decoder_ids)
     for name, ours, theirs in zip(("encoder mask", "decoder mask", "cross mask"), expected, given, strict=True):
@@ -131,7 +132,7 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
 def refuse_other_positions(name: str, given: Tensor, document_ids: Tensor, reset: bool) -> None:
     """Raise ValueError unless the positions `given` [b, s] count from 0.
 
-    With `reset`, positions must restart at 0 in each document.
+    name: "encoder" or "decoder", for the message. reset: whether positions must restart at 0 in each document.
     """
     restart = reset and document_ids.numel() > 0
     expected = positions_in_documents(document_ids) if restart else _counted(given)

@@ -71,9 +71,10 @@ class GPT2Model(gpt2.GPT2Model):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits, or the loss if `labels` are given.
+        """Return the logits, or the loss if `labels` are given, as `megatron.model.gpt2.GPT2Model` does.
 
-        document_ids: document ids, or an attention mask, bool [1 or b, 1, s, s].
+        document_ids: document ids [b, s], or an attention mask, bool [1 or b, 1, s, s], True where attention is
+        forbidden.
         """
         if document_ids is not None and document_ids.dim() == 4:
             document_ids = decoder_documents(document_ids, tokens)
@@ -103,7 +104,7 @@ class T5Model(t5.T5Model):
     def forward(
         self, *inputs: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **named: Any
     ) -> Tensor:
-        """Return the logits, or the loss if `labels` are given.
+        """Return the logits, or the loss if `labels` are given, as `megatron.model.t5.T5Model` does.
 
         inputs: the inputs of `megatron.model.t5.T5Model`, or CPM-Pretrain's seven (see `t5_inputs`).
         """

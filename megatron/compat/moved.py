@@ -53,7 +53,7 @@ MOVED = {
 }
 _GONE = {
     old for old in _PACKAGES if old not in ("megatron.checkpointing", "megatron.config", "megatron.data")
-}  # packages without any module left
+}  # old packages from which all modules have moved away
 
 
 def install() -> None:

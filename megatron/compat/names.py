@@ -1,7 +1,7 @@
 """Modules and names of CPM-Pretrain: where each is in this project, or what replaces it.
 
 `install()` makes `import` follow these tables, so this project needs no files with CPM-Pretrain's names. Importing a
-name that has only a replacement raises ImportError, and the message names the replacement.
+name that this project lacks raises ImportError, and the message says what to use instead.
 docs/reference/imports.md shows the tables.
 """
 
@@ -238,18 +238,18 @@ _EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} -
 def find(module: str, name: str) -> Any:
     """Return this project's object for `module.name` of CPM-Pretrain.
 
-    Raises ImportError if the object has only a replacement, which the message names. Raises AttributeError for an
-    unknown name.
+    Raises ImportError if this project has no such object; the message says what to use instead. Raises AttributeError
+    if CPM-Pretrain has no such name either.
     """
     if (module, name) in HOMES:
         return getattr(importlib.import_module(HOMES[module, name]), name)
     if (module, name) in COUNTERPARTS:
         raise ImportError(
-            f"{module}.{name} of CPM-Pretrain is not part of this package; instead: {COUNTERPARTS[module, name]}"
+            f"{module}.{name} of CPM-Pretrain is not part of this project; instead: {COUNTERPARTS[module, name]}"
         )
     if f"{module}.{name}" in GONE_MODULES:
         raise ImportError(
-            f"{module}.{name} of CPM-Pretrain is not part of this package: {GONE_MODULES[f'{module}.{name}']}"
+            f"{module}.{name} of CPM-Pretrain is not part of this project: {GONE_MODULES[f'{module}.{name}']}"
         )
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
@@ -271,7 +271,7 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in GONE_MODULES:
             raise ModuleNotFoundError(
-                f"{name} of CPM-Pretrain is not part of this package: {GONE_MODULES[name]}", name=name
+                f"{name} of CPM-Pretrain is not part of this project: {GONE_MODULES[name]}", name=name
             )
         if name in MODULES:
             return ModuleSpec(name, _Names(name), is_package=any(each.startswith(f"{name}.") for each in MODULES))

@@ -17,7 +17,7 @@ def _refuse_other_topology(topology: Any) -> None:
 
 
 class _TakesMasks:
-    """Mixin of pipeline models: the script's `_megatron_batch_fn` may return attention masks."""
+    """Mixin for pipeline models: converts attention masks of the script's `_megatron_batch_fn` to document ids."""
 
     _own_batch_fn: BatchFunction | None = None
 

@@ -31,7 +31,7 @@ FAMILIES = {"T5Tokenizer": "t5"}  # tokenizer_type in args_defaults -> model fam
 
 
 def is_original(provider: Callable[..., Any]) -> bool:
-    """Return whether a data-set provider is written for CPM-Pretrain: it requires an argument, the sample counts."""
+    """Return whether a data-set provider is written for CPM-Pretrain: it then requires the numbers of samples."""
     try:
         parameters = inspect.signature(provider).parameters.values()
     except (TypeError, ValueError):  # a callable without a signature
@@ -41,7 +41,7 @@ def is_original(provider: Callable[..., Any]) -> bool:
 
 
 def numbers_of_samples(config: Config, ranks: int) -> list[int]:
-    """Return how many samples a run of `ranks` ranks reads for training, validation and test."""
+    """Return [training, validation, test]: how many samples a whole run on `ranks` ranks reads of each data set."""
     t, batch = config.train, config.train_batch_size(ranks)
     evaluations = t.train_iters // t.eval_interval + 1 if t.eval_interval else 1
     return [t.train_iters * batch, evaluations * t.eval_iters * batch, t.eval_iters * batch]
@@ -110,7 +110,7 @@ class FunctionsTask(Task):
 
 
 def _no_forward_step(batches: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Any]:
-    """Raise ValueError, in place of a missing `forward_step`, as a model without a pipeline needs one."""
+    """Stand in for a missing `forward_step`: raise ValueError, as a model without a pipeline needs this function."""
     raise ValueError(
         "pretrain() has no forward_step, which a model without a pipeline needs: pass it as the third argument"
     )

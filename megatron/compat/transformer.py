@@ -19,7 +19,7 @@ class MegatronModule(nn.Module):
     def state_dict_for_save_checkpoint(
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return `self.state_dict(...)`."""
+        """Return `state_dict()` of this module with the same arguments."""
         state: dict[str, Any] = self.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return state
 

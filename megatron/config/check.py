@@ -50,7 +50,7 @@ def _one_sentence(script: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Exit with code 0 if the flags are valid, else print the error of the training script and exit with code 2."""
+    """Exit with code 0 if the flags are valid, else print the training script's error message and exit with code 2."""
     family, ranks, *argv = sys.argv[1:]
     with _one_sentence(f"pretrain_{family}.py"):
         config = parse(argv, DEFAULTS[family], int(ranks))

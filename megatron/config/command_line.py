@@ -1,6 +1,6 @@
 """Parsing of a command line and JSON files into a Config.
 
-Precedence: defaults < `--config FILE` < flags. The last of several equal flags wins.
+Precedence: defaults < `--config FILE` < flags. If a flag is given several times, its last value wins.
 """
 
 import argparse
@@ -99,9 +99,9 @@ def help_if_asked(family: str | None = None) -> None:
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
-    """Return a function that converts a word to `kind`, but the word `none` to None.
+    """Return a function that converts the word `none` to None and any other word to `kind`.
 
-    With `none`, a flag removes an optional setting that a file sets.
+    The word `none` after a flag removes an optional setting that a --config file sets.
     """
 
     def read(word: str) -> Any:
@@ -142,7 +142,7 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _there_are(path: str) -> str:
-    """Return a hint that lists existing settings files of the same model if the file `path` does not exist."""
+    """Return `; there are FILES`, the settings files of the same model, if the file `path` does not exist, else ""."""
     wanted = Path(path)
     folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
     beside = sorted(folder.glob(f"{wanted.stem.rpartition('_')[0]}_*.json")) if "_" in wanted.stem else []

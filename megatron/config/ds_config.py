@@ -45,7 +45,7 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """Settings of a run after reconciling the JSON file with the flags."""
+    """Settings of a run after reconciling DeepSpeed's JSON file with the flags."""
 
     deepspeed: dict[str, Any]  # configuration for `tds.initialize`
     precision: str
@@ -55,7 +55,7 @@ class Resolved:
     wall_clock_breakdown: bool
     overlap_grad_reduce: bool  # without ZeRO: tds' GradReducer, instead of DeepSpeed, all-reduces gradients
     distributed_optimizer: bool  # ZeRO 1: use tds' DistributedOptimizer instead of DeepSpeed's optimizer
-    notes: tuple[str, ...] = ()  # notes on values in the file that flags override, where the results stay the same
+    notes: tuple[str, ...] = ()  # one for each value in the file that a flag overrides, if the results stay the same
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -102,12 +102,12 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         ds[precision] = {**given.get(precision, {}), "enabled": True}
     if precision == "bf16":
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
-        # Add each bf16 gradient to its fp32 sum at once and free it; by default, it stays until the pass ends.
+        # Add each bf16 gradient to its fp32 sum at once and free it. DeepSpeed's default keeps it until the pass ends.
         ds["bf16"].setdefault("immediate_grad_update", True)
         if zero <= 1:  # without this key, DeepSpeed would reduce these fp32 sums between replicas in bf16
             ds.setdefault("communication_data_type", "fp32")
     overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
-    # Only DeepSpeed's ZeRO 1 reads options of ZeRO and bf16 besides "stage" and "enabled": use it if there are any.
+    # tds' ZeRO 1 reads only "stage" of ZeRO and "enabled" of bf16. If the file sets others, use DeepSpeed's ZeRO 1.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     overlap &= zero == 0 and p.pipe_parallel_size == 0

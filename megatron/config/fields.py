@@ -30,7 +30,7 @@ def first_of(names: Sequence[object], most: int = 8) -> str:
 
 
 def listed(problems: Sequence[str], title: str) -> str:
-    """Return the text of a single problem, or for several problems a line `N title:` and one line per problem."""
+    """Return a single problem unchanged; for several, a first line `N title:`, followed by one line per problem."""
     return problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} {title}:", *problems])
 
 

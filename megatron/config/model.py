@@ -207,12 +207,16 @@ class ModelConfig(DecoderConfig):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings with `family` filled in. Settings files without `family` are old: gpt2 or t5."""
+    """Return the settings `values`, by name, with `family` added if it is missing.
+
+    Only old settings files lack `family`: it is t5 if they set enc_seq_length, else gpt2. The settings are then passed
+    through `without_t5s_objective`.
+    """
     return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 
 
 def without_t5s_objective(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's flat settings; drop the objective `span-corruption` if the family is not t5.
+    """Return the settings `values` of a file, by name, without the objective `span-corruption` if the family is not t5.
 
     Older versions stored this default objective of T5 in the settings of all families.
     """

@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
         "tensors that it saves",
     )
     save_interval: int = opt(1000, "iterations between two checkpoints; 0 saves only at the end", at_least(0))
-    save_at_end: bool = opt(True, "save after the last iteration")
+    save_at_end: bool = opt(True, "save a checkpoint after the last iteration")
     max_failed_saves: int = opt(
         3,
         "number of consecutive failed saves (e.g. on a full disk) to tolerate; 0 ends the run at the first failed save",
@@ -37,9 +37,13 @@ class CheckpointConfig(Section):
     keep_every: int | None = opt(
         None, "with --keep-last: also keep checkpoints whose iteration is a multiple of this number", at_least(1)
     )
-    exit_duration_in_mins: float | None = opt(None, "save and end the run after this many minutes", at_least(0))
+    exit_duration_in_mins: float | None = opt(
+        None, "save a checkpoint and end the run after this many minutes", at_least(0)
+    )
     exit_interval: int | None = opt(
-        None, "save and end after the next iteration that is a multiple of this number", at_least(1)
+        None,
+        "save a checkpoint and end the run after the next iteration that is a multiple of this number",
+        at_least(1),
     )
 
     def _problems(self) -> Iterator[str]:

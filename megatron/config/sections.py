@@ -46,7 +46,7 @@ class Config:
         split = f"cannot be split over --model-parallel-size {ranks}"
         if m.num_attention_heads % ranks:
             yield f"--num-attention-heads {m.num_attention_heads} {split}"
-        heads = m.key_value_heads  # if there are fewer heads than ranks, several ranks share a head
+        heads = m.key_value_heads  # if there are fewer key/value heads than ranks, several ranks share one
         if heads % ranks and ranks % heads:
             yield f"--num-key-value-heads {heads} {split}: one must be a multiple of the other"
         if ranks > heads and 2 * heads * m.head_size % ranks:
@@ -185,7 +185,7 @@ class Config:
 
     @property
     def positions(self) -> int:
-        """Longest sequence in tokens. This is also the size of the table of learned positions."""
+        """Length of the longest sequence that the model can read, in tokens; also the number of learned positions."""
         d = self.data
         return self.model.max_position_embeddings or max(d.seq_length, d.enc_seq_length or 0, d.dec_seq_length or 0)
 

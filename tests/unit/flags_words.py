@@ -29,7 +29,7 @@ CHINESE = {
     "no effect if the file is merges.txt next to --vocab-file, refused otherwise": "是 --vocab-file 旁边的 merges.txt 时不起作用，在别处则拒绝",
     ".bin and .idx files are always memory-mapped": ".bin 和 .idx 总是用内存映射读取",
     "rebuild the corpus with tools/preprocess_data.py": "用 tools/preprocess_data.py 重新生成语料",
-    "the data loader always works like this": "数据的读取方式本来如此",
+    "the data loader always reads samples in the order of the data set": "数据的读取方式本来如此",
     "the throughput is always logged": "吞吐量总会记录",
     "samples are always shuffled by --seed, not by the data loader": "样本只有一种顺序，由 --seed 打乱",
     # Reasons why a flag has no effect.

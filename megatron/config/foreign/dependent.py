@@ -1,6 +1,7 @@
 """Translation of other frameworks' flags whose meaning depends on other settings.
 
-Each function takes the settings without this flag, the value of the flag and the number of ranks.
+Each function takes the settings of the run, as they are without the flag, the flag's value and the number of ranks. It
+returns the flag's outcome: settings of this project, no effect, or a refusal.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,13 +25,13 @@ def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
 
 
 def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
-    """Return a function that translates a number of samples to a number of iterations, the value of `setting`."""
+    """Return a function that translates a number of samples: it sets `setting` to the number of iterations."""
 
     def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
         batch = config.train_batch_size(ranks)
         if samples < batch:
             return Refused(f"it is less than one global batch of {batch} samples")
-        return Means({setting: samples // batch}, f"global batches of {batch} samples")
+        return Means({setting: samples // batch}, f"a global batch has {batch} samples")
 
     return on
 
@@ -89,7 +90,7 @@ def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
     return (
         NoEffect("the momentum of --optimizer sgd is always 0.9")
         if value == 0.9
-        else Refused("the momentum of --optimizer sgd is 0.9")
+        else Refused("the momentum of --optimizer sgd is 0.9 and cannot be changed")
     )
 
 
@@ -106,7 +107,7 @@ def groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
     """Translate --group-query-attention: without --num-query-groups, it means one group, as in Megatron-LM."""
     if config.model.num_key_value_heads is not None:
         return NoEffect("--num-key-value-heads sets the number of groups")
-    return Means({"num_key_value_heads": 1}, "one group, Megatron-LM's default")
+    return Means({"num_key_value_heads": 1}, "Megatron-LM's default is one group")
 
 
 def norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:

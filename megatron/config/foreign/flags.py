@@ -293,7 +293,7 @@ MEGATRON = (
         "--dataloader-type",
         ByValue(
             {
-                "single": NoEffect("the data loader always works like this"),
+                "single": NoEffect("the data loader always reads samples in the order of the data set"),
                 "cyclic": Refused("samples are always shuffled by --seed, not by the data loader"),
             }
         ),

@@ -16,10 +16,10 @@ def given(value: Any) -> Any:
 class Means:
     """Translation to settings of this project.
 
-    settings: setting -> constant, or function of the value that the user gave.
-    but: note on the difference from the other framework; if there is `unless`, a note on the settings in `unless`.
-    unless: further settings, which apply only if the user does not change them from their defaults: setting ->
-    constant, or function of the dict of all settings.
+    settings: setting -> its value: a constant, or a function of the value that the user gave.
+    unless: like `settings`, for further settings, each of which applies unless the user has changed it from its
+    default. A function receives the dict of all settings.
+    but: note for the user on `unless`, if there are such settings, else on the difference from the other framework.
     """
 
     settings: Mapping[str, Any]
@@ -45,6 +45,7 @@ class Refused:
 class ByValue:
     """Outcome that depends on the flag's value.
 
+    values: value of the flag -> its outcome.
     other: outcome for a value that is not in `values`; if None, such a value is refused.
     """
 
@@ -56,7 +57,7 @@ class ByValue:
 class Depends:
     """Outcome that depends on other settings and the world size.
 
-    on: function (config, value, ranks) -> outcome. says: summary for the documentation.
+    on: function (settings of the run, value of the flag, world size) -> outcome. says: summary for the documentation.
     """
 
     on: "Callable[[Config, Any, int], Means | NoEffect | Refused]"
@@ -70,7 +71,7 @@ Outcome = Means | NoEffect | Refused | ByValue | Depends
 class Row:
     """Row of the translation table.
 
-    names: equivalent flags, separated by spaces.
+    names: flags that all have this outcome, separated by spaces.
     takes: type of the flag's value; None for no value, list for several words, object for an optional value.
     """
 

@@ -83,7 +83,7 @@ def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
 
 
 def _flags_for(theirs: str) -> set[str]:
-    """Return the flags of this project that replace a foreign flag; without any, {""}, which matches no flag."""
+    """Return the flags of this project that replace a foreign flag; if there are none, {""}, which is no flag."""
     return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
 
 
@@ -109,7 +109,7 @@ def settings_for(key: str) -> list[str]:
 
 
 def _is_switch(name: str) -> bool:
-    """Return whether all that a foreign flag does is set settings of this project to True."""
+    """Return whether a foreign flag needs no value and only sets settings of this project to True."""
     row = FLAGS[name]
     return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
 
@@ -126,8 +126,8 @@ def written(name: str, value: Any) -> str:
 class Translation:
     """Translation of one source (file or command line): resulting settings, notes and problems.
 
-    own: settings that the source gives under this project's names. `values` starts with these settings; translated
-    settings are added to `values`.
+    own: settings that the source gives under this project's names. `values` starts with them; the settings to which
+    foreign flags translate are added to it.
     """
 
     def __init__(self, own: Mapping[str, Any]) -> None:
@@ -165,8 +165,8 @@ class Translation:
     def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
         """Return the settings that translated flags imply (`Means.unless`), and add a note on each flag.
 
-        values: all settings so far. A setting that differs from its default is kept.
-        said: settings given with higher precedence. They are not overridden.
+        values: all settings so far. Settings in it that differ from their defaults are not overridden.
+        said: names of settings that a source of higher precedence gives. They are not overridden, either.
         """
         found: dict[str, Any] = {}
         for given, new, outcome in self._open:
