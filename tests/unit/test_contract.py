@@ -70,7 +70,7 @@ ATTRIBUTES = {
     ("accelerators", "get_accelerator"): "accelerator", ("deepspeed", "checkpointing"): "checkpointing",
     ("deepspeed", "comm"): "comm", ("deepspeed", "zero"): "zero",
 }  # fmt: skip
-PLACES = {  # kind of object -> classes or modules of DeepSpeed under which CONTRACT lists its attributes
+PLACES = {  # kind of object -> the classes or modules of DeepSpeed that define the attributes listed in CONTRACT
     "engine": ("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed.runtime.pipe.engine:PipelineEngine"),
     "module": ("deepspeed.runtime.pipe.module:PipelineModule",),
     "grid": ("deepspeed.runtime.pipe.topology:PipelineParallelGrid",),

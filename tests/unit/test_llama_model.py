@@ -156,7 +156,7 @@ def documents(length: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("restart", [False, True])
 def test_documents(restart: bool, apart: bool, window: int | None) -> None:
-    """Logits equal Hugging Face's if documents restart positions, limit attention to themselves, or do both."""
+    """Logits equal Hugging Face's if positions restart at documents, attention stays within documents, or both."""
     flags = ("--reset-position-ids " if restart else "") + ("--reset-attention-mask" if apart else "")
     other, ours = pair("Mistral", flags, window=window)
     ids, positions = documents(21)

@@ -107,7 +107,7 @@ def test_batches_that_do_not_go_together(given: tuple[int | None, ...], words: s
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 32), (3, 21)])
 def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int) -> None:
-    """Bubble and peak memory, extrapolated from a few micro-batches, equal those of the complete schedule."""
+    """The planner's bubble and peak memory, extrapolated from few micro-batches, equal those of the whole schedule."""
     chunks = 2 if name == "interleaved" else 1
     schedule = schedule_of({"schedule": name, "extra_warmup": 0}, chunks)
     plan = [list(schedule(stage, stages, micros)) for stage in range(stages)]
@@ -153,7 +153,7 @@ def test_layouts_are_legal() -> None:
         p = each.parallel
         assert p.data_parallel_size(16) * p.stages * p.model_parallel_size == 16
         assert each.train_batch_size(16) == 64
-        assert p.model_parallel_size <= 4  # ranks split the model's 4 attention heads
+        assert p.model_parallel_size <= 4  # the model has 4 attention heads
         assert p.zero_stage and (p.zero_stage == 1 or not p.pipe_parallel_size)
         resolve(each, 16, True)
 
