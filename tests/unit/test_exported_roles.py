@@ -100,7 +100,7 @@ def test_every_role_that_came_in_goes_out(name: str, tmp_path: Path) -> None:
     main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
     same_roles(folder, tmp_path / "out")
-    keep_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer into c, as a run does
+    keep_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer into folder c, as a training run does
     shutil.rmtree(folder / "config.json", ignore_errors=True)
     kept = str(tmp_path / "c" / FOLDER)
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "again"), "--vocab-file", kept]))

@@ -146,7 +146,7 @@ def test_bf16_is_as_near_to_fp32_as_hugging_faces(kind: str) -> None:
 
 
 def documents(length: int) -> tuple[Tensor, Tensor]:
-    """Return document ids [2, s] and positions [2, s], which restart in each document."""
+    """Return document ids [2, s] and positions [2, s]; the positions restart in each document."""
     ids = torch.tensor([[0] * 4 + [1] * (length - 4), [0] * 9 + [1] * 3 + [2] * (length - 12)])
     first = torch.tensor([[0] * 4 + [4] * (length - 4), [0] * 9 + [9] * 3 + [12] * (length - 12)])
     return ids, torch.arange(length).expand(2, -1) - first

@@ -62,7 +62,7 @@ def test_biased_attention_in_bf16_is_as_near_as_rounding_lets_it_be() -> None:
     theirs = torch.autograd.grad(_plain(*wide, None).sum(), wide)
     for mine, exact in zip(ours, theirs, strict=True):
         assert mine.dtype == torch.bfloat16
-        torch.testing.assert_close(mine.double(), exact, atol=2e-2, rtol=2e-2)  # bf16 rounds to 8 significant bits
+        torch.testing.assert_close(mine.double(), exact, atol=2e-2, rtol=2e-2)  # tolerates bf16's 8 significant bits
 
 
 class _Attends(nn.Module):

@@ -125,7 +125,7 @@ def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int)
     ],
 )
 def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
-    """The predicted bytes of activations are within 3% of what autograd saves; weights do not count."""
+    """The predicted bytes of activations are within 3% of what autograd saves, not counting weights."""
     config = parse([*TINY.split(), "--batch-size", "2", "--cpu-matmul", "torch", *flags.split()])
     model = GPT2Model(config).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -164,7 +164,7 @@ def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
     best = search(Wanted(config, cluster, 8, 64))[0]
     assert best.cost is not None and 0 < best.cost.mfu < 1
     speeds = [each.cost.tokens_per_second for each in search(Wanted(config, cluster, 8, 64)) if each.cost is not None]
-    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # layouts are sorted by rounded speed
+    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # layouts are sorted by rounded speeds, hence 0.99
     with pytest.raises(ValueError, match=SENTENCES["do_not_fit_on_8_devices"]):
         search(Wanted(config, replace(cluster, memory=1e-6), 8, 64))
     with pytest.raises(ValueError, match="is not --micro-batch-size 3"):
