@@ -1,4 +1,4 @@
-"""Tests of the files in docker/ that build no image: their syntax, the files they copy, the flags they pass."""
+"""Checks of the files in docker/, without building an image: syntax, the files they copy, the flags they pass."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_p
 
 @DOCKERFILES
 def test_dockerfiles(name: str) -> None:
-    """Dockerfiles have known instructions, copy existing files that .dockerignore allows, and run valid shell code."""
+    """Dockerfiles use known instructions, copy files that exist and are not in .dockerignore, and run valid shell."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     assert f"-f docker/{name}" in text
     lines = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]

@@ -96,7 +96,7 @@ def tokenizer_of(style: str) -> tuple[Any, dict[str, str]]:
 
 
 def folder_of(path: Path, kind: str) -> Path:
-    """Save a model and a tokenizer of this kind as transformers would; return the folder."""
+    """Save a random model and tokenizer of KINDS[kind] as a Hugging Face folder; return the folder."""
     style, settings = KINDS[kind]
     tokenizer, named = tokenizer_of(style)
     model = theirs(kind, SIZES, vocab=tokenizer.get_vocab_size() + 3, **settings)
@@ -162,7 +162,7 @@ def test_a_text_goes_on_with_its_spaces() -> None:
 
 @pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 1), ("$A", 0)])
 def test_what_begins_a_text(template: str, expected: int, tmp_path: Path) -> None:
-    """A token that tokenizer.json puts before a text starts every text; a token after it only ends documents."""
+    """A token that tokenizer.json puts before a text starts every text; one after a text only ends documents."""
     made, named = tokenizer_of("llama2")
     ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
     made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ids)
@@ -336,7 +336,7 @@ def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
 def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path) -> None:
-    """After fine-tuning on ChatML, the export has a chat template with the same ids and ends answers at <|im_end|>."""
+    """After fine-tuning on ChatML, the exported chat template gives the ids of training; answers end at <|im_end|>."""
     pytest.importorskip("jinja2")
     vocab_file = str(tmp_path / ("tokenizer.json" if kind == "hf" else "t.model"))
     words = ["What is the capital of France? system user assistant. The river runs slowly to the sea. "] * 20

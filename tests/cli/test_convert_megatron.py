@@ -27,7 +27,7 @@ PADDED = 3072
 
 
 def some_weights() -> dict[str, Tensor]:
-    """Return random weights by their names in this project."""
+    """Return the weights of a GPT-2 as a dict: name in this project -> random tensor."""
     g = torch.Generator().manual_seed(2)
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (PADDED, HIDDEN),
@@ -169,7 +169,7 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
     for rank in range(ranks):
         mine = of_rank(w, rank, ranks, version)
         words = {"word_embeddings.weight": mine["embedding.word_embeddings.weight"]}
-        # Layers 0 and 2 have no weights. The last layer's position embeddings are ignored, so any values will do.
+        # Layers 0 and 2 have no weights, so no files. The last layer's position embeddings are not read: any values do.
         items: dict[int, dict[str, Tensor]] = {
             1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},
             LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},

@@ -87,7 +87,7 @@ class Launcher:
 def test_ranks_save_and_end(tmp_path: Path, number: int, name: str) -> None:
     launcher = Launcher(tmp_path, "saves", "--shutdown-timeout", "50")
     launcher.until(lambda words: len(words) == 1)
-    launcher.tell(signal.SIGUSR1)  # this signal must not kill ranks that have no signal handler yet
+    launcher.tell(signal.SIGUSR1)  # must not kill the ranks, which have no signal handler yet
     launcher.until(lambda words: "trains" in words)
     launcher.tell(signal.SIGUSR1)
     launcher.until(lambda words: words[-1] == "usr1")
@@ -125,7 +125,7 @@ def test_ctrl_c_in_a_process_started_by_hand(
         os.kill(os.getpid(), signal.SIGUSR1)  # has no effect, since training has not begun
         with StopSignals(None, torch.device("cpu")) as heard:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)  # not a second request: terminal and launcher may each send Ctrl-C
+            os.kill(os.getpid(), signal.SIGINT)  # still the first request: terminal and launcher may each send Ctrl-C
             assert heard.agree() == (StopSignal.SAVE_AND_STOP, False)
             monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0)
             os.kill(os.getpid(), signal.SIGINT)

@@ -131,7 +131,7 @@ def test_one_folder_to_save_and_to_load_begins_a_run_and_continues_it(
 ) -> None:
     """One folder for --save and --load, as in Megatron-LM's scripts, starts a run and later resumes it.
 
-    The run prints one note, not one per step, on a value that forward_step returns beside the loss.
+    forward_step also returns a value besides the loss; the run prints one note about this, not one per step.
     """
     folder = str(tmp_path / "saved")
     flags = FLAGS.replace("--no-save-at-end", "").split()

@@ -53,7 +53,7 @@ class Numbers:
 
 
 class Own(Task):
-    """A task that predicts the next number; targets divisible by 3 do not count."""
+    """A task that predicts the next number; targets that are divisible by 3 have no loss."""
 
     name = "own"
 

@@ -105,7 +105,7 @@ def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) ->
 
 
 def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
-    """The report's unigram entropy of the masked text is right, and its losses are those of metrics.jsonl."""
+    """tools/report.py prints the right unigram entropy of the masked text, and the losses in metrics.jsonl."""
     valid = [row for row in train_t5(1, tmp_path, *flags) if row["split"] == "valid"]
     assert all(row["text_loss"] > 0 and 0 <= row["text_accuracy"] <= 1 for row in valid)
     config = from_file(str(tmp_path / "config.json"))

@@ -1,4 +1,4 @@
-"""If two nodes run run_gpt2.sh, one node prepares the data on a shared disk, or each node on its own disk."""
+"""Two nodes run run_gpt2.sh: on a shared disk, one of them prepares the data; on local disks, each does."""
 
 import os
 import re

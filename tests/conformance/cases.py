@@ -39,12 +39,12 @@ def mean_loss(out: Tensor, labels: Tensor) -> Tensor:
 
 
 def size_loss(out: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean squared error, a scalar, between outputs of any number of rows and the first label row."""
+    """Return a scalar: the mean squared difference between all rows of `out`, however many, and the first label row."""
     return (out - labels[:1]).square().mean()
 
 
 class CountedLoss:
-    """A loss that returns two named sums over positive labels. The engine divides both by the count of these labels."""
+    """A loss of two named sums over the elements with positive labels. The engine divides both by their number."""
 
     def __call__(self, out: Tensor, labels: Tensor) -> dict[str, Tensor]:
         kept = labels > 0
@@ -102,7 +102,7 @@ def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class Case:
     """A conformance case.
 
-    layers: builds the modules, after seeding. ties: (index of the layer, tie). rows: for each step, the batch sizes of
+    layers: builds the modules, after seeding. ties: (layer index, its Tie). rows: for each step, the batch sizes of
     its micro-batches. feed: `fresh` batches are new tensors; `refilled` ones are the same tensors with new values;
     `dataset` yields the same tensors with the same values, which must not be modified. frozen: indices of frozen
     layers. optimizer: for the reference, and for the pipeline unless `config` names one. module: further arguments of
@@ -265,7 +265,7 @@ CASES: Sequence[Case] = (
     Case('{"type": "Adam"} of the ds_config', _chain("grad"), optimizer=adam_of_deepspeed,
          config={"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}),
     Case('{"type": "Adagrad"} of the ds_config', _chain("grad"), optimizer=adagrad,
-         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # Adagrad keeps fp32 states
+         config={"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}}, only=FP32),  # Adagrad's states are fp32
     Case('{"type": "Muon"} of the ds_config', _plain, optimizer=muon,
          config={"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, only=FP32, slow=True),
 )  # fmt: skip

@@ -30,7 +30,7 @@ CARRIED = ("float", "half", "int64", "int32", "int16", "uint8", "bool", "empty",
 
 @dataclass(frozen=True)
 class Draw:
-    """A case, and the layout, schedule and layer partition in which it runs."""
+    """A random case, with the layout, schedule and layer partition in which it runs."""
 
     case: Case
     stages: int
@@ -169,7 +169,7 @@ def _frozen(rng: random.Random, layers: list[nn.Module], ties: tuple[tuple[int, 
     tied = {index for index, _ in ties}
     chosen = {i for i in range(len(layers) - 3) if rng.random() < 0.2} - tied
     if not any(isinstance(layer, Joint) for layer in layers):
-        chosen -= {0}  # outputs of a frozen layer 0 need no gradient, so all layers except Joint would skip them
+        chosen -= {0}  # a frozen layer 0 outputs tensors without gradient, which Middle would return unchanged
     return sorted(chosen | (tied if tied and rng.random() < 0.3 else set()))
 
 

@@ -101,7 +101,7 @@ def train(
     for batches in case.feeds(dtype, replica):
         with quietly():
             found.append(engine.train_batch(batches).item())
-        if engine_name != "stock" and not case.probe:  # evaluating another batch size must not affect training
+        if engine_name != "stock" and not case.probe:  # evaluation in other batch sizes must not affect training
             engine.eval_batch(_short(case, dtype), num_micro_batches=min(2, len(case.rows[0])))
     expected, layers, calls = reference(case, dtype, replicas)
     losses = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -150,7 +150,7 @@ def _short(case: Case, dtype: torch.dtype) -> Iterator[Any]:
 
 
 def _weights_differ(model: Any, layers: list[nn.Module]) -> float:
-    """Return the largest relative error of this rank's weights: max |difference| / max |weight| in one weight."""
+    """Return the largest relative error of this rank's weights; a weight's error is max |difference| / max |weight|."""
     indices = getattr(model, "indices", None) or range(model._local_start, model._local_stop)
     worst = 0.0
     for index, call in zip(indices, model.forward_funcs, strict=True):

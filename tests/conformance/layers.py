@@ -14,7 +14,7 @@ def tensors_of(x: Any) -> tuple[Tensor, ...]:
 
 
 class Start(nn.Module):
-    """Layer: x [b, WIDTH] -> a tuple with one tensor for each word in `kinds`; a single word gives a plain tensor."""
+    """Layer: x [b, WIDTH] -> a tuple with a tensor for each word in `kinds`, or just the tensor for a single word."""
 
     def __init__(self, kinds: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _size(t: Tensor) -> Tensor:
 
 
 class Middle(nn.Module):
-    """Layer that transforms tensors with gradients. It adds a sum of the other tensors, and returns these unchanged."""
+    """Layer that transforms tensors with gradients; it adds the sum of the others, which it returns unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Middle(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Layer without parameters: the sine of the first tensor."""
+    """Layer without parameters, which applies sin to the first tensor."""
 
     def forward(self, inputs: Any) -> Any:
         hidden, *rest = tensors_of(inputs)
@@ -173,7 +173,7 @@ class Keep(nn.Module):
 
 
 class Gather(nn.Module):
-    """Last layer, which adds 0.1 times the mean of every other tensor to the first tensor.
+    """Last layer, which adds 0.1 times the mean of each further tensor to the first tensor.
 
     It ignores empty tensors and tensors of integers. In training, it also ignores tensors without gradient.
     """
@@ -235,7 +235,7 @@ class Static(nn.Module):
         self.memory: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x.clone()))  # autograd saves the copy, since the layer before overwrites x
+        y = torch.tanh(self.linear(x.clone()))  # autograd saves the copy: the previous layer will overwrite x
         if self.memory is None or self.memory.shape != y.shape or self.memory.dtype != y.dtype:
             self.memory = torch.empty_like(y)
         return _Refill.apply(y, self.memory)  # type: ignore[no-any-return,no-untyped-call]

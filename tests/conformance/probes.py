@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class Trained:
     """A trained engine and its reference in plain torch.
 
-    calls: the reference's layers, trained for the same steps. batches: the micro-batches on which checks run.
+    calls: functions that apply the reference's trained layers. batches: the micro-batches on which checks run.
     """
 
     engine: Any

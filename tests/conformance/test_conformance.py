@@ -42,7 +42,7 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
             differ = [schedule for schedule in own if stages > 1 and schedule in ("1f1b", "interleaved", "zb-h1")]
             own = [differ[(number + stages) % len(differ)]] if differ else own[:1]
         for schedule in own:
-            # Only the first schedule runs in all dtypes. For other schedules, more dtypes would only test rounding.
+            # Only a case's first schedule runs in all its dtypes: with others, more dtypes would only test rounding.
             several = schedule == own[0] and (everything or not (case.probe or case.config))
             found += [(case.name, schedule, dtype) for dtype in (case.only if several else case.only[:1])]
     return found
@@ -51,7 +51,8 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
 def _fits(case: Case, schedule: str, everything: bool) -> bool:
     """Return whether a case runs with a schedule.
 
-    zb-h1 refuses recomputation. Unless `everything` is set, cases with a probe or a ds_config run with two schedules.
+    zb-h1 refuses recomputation. Unless `everything` is set, only 1f1b and interleaved run cases with a probe or a
+    ds_config.
     """
     if case.checkpoint and schedule == "zb-h1":
         return False

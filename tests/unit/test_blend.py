@@ -1,4 +1,4 @@
-"""Blends of corpora have the right shares after any number of samples; a hash identifies the samples read."""
+"""After any number of samples, a blend has the right share of each corpus; a hash identifies the samples read."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -73,14 +73,14 @@ def test_consumed_samples_are_those_that_were_located(weights: list[str], sample
     [((0.7, 0.3), 1), ((1, 2, 4), 1), ((1, 1e-6, 1e-5), 2), ((0.6, 0.4, 3e-6), 2), ((0.9999, 0.00004, 1e-7), 2)],
 )
 def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bound: int) -> None:
-    """For every n, the first n samples have each corpus's share to within one sample, or two if a weight is tiny."""
+    """Of the first n samples, for any n, each corpus has its share to within one sample; two if a weight is tiny."""
     samples = 400_000
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     owners, _ = blend._locate_all(0, samples)
     prefix = np.arange(1, samples + 1)
     for i, weight in enumerate(weights):
         deviation = np.abs(np.cumsum(owners == i) - prefix * (weight / sum(weights)))
-        drift = prefix * (weight / sum(weights)) / 65536  # rounding of weights with many digits
+        drift = prefix * (weight / sum(weights)) / 65536  # tolerance for rounded weights
         assert (deviation < bound + drift * (bound > 1) + 1e-6).all()
 
 
@@ -146,7 +146,7 @@ def test_the_position_does_not_depend_on_batches(cuts: list[int], first: int) ->
 
 
 def test_the_position_equals_a_loop() -> None:
-    """`extend` gives the polynomial hash of samples that Horner's rule gives in a plain Python loop."""
+    """`extend` computes the same polynomial hash of the samples read as Horner's rule in a Python loop."""
     from megatron.data.sample_hash import BASE, _mix
 
     state = 0

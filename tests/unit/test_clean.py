@@ -101,7 +101,7 @@ def test_what_is_kept(text: str) -> None:
 
 
 def test_misread_text_is_found_everywhere() -> None:
-    """Intact documents of the bundled corpus are not mojibake; decoded with a wrong codec, they are dropped."""
+    """No intact document of the bundled corpus is taken for mojibake; if decoded with a wrong codec, it is."""
     off_length = [name for name in DEFAULT_RULES if name != "length"]
     thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
     for text in texts([str(SAMPLE)]):
@@ -110,7 +110,7 @@ def test_misread_text_is_found_everywhere() -> None:
             continue
         for wrong in (text.encode().decode("gb18030", "replace"), text.encode("gb18030", "ignore").decode("latin-1")):
             assert clean(wrong, off_length).reason == "mojibake"
-        for kind in thrown_away:  # these codecs drop bytes, so only 60% must be detected
+        for kind in thrown_away:  # decoding drops invalid bytes, so only 60% must be detected
             wrong = text.encode("gb18030", "ignore").decode(kind, "ignore")
             thrown_away[kind].append(clean(wrong, off_length).reason == "mojibake")
     assert {kind: sum(found) / len(found) > 0.6 for kind, found in thrown_away.items()} == {"big5": True, "utf-8": True}
@@ -157,7 +157,7 @@ def test_exact_duplicates() -> None:
 
 
 def test_near_duplicates_against_the_definition() -> None:
-    """Texts with a Jaccard similarity clearly above the threshold are near-duplicates; clearly below, they are not."""
+    """Texts with a Jaccard similarity clearly above the threshold count as near-duplicates; clearly below, not."""
     pytest.importorskip("datasketch")
     rng = random.Random(3)
     base = ["".join(chr(0x4E00 + rng.randrange(3000)) for _ in range(300)) for _ in range(30)]

@@ -46,7 +46,7 @@ def test_a_value_that_is_not_finite_shows(bad: float, place: int) -> None:
 def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
     """Clipping multiplies gradients of all dtypes by the same factor.
 
-    The factor is 2e-13, which fp16 would round to 0. `first`, the dtype of one gradient, may be fp16.
+    The factor is 2e-13, which fp16 would round to 0. One gradient has the dtype `first`, in one case fp16.
     """
     gradients = [torch.ones(4, dtype=first), torch.full((4,), 1.5e10), torch.full((4,), 1.5e10, dtype=torch.float64)]
     parameters = []
@@ -58,5 +58,5 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
     factor = 1e-2 / norm.item()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         assert parameter.grad is not None
-        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # rounding of fp16 and bf16
+        rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # tolerates 16-bit rounding
         torch.testing.assert_close(parameter.grad.double(), gradient.double() * factor, rtol=rel, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Tests of code written for CPM-Pretrain: its imports work or name a counterpart; its attention masks are checked."""
+"""Code written for CPM-Pretrain: imports work or the error names a counterpart; attention masks are checked."""
 
 import importlib
 import importlib.util

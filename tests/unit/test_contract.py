@@ -70,7 +70,7 @@ ATTRIBUTES = {
     ("accelerators", "get_accelerator"): "accelerator", ("deepspeed", "checkpointing"): "checkpointing",
     ("deepspeed", "comm"): "comm", ("deepspeed", "zero"): "zero",
 }  # fmt: skip
-PLACES = {  # kind of object -> classes or modules of DeepSpeed under which CONTRACT lists its attributes
+PLACES = {  # kind of object -> the classes or modules of DeepSpeed that define the attributes listed in CONTRACT
     "engine": ("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed.runtime.pipe.engine:PipelineEngine"),
     "module": ("deepspeed.runtime.pipe.module:PipelineModule",),
     "grid": ("deepspeed.runtime.pipe.topology:PipelineParallelGrid",),
@@ -192,7 +192,7 @@ def listed(kind: str) -> set[str]:
 
 
 def imports() -> set[tuple[str, str]]:
-    """Return (module, name) of everything that tds imports from DeepSpeed."""
+    """Return (module, name) for each name that tds imports from DeepSpeed."""
     nodes = (node for path in MODULES for node in ast.walk(ast.parse(path.read_text())))
     froms = (node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"))
     return {(node.module or "", alias.name) for node in froms for alias in node.names}

@@ -19,7 +19,7 @@ VOCAB = 300
 
 
 def corrupt(content: bytes, rng: random.Random) -> bytes:
-    """Return `content` with one to three changes: a flipped bit, a changed number, bytes removed or inserted."""
+    """Return `content` with one to three random changes: a bit flipped, a number changed, bytes removed or inserted."""
     raw = bytearray(content)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(raw)) if raw else 0

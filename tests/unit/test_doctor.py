@@ -370,10 +370,10 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
     preprocess("d")
     with pytest.raises(ValueError, match=SENTENCES["end_their_documents_with_different_tokens"]):
         inspect("merge", pair, f"{tmp_path}/d_text_document", "--output", f"{tmp_path}/m")
-    preprocess("e", "--no-append-eod")  # this corpus has no end tokens
+    preprocess("e", "--no-append-eod")  # this corpus has no end-of-document tokens
     assert checked(usual, f"{tmp_path}/e_text_document") == "ok"
     about = json.loads((tmp_path / "c_text_document.json").read_text())
-    del about["eod"]  # like corpora of older versions, whose end token cannot be checked
+    del about["eod"]  # older versions did not record the end token, so it is not checked
     (tmp_path / "c_text_document.json").write_text(json.dumps(about))
     assert checked(other) == "ok"
 

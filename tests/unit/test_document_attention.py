@@ -162,7 +162,7 @@ FAMILIES = {
 
 
 def _learns(flags: str) -> list[Tensor]:
-    """Return a model's losses [2, b, s] per token of two micro-batches in fp64, and the gradients of their sum."""
+    """Return a list: the losses [2, b, s] of all tokens in two micro-batches, then the gradients of their sum."""
     config = parse(flags.split())
     torch.manual_seed(1)
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config).double()
@@ -194,7 +194,7 @@ def test_models_learn_as_with_a_mask(family: str, more: str, dropout: float) -> 
 @pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 7)])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_ids_of_other_tokens_are_refused(family: str, shape: tuple[int, int]) -> None:
-    """Document ids of another shape than the tokens are refused, since attention would not compute some outputs."""
+    """Document ids must have the shape of the tokens; otherwise, attention would leave some outputs uncomputed."""
     config = parse(
         f"--family {family} --num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 6 "
         "--vocab-size 32".split()

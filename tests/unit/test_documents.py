@@ -40,7 +40,7 @@ def read(path: Path, size: int = 256, largest: int = LARGEST, encoding: str = "u
 @pytest.mark.parametrize("blank", ["", " ", "\t", "\u3000", "\u00a0 ", " \u3000\n\n "])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_a_blank_line_is_a_blank_line(tmp_path: Path, end: str, blank: str) -> None:
-    """In a text file, blank lines separate documents, even lines of full-width spaces; indentation is kept."""
+    """In a text file, blank lines separate documents, even lines of full-width spaces; indentation is not stripped."""
     expected = [f"\u3000\u3000第{i}篇，\n" + "  第二行\n" * (i % 5) + "完" for i in range(848)]
     content = (f"\n{blank}\n".join([blank, *expected, blank])).replace("\n", end).encode()
     for name, raw in (("x.txt", content), ("x.txt.gz", gzip.compress(content))):
@@ -150,7 +150,7 @@ def test_lines_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    """Text files of a folder are read in sorted order, hidden files are skipped, and other files are reported."""
+    """Text files of a folder are read in sorted order, hidden files are skipped, and other file types are reported."""
     line = b'{"text": "%s"}\n'
     for name, content in {
         "a.ndjson": line % b"a",
@@ -315,7 +315,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
 
 
 def test_ascii_is_ascii(tmp_path: Path) -> None:
-    """For bad ASCII text, the error suggests no --encoding; an --encoding that contradicts ASCII text is refused."""
+    """The error on an overlong ASCII document suggests no --encoding; for ASCII text, --encoding utf-16 is refused."""
     path = tmp_path / "x.txt"
     path.write_text("It is a truth universally acknowledged, that a single man. " * 200)
     _, bad = read(path)

@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 
 LINES = 4096
 SEEDS = (1234, 1235, 1236, 1237, 1238, 1250, 2234, 0, 1)
-SAMPLING_ERROR = 5 / LINES**0.5  # five standard deviations: independent selections correlate less
+SAMPLING_ERROR = 5 / LINES**0.5  # five standard deviations; the correlation of independent selections is below this
 
 
 def taken(path: Path, seed: int, number: int = 0, weight: float = 0.5) -> NDArray[np.float64]:

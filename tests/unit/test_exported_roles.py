@@ -1,4 +1,4 @@
-"""Export keeps the bos, eos, pad and unk tokens of an imported folder; a pad token added by export ends no text."""
+"""Export keeps an imported folder's bos, eos, pad and unk; a pad token that export adds is never an end token."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 
 
 def folder_of(path: Path, kind: str, about: dict[str, Any], generation: dict[str, Any], **ids: Any) -> Path:
-    """Save a model with a byte-level tokenizer and return its folder.
+    """Save a random model of transformers with a byte-level tokenizer; return its folder.
 
     about: content of tokenizer_config.json. generation: key of generation_config.json -> token. ids: key of
     config.json -> token.
@@ -100,7 +100,7 @@ def test_every_role_that_came_in_goes_out(name: str, tmp_path: Path) -> None:
     main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
     same_roles(folder, tmp_path / "out")
-    keep_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer into c, as a run does
+    keep_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer into folder c, as a training run does
     shutil.rmtree(folder / "config.json", ignore_errors=True)
     kept = str(tmp_path / "c" / FOLDER)
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "again"), "--vocab-file", kept]))
@@ -202,7 +202,7 @@ def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_goes_out_without_one(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model without a tokenizer is exported without one; weights, special token ids and generation settings stay."""
+    """A model without a tokenizer is exported without one, but with its special token ids and generation settings."""
     from tests.unit.test_hf_configs import nothing, old, write
 
     ids = {"bos_token_id": 3, "eos_token_id": [5, 7], "pad_token_id": 9}

@@ -133,7 +133,7 @@ def fitting(train: Callable[[int], None]) -> None:
 
 
 def trained(folder: Path, dice: random.Random) -> tuple[str, Path]:
-    """Train a random tokenizer on random texts; return its kind and file."""
+    """Train a tokenizer of a randomly chosen kind on random texts; return its kind and file."""
     given, kind = texts(dice, 120), dice.choice((*FOREIGN, *OWN, "sentencepiece", "pieces"))
     path = folder / dice.choice(("tokenizer.model", "spiece.model", "zh.model"))
     if kind in FOREIGN:
@@ -185,7 +185,7 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
         assert load_tokenizer(str(output)).fingerprint == ours.fingerprint
         return
     given = ours.encode
-    if kind == "t5":  # compare with transformers, as Unigram may break ties differently
+    if kind == "t5":  # expect transformers' ids: it may break Unigram's ties differently
         (source / "config.json").write_text('{"model_type": "t5"}')
         before = transformers.AutoTokenizer.from_pretrained(source)
         given = lambda text: before(text, add_special_tokens=False)["input_ids"]  # noqa: E731

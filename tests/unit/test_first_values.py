@@ -85,7 +85,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMA
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("at_once", [50, 1000, 1700, 10**6])
 def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Initial weights are equal for any number of ranks; a rank draws at most its shard and one block at each end."""
+    """Initial weights are equal for any number of ranks; a rank draws its shard plus at most one block at each end."""
     monkeypatch.setattr(parameters, "AT_ONCE", at_once)
     whole, drawn = _filled(0, 1, dim)
     assert drawn == whole.numel()

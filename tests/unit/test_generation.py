@@ -72,7 +72,7 @@ def test_a_decoder_goes_on_behind_its_last_position(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral", "cpm", "t5"])
 def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> None:
-    """In a batch, each prompt gets the continuation that it gets alone: greedy, by sampling and by beam search."""
+    """A prompt has the same continuation in a batch as alone: with greedy decoding, sampling and beam search."""
     dice = torch.Generator().manual_seed(5)
     prompts = torch.randint(48, (4, 7), generator=dice).tolist()
     single = build(kind, True)
@@ -104,7 +104,7 @@ def test_prompts_of_different_lengths_are_not_read_together() -> None:
 
 
 class Elsewhere:
-    """A stepper whose model seems to be on a GPU: its logits are on the meta device and are readable only by `cpu()`.
+    """A stepper that simulates a model on a GPU: its logits are on the meta device; only `cpu()` gives their values.
 
     At step s, token r + s has the largest logit in row r. `next` fails if its tokens are on the CPU.
     """

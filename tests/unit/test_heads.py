@@ -1,4 +1,4 @@
-"""Splitting a fused QKV projection has autograd's gradient, and the backward pass writes each element only once."""
+"""`split_heads` gives the gradient of views of a fused QKV output; its backward pass copies each element only once."""
 
 from typing import Any
 

@@ -202,7 +202,7 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
 
 @torch.no_grad()
 def difference(folder: Path, family: str) -> float:
-    """Return the largest difference of an imported model's logits from transformers', divided by their range."""
+    """Return the largest error of an imported model's logits, divided by the range of transformers' logits."""
     theirs = KINDS[family][1].from_pretrained(folder, dtype=torch.float32).eval()
     found = Folder(folder)
     model: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False).eval()

@@ -20,7 +20,7 @@ from tests.unit.test_hf_configs import KINDS, difference, old, write
 
 transformers = pytest.importorskip("transformers")
 WHERE = Path("config.json")
-# Keys of other model families that a review found harmless: they set text lengths, images, sound, losses or init.
+# Keys of other model families that a review found harmless: they concern lengths, images, sound, losses or init.
 REVIEWED = {
     "z_loss_coefficient",
     "init_std",
@@ -191,7 +191,7 @@ ALIVE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", covering(list(range(100)), lambda seed: seed < 8))
 def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
-    """Random combinations of keys in DEAD change no logit. A key in ALIVE would change logits, so it is refused."""
+    """Keys in DEAD have no effect: random combinations change no logit. Keys in ALIVE would, so they are refused."""
     dice = random.Random(seed)
     family = dice.choice(list(KINDS))
     known = {*FAMILIES[family].defaults, *FAMILIES[family].aliases, *MUST}
@@ -206,7 +206,7 @@ def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_class_declares_is_known(family: str) -> None:
-    """Every key that transformers' configuration class writes for a supported family is known."""
+    """The importer knows every key that transformers' configuration class writes for a supported family."""
     content = KINDS[family][0](**KINDS[family][2]).to_dict()
     assert read_config({**content, "model_type": family}, WHERE)
     assert unread_keys({**content, "model_type": family}) == []

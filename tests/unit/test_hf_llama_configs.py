@@ -66,7 +66,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def as_before(key: str) -> Edit:
-    """Return an edit that writes RoPE settings as transformers 4 did; the key `key` has the type of the scaling."""
+    """Return an edit that writes RoPE settings as transformers 4 did, with the scaling's type under the key `key`."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         content = config.pop("rope_parameters")
@@ -79,7 +79,7 @@ def as_before(key: str) -> Edit:
 
 
 def said_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write RoPE settings twice: under transformers 5's key and under 4's, `rope_scaling`, which has priority."""
+    """Write RoPE settings under two keys: transformers 5's and transformers 4's, `rope_scaling`, which has priority."""
     theta = config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["rope_scaling"] = {"type": "linear", "factor": 3.0} | ({} if theta == 10000.0 else {"rope_theta": theta})
 

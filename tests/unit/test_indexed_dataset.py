@@ -64,7 +64,7 @@ ARRAYS = {
 )
 @settings(max_examples=200, deadline=None)
 def test_any_documents_come_back(drawn: tuple[type, list[list[list[int]]]]) -> None:
-    """Documents without sequences, sequences without tokens, no documents, and extreme ids are all read back."""
+    """Datasets are read back as written, even with empty sequences or documents, extreme ids, or no documents."""
     dtype, documents = drawn
     with tempfile.TemporaryDirectory() as folder:
         dataset = build(Path(folder) / "x", documents, dtype)
@@ -78,7 +78,7 @@ def test_any_documents_come_back(drawn: tuple[type, list[list[list[int]]]]) -> N
 
 
 def test_a_writer_goes_on_where_another_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a second writer resumes the files of another at any document, bytes and checksums equal a single writer's."""
+    """If a second writer continues the files of a first at any document, bytes and checksums equal one writer's."""
     monkeypatch.setattr("data_utils.indexed_writer.BLOCK", 64)
     documents = [np.arange(n * 3 % 17) for n in range(60)]
     with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as whole:

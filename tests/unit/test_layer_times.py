@@ -7,7 +7,7 @@ from tds.layer_times import cut_by_time
 
 
 def test_the_slowest_stretch_is_as_fast_as_can_be() -> None:
-    """The partition has the smallest time of the slowest stage; ties have the smallest sum of squared stage times."""
+    """The slowest stage is as fast as possible; among such partitions, the sum of squared stage times is minimal."""
     rng = random.Random(1)
     for count in range(1, 9):
         for stretches in range(1, count + 1):

@@ -124,7 +124,7 @@ OUTSIDE = {
         "matplotlib",
         "pyarrow",
         "ray",
-    },  # the optional ones are imported inside functions
+    },  # optional packages are imported inside functions
     "megatron.config": set(),
     "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},

@@ -146,7 +146,7 @@ def test_bf16_is_as_near_to_fp32_as_hugging_faces(kind: str) -> None:
 
 
 def documents(length: int) -> tuple[Tensor, Tensor]:
-    """Return document ids [2, s] and positions [2, s], which restart in each document."""
+    """Return document ids [2, s] and positions [2, s]; the positions restart in each document."""
     ids = torch.tensor([[0] * 4 + [1] * (length - 4), [0] * 9 + [1] * 3 + [2] * (length - 12)])
     first = torch.tensor([[0] * 4 + [4] * (length - 4), [0] * 9 + [9] * 3 + [12] * (length - 12)])
     return ids, torch.arange(length).expand(2, -1) - first
@@ -156,7 +156,7 @@ def documents(length: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("restart", [False, True])
 def test_documents(restart: bool, apart: bool, window: int | None) -> None:
-    """Logits equal Hugging Face's if documents restart positions, limit attention to themselves, or do both."""
+    """Logits equal Hugging Face's if positions restart at documents, attention stays within documents, or both."""
     flags = ("--reset-position-ids " if restart else "") + ("--reset-attention-mask" if apart else "")
     other, ours = pair("Mistral", flags, window=window)
     ids, positions = documents(21)

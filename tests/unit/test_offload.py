@@ -46,7 +46,7 @@ class LateStream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A log of transfers: "down 96" means 96 bytes to the CPU, "up 96" back. Tests may append other entries."""
+    """A log of copies: "down 96" is 96 bytes to the CPU, "up 96" the way back. Tests may append other entries."""
     told: list[str] = []
     late = CopyStreams.__new__(CopyStreams)
     late.down, late.up, late.last = LateStream("down", told), LateStream("up", told), None  # type: ignore[assignment]

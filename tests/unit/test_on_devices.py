@@ -91,7 +91,7 @@ def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatc
     import torch.distributed as dist
 
     given: dict[str, Any] = {}
-    module = importlib.import_module("torch.distributed.rendezvous")  # as an attribute, `rendezvous` is a function
+    module = importlib.import_module("torch.distributed.rendezvous")  # the attribute dist.rendezvous is a function
     monkeypatch.setattr(module, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

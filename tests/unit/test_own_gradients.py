@@ -62,7 +62,7 @@ def test_biased_attention_in_bf16_is_as_near_as_rounding_lets_it_be() -> None:
     theirs = torch.autograd.grad(_plain(*wide, None).sum(), wide)
     for mine, exact in zip(ours, theirs, strict=True):
         assert mine.dtype == torch.bfloat16
-        torch.testing.assert_close(mine.double(), exact, atol=2e-2, rtol=2e-2)  # bf16 rounds to 8 significant bits
+        torch.testing.assert_close(mine.double(), exact, atol=2e-2, rtol=2e-2)  # tolerates bf16's 8 significant bits
 
 
 class _Attends(nn.Module):
@@ -92,7 +92,7 @@ needs_onednn = pytest.mark.skipif(not mpu.onednn_is_there(), reason="this build 
     ids=["biased attention", "rms norm", "linear by oneDNN"],
 )
 def test_the_backward_pass_may_be_cut_in_two(make: Callable[[], Any]) -> None:
-    """A backward pass that is split as in zb-h1, first inputs, later weights, gives the gradients of a full one."""
+    """A backward pass that is split as in zb-h1, into one for inputs and one for weights, gives the usual gradients."""
     torch.manual_seed(4)
     layer, x = make(), torch.randn(3, 2, 5, 4)
     (weight,) = layer.parameters()
@@ -140,7 +140,7 @@ def test_gated_gelu() -> None:
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("out", [9, 40])
 def test_linear_by_onednn_is_fp32_to_its_last_bits(out: int, with_bias: bool) -> None:
-    """oneDNN's linear layer is right up to a few fp32 roundings, also for non-contiguous inputs and gradients."""
+    """oneDNN's linear layer is exact to a few fp32 roundings, also for non-contiguous inputs and gradients."""
     torch.manual_seed(7)
     x = torch.randn(10, 65, 7).transpose(0, 2).requires_grad_()  # [7, 65, 10], not contiguous
     inputs = [

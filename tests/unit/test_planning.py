@@ -107,7 +107,7 @@ def test_batches_that_do_not_go_together(given: tuple[int | None, ...], words: s
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 32), (3, 21)])
 def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int) -> None:
-    """Bubble and peak memory, extrapolated from a few micro-batches, equal those of the complete schedule."""
+    """The planner's bubble and peak memory, extrapolated from few micro-batches, equal those of the whole schedule."""
     chunks = 2 if name == "interleaved" else 1
     schedule = schedule_of({"schedule": name, "extra_warmup": 0}, chunks)
     plan = [list(schedule(stage, stages, micros)) for stage in range(stages)]
@@ -125,7 +125,7 @@ def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int)
     ],
 )
 def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
-    """The predicted bytes of activations are within 3% of what autograd saves; weights do not count."""
+    """The predicted bytes of activations are within 3% of what autograd saves, not counting weights."""
     config = parse([*TINY.split(), "--batch-size", "2", "--cpu-matmul", "torch", *flags.split()])
     model = GPT2Model(config).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -153,7 +153,7 @@ def test_layouts_are_legal() -> None:
         p = each.parallel
         assert p.data_parallel_size(16) * p.stages * p.model_parallel_size == 16
         assert each.train_batch_size(16) == 64
-        assert p.model_parallel_size <= 4  # ranks split the model's 4 attention heads
+        assert p.model_parallel_size <= 4  # the model has 4 attention heads
         assert p.zero_stage and (p.zero_stage == 1 or not p.pipe_parallel_size)
         resolve(each, 16, True)
 
@@ -164,7 +164,7 @@ def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
     best = search(Wanted(config, cluster, 8, 64))[0]
     assert best.cost is not None and 0 < best.cost.mfu < 1
     speeds = [each.cost.tokens_per_second for each in search(Wanted(config, cluster, 8, 64)) if each.cost is not None]
-    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # layouts are sorted by rounded speed
+    assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # layouts are sorted by rounded speeds, hence 0.99
     with pytest.raises(ValueError, match=SENTENCES["do_not_fit_on_8_devices"]):
         search(Wanted(config, replace(cluster, memory=1e-6), 8, 64))
     with pytest.raises(ValueError, match="is not --micro-batch-size 3"):

@@ -25,9 +25,10 @@ FLAGS = (
 
 
 def _seen(documents: list[int], inside: list[int]) -> list[list[bool]]:
-    """Return mask[query][key]: a token attends to earlier tokens of its document, a prefix also in both directions.
+    """Return mask[query][key]: whether the token `query` attends to the token `key`.
 
-    inside: 1 for tokens of a prefix.
+    A token attends to itself and to earlier tokens of its document; a token of a prefix also to later tokens of the
+    prefix. inside: 1 for tokens of a prefix.
     """
     places = range(len(documents))
     return [
@@ -47,7 +48,7 @@ def test_who_sees_whom_and_what_counts() -> None:
     assert mask is not None and mask[0, 0].tolist() == _seen([0] * 9, inside)
     plain = document_mask(torch.tensor([documents]) + 1, causal=True)
     assert plain is not None and plain[0, 0].tolist() == _seen(documents, [0] * 9)
-    for shortcut in (pieces_of, borders):  # both shortcuts need purely causal attention
+    for shortcut in (pieces_of, borders):  # neither supports prefixes, so both return None
         assert shortcut(Documents(ids, None, True)) is None
 
 

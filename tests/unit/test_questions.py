@@ -185,7 +185,7 @@ def test_a_corpus_from_before_there_were_dates(
         assert chat.end == tokenizer.marks[END]
         (note,) = chat.notes
         assert ("trained without one" if date is None else "trained with 2024-07-26") in note
-    assert template_from(source, tokenizer, str(folder)).date is not None  # today, as no date is given
+    assert template_from(source, tokenizer, str(folder)).date is not None  # today's date, as no date is given
     for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
         corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, **more}))

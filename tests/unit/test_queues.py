@@ -44,7 +44,7 @@ def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n == 9))
 def test_every_schedule_ends_wherever_stages_synchronize_their_devices(stages: int) -> None:
-    """All stages synchronize at every allocation and before every pass, and no schedule deadlocks."""
+    """No schedule deadlocks, even if all stages synchronize at every allocation and before every pass."""
     for name in SCHEDULES:
         for micros in {1, stages + 1} if stages > 20 else {1, stages - 1, stages, stages + 1, 2 * stages + 1}:
             plan = plan_of(name, stages, micros)
@@ -61,7 +61,7 @@ def test_one_hardware_queue_is_enough(name: str) -> None:
 
 
 def test_one_group_of_micro_batches_through_chunks_needs_several_hardware_queues() -> None:
-    """With 2p - 1 micro-batches on p stages, the interleaved schedule has only one group, larger than p."""
+    """With one hardware queue, interleaving 5 micro-batches, a single group, on 3 stages deadlocks."""
     plan = plan_of("interleaved", 3, 5)
     finish(plan, Rules(ahead=None, device_waits=True))
     with pytest.raises(ScheduleError, match=SENTENCES["messages_would_deadlock_which_waits_for"]):
@@ -69,13 +69,15 @@ def test_one_group_of_micro_batches_through_chunks_needs_several_hardware_queues
 
 
 def test_chunks_with_a_header_for_each_message_are_refused() -> None:
-    """Interleaved with data-dependent shapes deadlocks if both stages synchronize; the error names a stage."""
+    """Interleaving deadlocks if shapes depend on the data and both stages synchronize; the error names a stage."""
     with pytest.raises(ScheduleError, match=SENTENCES["stages_that_synchronize"]):
         finish(plan_of("interleaved", 2, 4), Rules(ahead=None, device_waits=True, dynamic=True))
 
 
 def test_a_receive_is_posted_when_its_message_can_have_been_sent() -> None:
-    """Compare the points of 1F1B on 2 stages with those found by hand; a forward pass takes 1, a backward pass 2.
+    """In 1F1B on 2 stages, each receive is posted after the number of passes found by hand from the timetable.
+
+    A forward pass takes 1 unit of time, a backward pass 2.
 
     stage 0 | F0 F1       B0--- F2 B1--- B2---      (the columns are 1 apart)
     stage 1 |    F0 B0--- F1 B1--- F2 B2---
@@ -98,7 +100,7 @@ def test_the_two_boundaries_of_a_stage_have_different_parities(stages: int) -> N
 
 
 def one_group(border: int, stages: int, right: bool) -> Hashable:
-    """Return the queue of a message, as a key: here, all stage boundaries share one queue per direction."""
+    """Return the key of a message's queue: all stage boundaries share one queue per direction."""
     return right
 
 

@@ -60,7 +60,7 @@ def test_numbers_are_the_same_to_the_bit(flags: str, modules: str) -> None:
 
 
 def _kept(flags: str) -> dict[str, int]:
-    """Return kind of module -> number of outputs of such modules that are in memory after the forward pass."""
+    """Return kind of module -> number of its modules whose outputs are still in memory after the forward pass."""
     model, loss = _loss(flags)
     outputs: dict[str, list[StorageWeakRef]] = {"norm": [], "qkv": [], "activation": []}
 

@@ -341,7 +341,7 @@ def test_a_forgotten_save_is_noticed(tmp_path: Path) -> None:
     (there / "latest").write_text("iter_0000004\n")
     (run / "metrics.jsonl").write_text('{"iteration": 4}\n')
     first = parse(["--save", str(there)])
-    refuse_other_checkpoints(first, run, 0)  # without config.json, the run directory counts as new
+    refuse_other_checkpoints(first, run, 0)  # accepted: without config.json, the run counts as new
     (run / "config.json").write_text(json.dumps(first.to_dict()))
     refuse_other_checkpoints(first, run, 0)
     # A new --save is accepted if --load names the run's old checkpoint folder, since the run then resumes from it.

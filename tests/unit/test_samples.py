@@ -187,7 +187,7 @@ def test_a_large_epoch_is_a_file_that_all_map(
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert capsys.readouterr().err == "", "said once"
 
-    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # a file, so it is unusable as a folder
+    monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # a file instead of a folder, so unusable
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert "every process keeps a copy in memory" in capsys.readouterr().err
 

@@ -81,7 +81,7 @@ def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
     assert ended == [*expected["input_ids"][:-1], tokenizer.eod]
     assert counts == [*expected["assistant_masks"][:-1], 1]
     asked, counts = ChatEncoder(tokenizer, True).encode(ChatML().pieces(messages_of({"messages": CHAT[:4]})))
-    assert asked[-1] != tokenizer.eod and not counts[-1]  # no EOD, since the last turn is a question
+    assert asked[-1] != tokenizer.eod and not counts[-1]  # no EOD and no loss: the last turn is a question
 
 
 def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:

@@ -64,7 +64,7 @@ def test_two_halves_make_a_whole(make: Callable[[], nn.Module], shape: tuple[int
 
 
 def test_the_second_half_does_not_compute_the_first_again() -> None:
-    """The second half of a backward pass, for weights, does not compute gradients of hidden states again."""
+    """The second half of a split backward pass, for weights, does not compute gradients of hidden states again."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4, requires_grad=True)
     seen: list[str] = []
     hidden = model[1](model[0](x))

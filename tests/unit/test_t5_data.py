@@ -144,7 +144,7 @@ def test_spans_are_as_long_as_asked_and_anywhere(prefix: str) -> None:
         kept = np.array(numbers(sample, "encoder")[:-1])
         assert np.isin(kept, T5.sentinels).sum() == 28
         at = 0
-        for token in kept:  # count in `hidden` how often each position is masked
+        for token in kept:  # `hidden` counts how often a position is masked
             if token in T5.sentinels:
                 span = numbers(sample, "labels")
                 begin = span.index(int(token)) + 1
@@ -175,7 +175,7 @@ def test_compositions_are_even() -> None:
 @pytest.mark.parametrize("length", [128, 24])
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 17, 200])
 def test_borders_of_any_density_fit(every: int, length: int, density: float) -> None:
-    """CPM's random spans fit into encoder and decoder and mask the end of every document, even of one token."""
+    """CPM's random spans fit into encoder and decoder and mask each document's end, even in documents of one token."""
     plan = plan_spans(length, None, density, 3.0, 100, False)
     ends = np.zeros(plan.tokens, dtype=bool)
     ends[min(every, 3) - 1 :: every] = True

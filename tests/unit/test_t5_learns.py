@@ -55,7 +55,7 @@ def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
         optimizer.step()
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / 40, (STEPS - step) / 200)
-    # Measure the loss of masked text only: sentinels and EOD are easy. A unigram model would have a loss of log 12.
+    # Measure only masked text: sentinels are easy and EOD is unpredictable. A unigram model has a loss of log 12.
     batch = default_collate([valid[n] for n in range(100)])
     with torch.no_grad():
         model.eval()(batch["encoder"], batch["decoder"], labels=batch["labels"])

@@ -114,7 +114,7 @@ def test_padding_changes_nothing_and_makes_no_nan() -> None:
 
 
 def test_documents_do_not_see_each_other() -> None:
-    """With positions that restart, two documents in one sample have the logits that each of them has alone."""
+    """If positions restart at each document, two documents in one sample have the logits that each has alone."""
     flags = (
         "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 16 "
         "--reset-position-ids --reset-attention-mask"

@@ -400,7 +400,7 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
         assert ours.encode(text) == ours.encode_batch([text])[0].tolist() == theirs(text)["input_ids"]
         said = ours.encode_content(text)
         assert ours.decode(said) == text and not set(ours.marks.values()) & set(said)
-    for text in ("river   runs", "春天 of covid"):  # added plain words stay tokens in content
+    for text in ("river   runs", "春天 of covid"):  # ordinary words that were added stay tokens in content
         assert ours.encode_content(text) == ours.encode(text) == theirs(text)["input_ids"]
 
 
