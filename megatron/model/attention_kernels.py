@@ -36,7 +36,7 @@ class Call(NamedTuple):
     tensors, because recomputation recognises them by their address.
     pieces: blocks of queries and keys to compute one by one, for documents or context-parallel slices; None if a mask
     is needed. Always None on accelerators and in compiled code.
-    turn: distinguishes the dropout draws of one layer, see `mpu.Stream.drop`.
+    turn: number that distinguishes several dropout draws of one layer, see `mpu.Stream.drop`.
     """
 
     query: Tensor
@@ -118,7 +118,7 @@ def dropout_in_pieces(c: Call) -> Tensor:
 
 
 def dropout(c: Call) -> Tensor:
-    """Attend with dropout by plain operations -> [b, n, q, d]."""
+    """Attend with dropout by torch's matmul, softmax and dropout operations -> [b, n, q, d]."""
     added, _ = c.added()
     return attention_dropout.attention_with_dropout(c.query, c.key, c.value, added, c.scale, c.p, c.stream, c.turn)
 

@@ -24,9 +24,9 @@ class Layer:
     tied: layers with the same key share one module, which has the first layer's name.
     call: replaces the call of the module by `call(module, inputs)`.
     puts_out: names of the tensors that the layer returns, for the stage boundary after it.
-    repeated: one of the equal layers of a stack, whose activations may be recomputed.
-    prelude: recomputed together with the layer after it, but not counted in `checkpoint_num_layers`.
-    work: multiply-adds of its forward pass over a sample, see work.py.
+    repeated: True for each of the equally built layers of a stack, whose activations may be recomputed.
+    prelude: True for a layer that is recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
+    work: number of multiply-adds in the layer's forward pass over one sample, see work.py.
     """
 
     name: str

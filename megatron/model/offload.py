@@ -34,7 +34,7 @@ class CopyStream:
         self.device, self.stream = device, torch.Stream(device)
 
     def down(self, source: Tensor) -> PendingCopy:
-        """Copy [bytes] from the device to pinned memory, after the computation of `source`."""
+        """Copy `source` [bytes] from the device to pinned host memory, once the device has computed it."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
@@ -42,7 +42,7 @@ class CopyStream:
         return self._started(host)
 
     def up(self, source: PendingCopy) -> PendingCopy:
-        """Copy [bytes] from the host to the device, once `source` has arrived on the host."""
+        """Copy the result [bytes] of `source` from the host to the device, once `source` has arrived on the host."""
         with self.stream:
             source.wait()
             there = source.result.to(self.device, non_blocking=True)

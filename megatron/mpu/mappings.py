@@ -85,7 +85,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 
 def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce x [...] in place, over several ranks; the caller must not use `x` afterwards."""
+    """All-reduce x [...] in place over the ranks of `axis`, at least two; the caller must not use `x` afterwards."""
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 

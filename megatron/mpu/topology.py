@@ -1,4 +1,4 @@
-"""Coordinates of each rank in the pipe x data x model grid: arithmetic only, no processes."""
+"""Coordinates of each rank in the pipe x data x model grid, computed from sizes alone, without process groups."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
