@@ -71,7 +71,7 @@ class Call(NamedTuple):
         return mask, hides
 
     def added(self) -> tuple[Tensor | None, bool]:
-        """Return what to add to the scores, [1 or b, 1 or n, q, k] or None, and whether the kernel hides later keys."""
+        """Return the tensor added to scores, [1 or b, 1 or n, q, k] or None, and whether the kernel hides later keys."""
         mask, hides = self.visible()
         if self.bias is not None:
             return self.bias if mask is None else self.bias.masked_fill(~mask, -torch.inf), hides
@@ -130,7 +130,7 @@ def packed(c: Call) -> Tensor:
 
 
 def torchs(c: Call) -> Tensor:
-    """Run the kernel that torch chooses -> [b, n, q, d]."""
+    """Call torch's scaled_dot_product_attention, which chooses the kernel -> [b, n, q, d]."""
     (added, hides), query, key, value = c.added(), c.query, c.key, c.value
     grouped = key.shape[1] < query.shape[1]
     if grouped and query.device.type == "cuda" and (added is not None or query.dtype == torch.float32):

@@ -45,7 +45,7 @@ class Views(NamedTuple):
         return self.apart or self.window is not None
 
     def keys(self, at: int) -> tuple[int, int]:
-        """Return begin and end of the keys that some query of slice number `at` may see."""
+        """Return begin and end of the range of keys that at least one query of slice number `at` may see."""
         begin, end = self.slices[at]
         return 0 if self.window is None else max(begin - self.window + 1, 0), end
 

@@ -64,7 +64,7 @@ def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk:
     steps: (layer, function that calls its module).
     chunk: 0 saves all activations; n saves only the input of each group of n repeated layers and recomputes the
     group in the backward pass.
-    rng: the dropout streams of the steps.
+    rng: dropout streams from which the layers draw; a recomputed group draws the same masks again.
     """
     at = 0
     while at < len(steps):
@@ -103,7 +103,7 @@ def global_names(layers: Sequence[Layer]) -> list[str]:
 
 
 class AuxLossMixin:
-    """Model whose loss function may report values besides the loss."""
+    """Mixin for models whose loss function may report values besides the loss."""
 
     loss_fn: Any = None
 

@@ -154,7 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
-    """Return the axis that sums gradients, the sequence-parallel axis, and whether communication may overlap."""
+    """Return the axis over which gradients are summed, the sequence-parallel axis, and the option `overlap`."""
     return deferred.axis, deferred.options.sequence_axis(deferred.axis), deferred.options.overlap
 
 
