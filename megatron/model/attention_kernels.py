@@ -71,7 +71,7 @@ class Call(NamedTuple):
         return mask, hides
 
     def added(self) -> tuple[Tensor | None, bool]:
-        """Return the tensor added to scores, [1 or b, 1 or n, q, k] or None, and whether the kernel hides later keys."""
+        """Return the tensor to add to scores, [1 or b, 1 or n, q, k] or None, and if the kernel hides later keys."""
         mask, hides = self.visible()
         if self.bias is not None:
             return self.bias if mask is None else self.bias.masked_fill(~mask, -torch.inf), hides

@@ -116,7 +116,7 @@ class DecoderStart(ModelStart):
 
 
 class StackNorm(nn.Module):
-    """Norm after the last layer of a stack of a pre-norm model."""
+    """Final norm of a pre-norm stack of layers: a decoder-only model, an encoder or a decoder."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
