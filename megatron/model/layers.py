@@ -116,7 +116,7 @@ class AuxLossMixin:
 
 
 class LayerStack(AuxLossMixin, nn.Module):
-    """Model without pipeline stages: all layers in one process, or those that `own` names.
+    """All layers of a model in one process, or only the layers whose indices are in `own`.
 
     seed: seed of the initial weights.
     own: indices of the layers to build, for generation over pipeline stages; calling any other layer raises
