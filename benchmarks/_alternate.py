@@ -1,4 +1,4 @@
-"""Helpers that time implementations in turn on the same processes, so that background load affects all equally."""
+"""Time several implementations in turn on the same processes, so that background load affects all of them equally."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ Step = Callable[[], None]
 
 
 def new_parser(about: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose --help keeps the line breaks of `about`."""
+    """Return an argument parser whose --help prints `about` with its line breaks."""
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -52,7 +52,7 @@ def alternate(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float
 
 
 def spread(values: list[float], form: str) -> str:
-    """Format values as `median (lowest to highest)`."""
+    """Format values as `median (lowest to highest)`, each number by the format specification `form`."""
     ordered = sorted(values)
     return f"{statistics.median(ordered):{form}} ({ordered[0]:{form}} to {ordered[-1]:{form}})"
 

@@ -34,7 +34,7 @@ def gpt(prefix: str, seq: int, vocab: int):  # type: ignore[no-untyped-def]
 
 
 def t5(prefix: str, seq: int, vocab: int):  # type: ignore[no-untyped-def]
-    """Return megatron-core's T5 dataset, with a sample index built in Python instead of by its compiled helper."""
+    """Return megatron-core's T5 dataset; Python, not megatron-core's compiled helper, builds its sample index."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 

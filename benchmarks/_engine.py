@@ -40,7 +40,8 @@ def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
 def ours(flags: str) -> Ours:
     """Build this project's training engine from command-line flags.
 
-    After the first step the process keeps freed memory, as in `train()`, unless --no-keep-freed-memory is passed.
+    After the first step the allocator keeps freed memory for reuse, as in `train()`, unless --no-keep-freed-memory is
+    passed.
     """
     import torch
 

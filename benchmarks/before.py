@@ -4,9 +4,9 @@
     python benchmarks/before.py ../before --sections train-fp32 dp pp -- --rounds 3
 
 Each round runs a section's command in both checkouts, one after the other. Each checkout runs its own code, with the
-Python that runs this script. Arguments after -- are passed to both commands. If both checkouts print a row whose name
-begins with "ours", the first numbers of these two rows are compared. This number is a time if its column mentions ms,
-% or seconds, else a speed.
+Python that runs this script. Arguments after -- are passed to both commands. A table row whose name begins with "ours"
+is compared between the checkouts by the first number after its name. This number counts as a time if the title of its
+column mentions ms, % or seconds, and otherwise as a speed.
 """
 
 import os
@@ -23,9 +23,10 @@ TIME = re.compile(r"\bms\b|%|\bs\b|seconds|\+")
 
 
 def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
-    """Run a section's command in a checkout; return {row: (column, first number)}.
+    """Run a section's command in a checkout; return {row: (title of the second column, number in this column)}.
 
-    The result is empty if the command fails, for example in a checkout that is older than the section.
+    Only rows whose name begins with "ours" are returned. The result is empty if the command fails, for example in a
+    checkout that is older than the section.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)

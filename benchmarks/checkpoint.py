@@ -35,7 +35,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step], dict[str, Step]]:
-    """Return the savers and the loaders, by name."""
+    """Return two dicts from a contender's name to a function: the first functions save, the second ones load."""
     import torch
     import torch.distributed as dist
 
@@ -90,7 +90,10 @@ def contenders(engine: Any, config: Any, folder: Path) -> tuple[dict[str, Step],
 
 
 def background(engine: Any, config: Any, step: Step, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each measurement: "step", "stall" (training blocked), "step while saving", "whole save"."""
+    """Return the seconds of each measurement: "step", "stall", "step while saving" and "whole save".
+
+    "stall" is the time for which a save blocks training; "whole save" is the time from its start to its end.
+    """
     from megatron.checkpointing import Saver, TrainState
 
     saver = Saver(str(folder / "background"), engine, config, "", background=True)

@@ -19,7 +19,7 @@ from _alternate import ROOT, new_parser
 
 
 def step_seconds(layers: int, batch: int, gas: int, rounds: int) -> float:
-    """Return the median seconds of a step of `pretrain()`'s engine."""
+    """Return the median seconds of a step of the engine that `pretrain()` uses. gas: micro-batches in a step."""
     step = _engine.ours(
         f"--num-layers {layers} --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 8064 "
         f"--hidden-dropout 0 --attention-dropout 0 --batch-size {batch} --gas {gas} --precision fp32"

@@ -102,9 +102,9 @@ if __name__ == "__main__":
 
 
 def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> Callable[[], tuple[float, int, int]]:
-    """Return a function that measures preprocess_data.py: (CPU-seconds without start-up, tokens, peak kB)."""
+    """Return a function that runs preprocess_data.py and returns (CPU-seconds without start-up, tokens, peak kB)."""
     nearly_nothing = folder / "nearly_nothing.jsonl"
-    # The spaces put each document into a separate chunk of text, so that every worker gets a document and starts.
+    # The spaces put each document into a separate chunk of text, so every worker gets a document and has to start.
     if not nearly_nothing.exists():
         nearly_nothing.write_text(('{"text": "\u4f60\u597d"}\n' + " " * 1_100_000 + "\n") * 4)
 
@@ -122,7 +122,7 @@ def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> 
 
 
 def run_script(script: str, argv: list[str]) -> Callable[[], tuple[float, int, int]]:
-    """Return a function that measures a script of another library: (CPU-seconds without start-up, tokens, peak kB)."""
+    """Return a function that runs a peer's script and returns (CPU-seconds without start-up, tokens, peak kB)."""
 
     def run() -> tuple[float, int, int]:
         with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
@@ -175,7 +175,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
     train_sentencepiece(sample, models["bpe"], 8000)
     _train_cpm(sample, models["cpm"])
     train_byte_bpe(sample, str(folder / "tokenizer.json"), 8000, "hf")
-    big = folder / "big.jsonl"  # Fast contenders get more text.
+    big = folder / "big.jsonl"  # Fast contenders convert more text, so that they can be timed.
     big.write_bytes(Path(source).read_bytes() * max(1, round(100 / size)))
     medium = folder / "medium.jsonl"
     medium.write_bytes(Path(source).read_bytes() * 3)
@@ -243,7 +243,7 @@ print(took, memory("VmHWM") - before, memory("RssAnon"), train.samples_per_epoch
 
 
 def sparse_pair(prefix: Path, documents: int, tokens_each: int) -> None:
-    """Write a sparse corpus of zeros, whose .bin occupies no disk space."""
+    """Write a corpus whose tokens are all 0; its .bin is a sparse file, which occupies no disk space."""
     with open(f"{prefix}.idx", "wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
         rng = np.random.default_rng(0)

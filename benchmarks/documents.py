@@ -29,7 +29,10 @@ FAMILIES = {"gpt2": GPT2, "t5": T5}
 
 
 def step(family: str, length: int, tokens: int, dropout: float, masked: bool) -> Callable[[], None]:
-    """Return a function that runs forward and backward on samples packed with documents of about `tokens` tokens."""
+    """Return a function that runs forward and backward on samples packed with documents of about `tokens` tokens.
+
+    masked: attend under one mask for the whole sample, instead of document by document.
+    """
     import torch
 
     from megatron.config.command_line import parse

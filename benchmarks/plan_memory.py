@@ -4,10 +4,11 @@
     python benchmarks/plan_memory.py --only gpt2-bf16-zero1 t5-fp32-pp4
 
 torch's profiler (profile_memory) records every allocation and release of tensor memory on each rank, from before the
-model is built to the end of the third step. The measured number is the peak of live bytes on the peak rank. Memory of
-Python and libraries, and memory cached by an allocator, are not included. The prediction is the planner's total for
-the stage that needs the most memory. DeepSpeed's ZeRO 2 and 3 allocate a bucket of reduce_bucket_size elements. This
-benchmark sets a small reduce_bucket_size, since a bucket of the default size would dominate the memory of these models.
+model is built to the end of the third step. The measured number is the peak of allocated bytes on the rank where this
+peak is highest. Memory of Python and libraries, and memory cached by an allocator, are not included. The prediction is
+the planner's total for the stage that needs the most memory. DeepSpeed's ZeRO 2 and 3 allocate a bucket of
+reduce_bucket_size elements. This benchmark sets a small reduce_bucket_size, since a bucket of the default size would
+dominate the memory of these models.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def flags_of(case: str, folder: str) -> str:
 
 
 def measure(flags: str, steps: int = 3) -> int:
-    """Run `steps` training steps under the profiler; return this rank's peak of live bytes."""
+    """Run `steps` training steps under the profiler; return the peak of allocated bytes on this rank."""
     import torch
 
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
@@ -89,8 +90,8 @@ def measure(flags: str, steps: int = 3) -> int:
     live = most = 0
     for event in sorted(events, key=lambda e: e["ts"]):
         at, size = event["args"]["Addr"], event["args"]["Bytes"]
-        # The profiler misses memory that gloo's threads release. A new allocation at a known address therefore also
-        # counts as the release of the earlier allocation.
+        # The profiler does not see releases by gloo's threads. So an allocation at an address that still counts as
+        # in use also counts as the release of the earlier allocation.
         live += (size if size > 0 else 0) - alive.pop(at, 0)
         if size > 0:
             alive[at] = size

@@ -7,8 +7,8 @@
 Every contender is a separate process. In every round the contenders make their steps in turn while the others wait, so
 that background load affects all of them alike. "ours" is the engine that `pretrain()` drives: DeepSpeed's engine with
 its gradient clipping and fused AdamW. It is compared with Hugging Face's model and a GPT-2 in the style of nanoGPT,
-plain and compiled, in a plain loop with the same clipping and AdamW. bf16 means bf16 weights with fp32 master weights
-for "ours", and autocast with fp32 weights for the others.
+eager and compiled, in a simple training loop with the same clipping and AdamW. bf16 means bf16 weights with fp32 master
+weights for "ours", and autocast with fp32 weights for the others.
 """
 
 import argparse
@@ -121,9 +121,10 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[argparse.Namespa
 
 
 def worker(name: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Build a contender, then make `args.steps` steps on each request.
+    """Build a contender, then make `args.steps` training steps for each request that arrives on `pipe`.
 
-    Replies with the seconds of these steps and, at the end, with the peak memory in MB.
+    Sends back the seconds to the end of the first step, the seconds of the steps of each request and, at the end, the
+    peak memory in MB.
     """
     import torch
 

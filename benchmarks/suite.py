@@ -30,7 +30,7 @@ T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8
 
 
 def _switched(model: str) -> str:
-    """Return flags that each disable one optimisation, or enable one that is off by default."""
+    """Return --flags= arguments; each disables one optimisation, or enables one that is off by default."""
     flags = ["--cpu-matmul_torch", "--no-keep-freed-memory", "--reference-ops_cross-entropy", "--logits-chunk-size_512"]
     if model == "t5":
         flags += [
@@ -110,7 +110,7 @@ def _cpuinfo() -> list[str]:
 
 
 def measure(name: str, more: list[str]) -> dict[str, Any]:
-    """Run one section, echoing its output as it runs."""
+    """Run one section, printing its output as it runs; return its command, exit status, seconds, output and tables."""
     script, *arguments = SECTIONS[name].split()
     command = [f"benchmarks/{script}", *(a.replace("_", " ") for a in arguments), *more]
     print(f"\n## {name}\n\n`python {' '.join(command)}`\n", flush=True)
@@ -147,9 +147,10 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def bars(rows: list[dict[str, str]]) -> tuple[str, list[tuple[str, float, float, float]]]:
-    """Return a column whose cells are `median (lowest to highest)`, and (name, median, lowest, highest) of each row.
+    """Return the title of a column, and each row's (name, median, lowest, highest) in this column.
 
-    The column is "ours / it" (the ratio of speeds) if there is one, else the first such column.
+    The column is "ours / it" (the ratio of speeds) if there is one, else the first column whose cells have the form
+    `median (lowest to highest)`.
     """
     columns = sorted(list(rows[0])[1:], key=lambda column: "ours / it" not in column)
     for column in columns:

@@ -113,7 +113,7 @@ def train(name: str, config: Any, parts: tuple[Any, Any], is_text: Any, args: ar
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run the contenders that --json does not contain yet."""
+    """Train the contenders for which the file of --json has no results yet."""
     import torch
 
     from megatron.config.command_line import parse, with_values

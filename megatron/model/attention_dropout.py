@@ -1,4 +1,4 @@
-"""Attention with dropout on a CPU, from plain operations, because torch has no such kernel.
+"""Attention with dropout on a CPU, composed of matmuls and softmax, because torch has no such kernel.
 
 The dropout masks are drawn from a named random stream.
 
@@ -28,8 +28,8 @@ def attention_with_dropout(
 ) -> Tensor:
     """Compute attention with dropout: query [b, n, q, d], key, value [b, n, k, d] -> [b, n, q, d].
 
-    added: tensor [1 or b, 1 or n, q, k] to add to the scores, or None. turn: distinguishes the draws of one layer, see
-    `mpu.Stream.drop`.
+    added: tensor [1 or b, 1 or n, q, k] to add to the scores, or None. turn: number that distinguishes several dropout
+    draws of one layer, see `mpu.Stream.drop`.
     """
     return _attend(query, key, value, added, scale, lambda weights: stream.drop(weights, p, turn))
 

@@ -36,7 +36,7 @@ class Call(NamedTuple):
     tensors, because recomputation recognises them by their address.
     pieces: blocks of queries and keys to compute one by one, for documents or context-parallel slices; None if a mask
     is needed. Always None on accelerators and in compiled code.
-    turn: distinguishes the dropout draws of one layer, see `mpu.Stream.drop`.
+    turn: number that distinguishes several dropout draws of one layer, see `mpu.Stream.drop`.
     """
 
     query: Tensor
@@ -71,7 +71,7 @@ class Call(NamedTuple):
         return mask, hides
 
     def added(self) -> tuple[Tensor | None, bool]:
-        """Return what to add to the scores, [1 or b, 1 or n, q, k] or None, and whether the kernel hides later keys."""
+        """Return the tensor to add to scores, [1 or b, 1 or n, q, k] or None, and if the kernel hides later keys."""
         mask, hides = self.visible()
         if self.bias is not None:
             return self.bias if mask is None else self.bias.masked_fill(~mask, -torch.inf), hides
@@ -118,7 +118,7 @@ def dropout_in_pieces(c: Call) -> Tensor:
 
 
 def dropout(c: Call) -> Tensor:
-    """Attend with dropout by plain operations -> [b, n, q, d]."""
+    """Attend with dropout by torch's matmul, softmax and dropout operations -> [b, n, q, d]."""
     added, _ = c.added()
     return attention_dropout.attention_with_dropout(c.query, c.key, c.value, added, c.scale, c.p, c.stream, c.turn)
 
@@ -130,7 +130,7 @@ def packed(c: Call) -> Tensor:
 
 
 def torchs(c: Call) -> Tensor:
-    """Run the kernel that torch chooses -> [b, n, q, d]."""
+    """Call torch's scaled_dot_product_attention, which chooses the kernel -> [b, n, q, d]."""
     (added, hides), query, key, value = c.added(), c.query, c.key, c.value
     grouped = key.shape[1] < query.shape[1]
     if grouped and query.device.type == "cuda" and (added is not None or query.dtype == torch.float32):

@@ -25,7 +25,7 @@ from .rotary import Rotation, rotation
 
 
 class Dropout(nn.Module):
-    """Dropout that draws from a named stream, so that its masks depend neither on stages nor schedule."""
+    """Dropout that draws from a named stream, so that its masks do not depend on pipeline stages or schedule."""
 
     def __init__(self, p: float, stream: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Dropout(nn.Module):
         self.p, self.stream = p, mpu.Stream(mpu.get_rng(), stream, split=mpu.sequence_axis().size > 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout to x [...] -> [...] in training."""
+        """Apply dropout to x [...] -> [...] in training; in evaluation return x."""
         return self.stream.drop(x, self.p) if self.training and self.p else x
 
 
@@ -122,7 +122,7 @@ class TransformerLayer(nn.Module):
 class Block(TransformerLayer):
     """Layer of a decoder-only model. `name` is its name in the whole model.
 
-    role: whether document ids restrict attention or restart positions; by default they only restrict attention.
+    role: what document ids do: restrict attention, restart positions, or both; by default they restrict attention.
     """
 
     def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:
@@ -131,7 +131,7 @@ class Block(TransformerLayer):
         self.role = role or DocumentRole()
 
     def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
-        """Run the layer on (hidden [s, b, h], document ids [b, s] or empty) and return both.
+        """Run the layer: (hidden [s, b, h], document ids [b, s] or empty) -> (new hidden states, the same ids).
 
         caches: keys and values of the text generated so far; positions continue after the cached tokens. With
         context parallelism hidden is this rank's part of the sequence, [s/c, b, h] for c ranks, and passing

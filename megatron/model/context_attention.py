@@ -45,7 +45,7 @@ class Views(NamedTuple):
         return self.apart or self.window is not None
 
     def keys(self, at: int) -> tuple[int, int]:
-        """Return begin and end of the keys that some query of slice number `at` may see."""
+        """Return begin and end of the range of keys that at least one query of slice number `at` may see."""
         begin, end = self.slices[at]
         return 0 if self.window is None else max(begin - self.window + 1, 0), end
 
@@ -69,9 +69,10 @@ class Views(NamedTuple):
 
 
 def views_of(ids: Tensor, length: int, window: int | None, documents: Documents | None, axis: mpu.Axis) -> Views:
-    """Return which keys the queries of this rank of `axis` may attend to in a sequence of `length` tokens.
+    """Return the keys to which this rank's queries may attend; a sequence of `length` tokens is sharded over `axis`.
 
-    documents: built from the ids [b, s], None if attention is not restricted to documents.
+    ids: document ids, [b, s] or empty. window: number of last tokens that a query sees, None for all.
+    documents: built from `ids`; None if attention is not restricted to documents.
     """
     near = window if window is not None and window < length else None
     return Views(ids, documents is not None, near, tuple(mpu.context_slices(length, axis)), axis)

@@ -88,8 +88,8 @@ class DecoderStart(ModelStart):
     """Start of a decoder-only model: learned positions and dropout. Rotary positions are applied later, in the blocks.
 
     role: whether document ids restrict attention or restart positions. If document ids only restart rotary positions,
-    the caller passes none, and this layer computes them: a document begins at each position id of 0. A rotary model
-    uses position ids for nothing else.
+    the caller passes an empty tensor of document ids, and this layer computes the ids from the position ids: a document
+    begins at each position id of 0. A rotary model does not use position ids otherwise.
     """
 
     def __init__(self, config: ModelConfig, positions: int, name: str, role: DocumentRole) -> None:
@@ -116,7 +116,7 @@ class DecoderStart(ModelStart):
 
 
 class StackNorm(nn.Module):
-    """Norm after the last layer of a stack of a pre-norm model."""
+    """Final norm of a pre-norm stack of layers: a decoder-only model, an encoder or a decoder."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

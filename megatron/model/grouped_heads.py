@@ -25,7 +25,7 @@ from .rotary import Rotation, rotate, rotate_into
 
 
 def repeat_heads(query: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
-    """Repeat keys or values [b, g, s, d] to [b, n, s, d], so that each of the n heads of `query` has its own."""
+    """Repeat keys or values [b, g, s, d] to [b, n, s, d], one for each of the n heads of `query`."""
     each = query.shape[1] // heads[0].shape[1]
     return heads if each == 1 else tuple(x.repeat_interleave(each, dim=1) for x in heads)
 
@@ -70,7 +70,7 @@ def split_heads(
     angles: rotary position embedding of the first two parts.
     one_buffer: copy the parts into one buffer, so that one recipe can recompute all three (`recompute.py`). If False,
     the results are views of `fused`, which requires that each part has one head per group.
-    plain: use plain torch operations, with which the results need not share a buffer.
+    plain: use torch's own operations instead of `_Split`; the results then need not share a buffer.
     """
     if plain or torch.compiler.is_compiling():  # torch.compile fuses these operations
         found = tuple(part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts))

@@ -24,9 +24,9 @@ class Layer:
     tied: layers with the same key share one module, which has the first layer's name.
     call: replaces the call of the module by `call(module, inputs)`.
     puts_out: names of the tensors that the layer returns, for the stage boundary after it.
-    repeated: one of the equal layers of a stack, whose activations may be recomputed.
-    prelude: recomputed together with the layer after it, but not counted in `checkpoint_num_layers`.
-    work: multiply-adds of its forward pass over a sample, see work.py.
+    repeated: True for each of the equally built layers of a stack, whose activations may be recomputed.
+    prelude: True for a layer that is recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
+    work: number of multiply-adds in the layer's forward pass over one sample, see work.py.
     """
 
     name: str
@@ -64,7 +64,7 @@ def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk:
     steps: (layer, function that calls its module).
     chunk: 0 saves all activations; n saves only the input of each group of n repeated layers and recomputes the
     group in the backward pass.
-    rng: the dropout streams of the steps.
+    rng: dropout streams from which the layers draw; a recomputed group draws the same masks again.
     """
     at = 0
     while at < len(steps):
@@ -103,7 +103,7 @@ def global_names(layers: Sequence[Layer]) -> list[str]:
 
 
 class AuxLossMixin:
-    """Model whose loss function may report values besides the loss."""
+    """Mixin for models whose loss function may report values besides the loss."""
 
     loss_fn: Any = None
 
@@ -116,7 +116,7 @@ class AuxLossMixin:
 
 
 class LayerStack(AuxLossMixin, nn.Module):
-    """All layers of a model in one process.
+    """All layers of a model in one process, or only the layers whose indices are in `own`.
 
     seed: seed of the initial weights.
     own: indices of the layers to build, for generation over pipeline stages; calling any other layer raises

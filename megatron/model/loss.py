@@ -77,7 +77,7 @@ class TokenLoss:
         return losses
 
     def _seen(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of every token, and the values that evaluation reports separately."""
+        """Return the loss [b, s] of every token, and in evaluation {name: value} of the additional values to report."""
         losses, _ = self._both(logits, labels)
         looks = self.is_text is not None and not torch.is_grad_enabled()
         return losses, self._of_text(logits, labels, losses) if looks else {}

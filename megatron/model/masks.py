@@ -109,12 +109,12 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
-    """Return `make()`, cached on the tensor `owner` [...] until `owner` or `other` is changed in place."""
+    """Return `make()`, cached under `key` on the tensor `owner` [...] until `owner` or `other` is changed in place."""
     if torch.compiler.is_compiling():  # torch.compile fuses `make` into one kernel, so a cache is not needed.
         return make()
     found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
-    # The cache keeps a reference to `other`, so that no other tensor can get its id. It keeps none to `owner`, whose
-    # attribute it is, because that would be a reference cycle.
+    # The cache keeps a reference to `other`, so that no new tensor can get the same Python id. It keeps no reference to
+    # `owner`, because the cache is an attribute of `owner`, so that would be a reference cycle.
     kept = None if other is owner else other
     key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
     if key not in found:

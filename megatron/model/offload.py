@@ -21,7 +21,7 @@ SMALLEST = 1 << 20  # bytes; smaller tensors are not worth a copy
 
 
 class PendingCopy(NamedTuple):
-    """Result of a copy in progress. wait: makes later computation wait for the copy."""
+    """Result of a copy in progress. wait: function that makes the device's current stream wait for the copy."""
 
     result: Tensor
     wait: Callable[[], None]
@@ -34,7 +34,7 @@ class CopyStream:
         self.device, self.stream = device, torch.Stream(device)
 
     def down(self, source: Tensor) -> PendingCopy:
-        """Copy [bytes] from the device to pinned memory, after the computation of `source`."""
+        """Copy `source` [bytes] from the device to pinned host memory, once the device has computed it."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
@@ -42,7 +42,7 @@ class CopyStream:
         return self._started(host)
 
     def up(self, source: PendingCopy) -> PendingCopy:
-        """Copy [bytes] from the host to the device, once `source` has arrived on the host."""
+        """Copy the result [bytes] of `source` from the host to the device, once `source` has arrived on the host."""
         with self.stream:
             source.wait()
             there = source.result.to(self.device, non_blocking=True)
@@ -61,7 +61,7 @@ class CopyStream:
 
 
 class CopyStreams:
-    """Two copy streams, to and from the device. last: the layer that offloaded most recently."""
+    """Two copy streams: `down` to the host, `up` to the device. last: the layer that offloaded most recently."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = CopyStream(device), CopyStream(device)
@@ -89,7 +89,7 @@ class OffloadedStorage:
         self._there: PendingCopy | None = None
 
     def fetch(self) -> PendingCopy:
-        """Start the copy back unless it was started already."""
+        """Start copying the storage back to the device, unless this was started before; return the pending copy."""
         if self._there is None:
             self._there = self.up.up(self.host)
         return self._there
@@ -105,7 +105,7 @@ class OffloadedStorage:
 
 
 class LayerActivations:
-    """Activations that one layer saves for one micro-batch."""
+    """Offloaded activations that one layer saves for one micro-batch."""
 
     def __init__(self, streams: CopyStreams) -> None:
         self.streams, self.before = streams, streams.last
@@ -131,7 +131,7 @@ class LayerActivations:
 
 
 class OffloadedTensor(NamedTuple):
-    """Reference to an offloaded tensor."""
+    """What autograd saves in place of an offloaded tensor: the offloaded storage, and the tensor's place in it."""
 
     layer: LayerActivations
     memory: OffloadedStorage

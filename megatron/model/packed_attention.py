@@ -32,7 +32,7 @@ def serves(query: Tensor, documents: Documents) -> bool:
 
 @functools.cache
 def kernel() -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn`; None if it is missing or takes no scale and window."""
+    """Return torch's function `varlen_attn`; None if torch lacks it, or if it has no arguments for scale and window."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

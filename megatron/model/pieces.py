@@ -171,7 +171,7 @@ def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: 
 
 
 def runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
-    """Return the range of each document id of one row [s], in order; None if an id has several ranges."""
+    """Return {document id: (begin, end) of its tokens} for ids [s] of one row; None if an id has several ranges."""
     values, counts = torch.unique_consecutive(ids, return_counts=True)
     ends = [0, *counts.cumsum(0).tolist()]
     runs = dict(zip(values.tolist(), pairwise(ends), strict=True))

@@ -1,4 +1,4 @@
-"""Pipeline versions of the models, built from the same lists of layers; no other module of the models imports `tds`."""
+"""Pipeline versions of the models, built from the same lists of layers; no other module of megatron/model uses tds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -81,7 +81,7 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         """Run one chunk on the batch or the previous stage's output; return the next stage's input or the logits."""
         mine = slice(*self.chunk_slices[chunk])
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
-        # The engine passes a bare tensor if only one crosses a boundary; layers expect tuples.
+        # The engine passes a tensor, not a tuple, if only one tensor crosses a boundary; layers expect tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return run(steps, inputs, self._chunk if self.training else 0, self._rng)
 

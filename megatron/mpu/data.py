@@ -56,7 +56,8 @@ def _sent_shapes(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, problem: str, device: torch.device, axis: Axis
 ) -> list[torch.Size]:
     """Broadcast and return the shapes of the first rank's data. Raises ValueError on all ranks for invalid data."""
-    header = torch.full((1 + len(keys), 1 + MAX_DIMS), -1, dtype=torch.int64)  # row 0: validity; others: shapes
+    # Row 0 is 1 if the data is valid. Every other row has the number of dimensions of a tensor, then its shape.
+    header = torch.full((1 + len(keys), 1 + MAX_DIMS), -1, dtype=torch.int64)
     if axis.rank == 0 and not problem and data is not None:
         header[0] = 1
         for row, key in zip(header[1:], keys, strict=True):

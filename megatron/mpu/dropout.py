@@ -59,7 +59,7 @@ class Stream:
         return self.draw(shape, p, device, dtype)
 
     def draw(self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Draw the mask [*shape] eagerly, outside of any compiled graph."""
+        """Draw a mask as `keep_mask` does, [*shape], but always eagerly, outside of any compiled graph."""
         generator = _generators.get(device)
         if generator is None:
             generator = _generators[device] = torch.Generator(device)

@@ -3,8 +3,8 @@
 Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary, t model-parallel ranks.
 When a layer is built, it draws the initial values of its whole weight from torch's default generator, so that the
 values do not depend on t. `init_method` fills a whole weight in place.
-axis, options: the ranks over which a layer is sharded, and its communication and kernel options. Both default to the
-current context's (`mpu.parallel_context`).
+axis, options: the ranks over which a layer is sharded, and its communication and kernel options. Both are by default
+those of the current context (`mpu.parallel_context`).
 """
 
 import torch

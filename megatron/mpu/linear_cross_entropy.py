@@ -84,7 +84,7 @@ def whole_logits(logits: Tensor | DeferredLogits) -> Tensor:
 
 
 def _all_tokens(deferred: DeferredLogits) -> Tensor:
-    """Return the hidden states of all tokens, [n, h]."""
+    """Return the hidden states [n, h] of all tokens, gathered from the shards under sequence parallelism."""
     hidden, sequence = deferred.hidden, deferred.options.sequence_axis(deferred.axis)
     whole = start_all_gather(hidden, sequence).wait() if sequence.size > 1 else hidden
     return whole.reshape(-1, whole.shape[-1])
@@ -154,7 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
-    """Return the axis that sums gradients, the sequence-parallel axis, and whether communication may overlap."""
+    """Return the axis over which gradients are summed, the sequence-parallel axis, and the option `overlap`."""
     return deferred.axis, deferred.options.sequence_axis(deferred.axis), deferred.options.overlap
 
 

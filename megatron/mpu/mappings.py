@@ -23,7 +23,7 @@ AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, its Axis or, in a com
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum of x [...] over the group, in a new tensor (`x` itself on an axis of one rank)."""
+    """Return the sum of x [...] over the ranks of `axis`, in a new tensor (`x` itself if there is one rank)."""
     if axis.size == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -85,7 +85,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 
 def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce x [...] in place, over several ranks; the caller must not use `x` afterwards."""
+    """All-reduce x [...] in place over the ranks of `axis`, at least two; the caller must not use `x` afterwards."""
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -77,7 +77,7 @@ class RngTracker:
         """Make torch draw from stream `name` inside the block; the stream differs on each model-parallel rank.
 
         Layers that use the same name draw from one stream in turn, so their masks depend on which of these layers
-        are on this rank. With a name for each layer (`fork(f"layers.{i}.mlp")`) the masks are the same in all layouts.
+        are on this rank. With a name for each layer (`fork(f"layers.{i}.mlp")`), masks do not depend on the stages.
         """
         here = _mesh.parallel_context()
         return here.rng.fork(name, default_device(here.mesh.replica), split=True)

@@ -79,7 +79,7 @@ class Options:
 
 
 class Share(NamedTuple):
-    """Share of an iteration's samples that a rank reads: share `number`, counted from 0, of `of` equal shares."""
+    """The samples of an iteration that a rank reads: part `number`, counted from 0, of `of` equal parts."""
 
     number: int
     of: int
@@ -215,7 +215,7 @@ def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> 
 
 @contextmanager
 def _changed(name: str, value: Any) -> Iterator[None]:
-    """Change one field of the current context inside the block; changes of other fields inside the block stay."""
+    """Set one field of the current context inside the block; afterwards restore this field and no other."""
     before = getattr(parallel_context(), name)
     enter(replace(parallel_context(), **{name: value}))
     try:

@@ -41,7 +41,7 @@ def normal(std: float) -> InitMethod:
     return partial(nn.init.normal_, mean=0.0, std=std)
 
 
-NORMAL = normal(0.02)  # initialisation of GPT-2 and BERT
+NORMAL = normal(0.02)  # initialisation of the weights of GPT-2 and BERT
 
 
 class Rows(NamedTuple):

@@ -27,7 +27,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 
 
 def shard_length(length: int, axis: Axis) -> int:
-    """Return the shard length, `length` / number of ranks. Raises ValueError, naming the flags, if it is fractional."""
+    """Return `length` / number of ranks. Raises ValueError, naming the flags, if the division leaves a remainder."""
     if length % axis.size:
         raise ValueError(
             f"--sequence-parallel cannot split a sequence of {length} tokens over {axis.size} model-parallel ranks; "

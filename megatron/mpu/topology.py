@@ -1,4 +1,4 @@
-"""Coordinates of each rank in the pipe x data x model grid: arithmetic only, no processes."""
+"""Coordinates of each rank in the pipe x data x model grid, computed from sizes alone, without process groups."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ class Topology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups that communicate along `axis`; an empty list for an unknown axis."""
+        """Return the groups of ranks that communicate along `axis`, each a list; an empty list for an unknown axis."""
         return self.lines(axis) if axis in AXES else []
 
     def lines(self, *varying: str) -> list[list[int]]:

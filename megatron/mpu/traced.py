@@ -1,4 +1,4 @@
-"""Model-parallel communication by functional collectives, which torch.compile can trace, unlike a `Work` handle.
+"""Model-parallel communication by functional collectives: torch.compile can trace these, but not `Work` handles.
 
 Only compiled code uses these functions. The compiler schedules communication, so this module does not start
 collectives early by hand. The compiler also decides what is saved for the backward pass. With sequence parallelism it

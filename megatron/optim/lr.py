@@ -67,7 +67,7 @@ def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
 
     Without --override-lr-schedule, the run keeps the checkpoint's schedule even if --train-iters changes, so that the
     learning rate does not jump in the middle of a run.
-    config, saved: settings of the flags and of the checkpoint.
+    config: settings from the command line. saved: settings from the checkpoint.
     """
     of_checkpoint = _schedule(saved)
     if of_checkpoint == _schedule(config):

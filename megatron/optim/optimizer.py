@@ -16,7 +16,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return two parameter groups: matrices, with weight decay, and one-dimensional weights, without weight decay.
 
-    One-dimensional weights are biases and the weights of norms. spared: matrices that get no weight decay, either.
+    One-dimensional weights are biases and the weights of norms. spared: matrices that also get no weight decay.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     spared = set(spared)
@@ -37,7 +37,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of --optimizer: AdamW, or SGD with momentum.
 
-    kernels: the value of --kernels. spared: matrices that get no weight decay.
+    kernels: the value of --kernels. spared: matrices to which weight decay is not applied.
     """
     groups = parameter_groups(module, config.weight_decay, spared)
     if config.optimizer == "sgd":

@@ -164,7 +164,7 @@ def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key,
 
 
 def _ties(model: nn.Module) -> dict[str, Key]:
-    """Return the keys of this stage's tied weights by name."""
+    """Return {global name: key} of this stage's tied weights."""
     tied = set(map(id, tied_weights(model)))
     rank = mpu.get_mesh().model.rank
     return {

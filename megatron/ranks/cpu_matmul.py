@@ -80,7 +80,7 @@ def cache_file() -> Path:
 
 
 def this_cpu() -> str:
-    """Return the cache key of this machine: CPU, torch version and threads. Machines may share a home directory."""
+    """Return a cache key of CPU, torch version and threads, since different machines may share the cache file."""
     name = "an unknown CPU"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -83,7 +83,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self._note(StopSignal.SAVE_AND_STOP))
             signal.signal(signal.SIGUSR1, lambda *_: self._note(StopSignal.SAVE))
-            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # if ignored, the launcher handles Ctrl-C
+            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # if SIGINT is ignored, the launcher handles Ctrl-C
                 signal.signal(signal.SIGINT, self._interrupt)
         return self
 
@@ -112,8 +112,9 @@ class StopSignals:
             exit_now(INTERRUPTED)
 
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
-        """Return (greatest request of any rank, whether all ranks are `done`); the result is the same on all ranks.
+        """Return (greatest request of any rank, whether all ranks are done); the result is the same on all ranks.
 
+        done: whether this rank has finished the work that all ranks wait for, such as writing its part of a checkpoint.
         With several ranks, the result comes from the arguments and requests of the previous call. Those of this call
         are all-reduced asynchronously on the default process group while the ranks compute, so that no iteration waits.
         On an accelerator, the host waits only for the all-reduce that the previous call has queued.
