@@ -23,10 +23,10 @@ TIME = re.compile(r"\bms\b|%|\bs\b|seconds|\+")
 
 
 def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
-    """Run a section's command in a checkout; return {row: (title of the second column, number in this column)}.
+    """Run the command of a benchmark section in a checkout, and return the rows of the table that it prints.
 
-    Only rows whose name begins with "ours" are returned. The result is empty if the command fails, for example in a
-    checkout that is older than the section.
+    The keys are the names of the rows that begin with "ours". The values are the title of the second column and its
+    number. The result is empty if the command fails, for example in a checkout that is older than the benchmark.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)

@@ -39,7 +39,7 @@ def linear(rounds: int) -> None:
         "tokens per micro-batch / 128": ([2, 4, 8, 16], lambda n: step_seconds(4, n, 1, rounds)),
         "micro-batches": ([1, 2, 4, 8], lambda n: step_seconds(4, 4, n, rounds)),
     }
-    print("| varied | ms per step | ms per unit | constant ms | R² |\n| --- | --- | --- | --- | --- |")
+    print("| what varies | ms per step | ms per added unit | constant part, ms | R² |\n| --- | --- | --- | --- | --- |")
     for name, (values, measure) in axes.items():
         seconds = np.array([measure(n) for n in values])
         slope, rest = np.polyfit(values, seconds, 1)

@@ -94,7 +94,10 @@ def main() -> None:
             run()
         print(_peak_of_this_process())
         return
-    print("| model, tokens per document | one mask, ms | by document, ms | mask / ours, by round | peak MB |")
+    print(
+        "| model, tokens per document | attention with one mask, ms | attention per document, ms | "
+        "time with one mask / time per document, by round | peak MB |"
+    )
     print("| --- | --- | --- | --- | --- |")
     for family in args.families:
         for tokens in args.tokens:

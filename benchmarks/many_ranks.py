@@ -103,7 +103,10 @@ def main() -> None:
     if args.json:
         print(json.dumps(measure(args.ranks[0], *sizes)), flush=True)
         os._exit(0)
-    print(f"| ranks | groups at once | one by one | grid | model | engine | memory | stage |\n|{' --- |' * 8}")
+    print(
+        "| ranks | creating all groups at once | creating groups one by one | building the grid | building the model | "
+        f"building the engine | peak memory | this rank's stage |\n|{' --- |' * 8}"
+    )
     for ranks in args.ranks:
         argv = [sys.executable, __file__, "--json", "--ranks", str(ranks)]
         for name, value in zip(("--rank", "--stages", "--model", "--context", "--layers"), sizes, strict=True):

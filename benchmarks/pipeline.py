@@ -169,7 +169,7 @@ def main() -> None:
         ideal = ideals(args)
         print(f"{args.stages} stages, {args.micros} micro-batches, {args.megabytes:g} MB, jitter {args.jitter:g}")
         print(
-            "| contender | time over 1f1b's ideal, median (lowest to highest) | own ideal over 1f1b's |\n"
+            "| contender | time / ideal time of 1f1b, median (lowest to highest) | ideal time / that of 1f1b |\n"
             "| --- | --- | --- |"
         )
         for name, rounds in found.items():

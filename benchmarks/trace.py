@@ -50,7 +50,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         pairs = list(zip(found["with"], found["without"], strict=True))
         usual = statistics.median(took for took, _ in found["without"])
-        print("| with a recorder / without | |\n| --- | --- |")
+        print("| ratio, step with a recorder / step without | value |\n| --- | --- |")
         print(f"| seconds of a step, by round | {spread([a[0] / b[0] for a, b in pairs], '.3f')} |")
         print(f"| CPU-seconds of both ranks, by round | {spread([a[1] / b[1] for a, b in pairs], '.3f')} |")
         share = spans * each / usual

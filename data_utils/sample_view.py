@@ -23,7 +23,10 @@ def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
 def gpt2_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """Return (tables, masks) of a GPT-2 sample. Masks are True where a query (row) may attend to a key (column)."""
+    """Return the tables of tokens and the attention masks of a GPT-2 sample, to be printed.
+
+    A mask is True where a query (row) may attend to a key (column).
+    """
     text = sample["text"]
     tokens, labels = text[None, :-1], text[1:]
     data = config.data
@@ -63,7 +66,7 @@ def _causal(documents: Tensor) -> Tensor:
 def sft_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """Return (tables, masks) of a packed window of fine-tuning records."""
+    """Return the tables of tokens and the attention masks of a packed window of fine-tuning records."""
     documents = sample["document_ids"][None]
     positions = positions_in_documents(documents)[0]
     tokens, labels, loss_mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
@@ -74,7 +77,7 @@ def sft_view(
 def t5_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """Return (tables, masks) of a T5 sample."""
+    """Return the tables of encoder and decoder tokens and the attention masks of a T5 sample."""
     encoder_ids, decoder_ids = sample["encoder_document_ids"], sample["decoder_document_ids"]
     loss = sample["loss_mask"].clone()
     if config.data.eod_mask_loss:

@@ -1,4 +1,4 @@
-"""Messages to the user: printing that never raises an error, and advice that names the running program's settings."""
+"""Messages to the user: printing that never raises an error, and advice that names flags or ds_config keys."""
 
 import contextlib
 import sys

@@ -5,8 +5,8 @@ Suppose that a stage used one group for all messages. Then a receive could be qu
 With three stages, this deadlocks.
 
 Therefore the two directions of a stage boundary use different groups. The two boundaries of a stage also use different
-groups, because boundaries alternate between parity 0 and 1. If an odd number of stages forms a ring, one boundary has
-parity 2. All chunks of a pipeline share one group per parity and direction, so a pipeline of any length needs 2 to 6
+groups: boundaries are numbered 0 and 1 in turn, which is their parity. If an odd number of stages forms a ring, one
+boundary has the number 2. All chunks of a pipeline share one group per parity and direction, so a pipeline of any length needs 2 to 6
 groups. queues.py proves that no rank deadlocks. On gloo, messages do not wait for each other, so all boundaries share
 two groups.
 """

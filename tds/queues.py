@@ -162,7 +162,7 @@ class StageGraph:
         self._points, self._passes = points, 0
         self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # start and end events of messages
         # Each int below is the number of an event in the graph.
-        self._last: dict[Hashable, int] = {}  # end of the last message of each queue
+        self._last: dict[Hashable, int] = {}  # for each queue, the event at which its last message ends
         self._computed: int | None = None  # the event that the next computation must wait for
         self._host: int | None = None  # last event that the host has waited for
         self._last_start: int | None = None  # start of the operation submitted last

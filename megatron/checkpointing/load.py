@@ -99,12 +99,12 @@ def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
     everywhere = {name for names, _ in every for name in names}
     lacking = sorted({name for _, names in every for name in names})
     held = {key.removeprefix(f"{BUFFER}.") for key in reader.tensors if key.startswith(f"{BUFFER}.")}
-    for names, words in (
+    for names, problem in (
         (lacking, "are not in this checkpoint and keep their initial values"),
         (sorted(held - everywhere), "are in this checkpoint, but not in the model"),
     ):
         if names:
-            print_rank_0(f"warning: {reader.path}: the buffers {first_of(names)} {words}")
+            print_rank_0(f"warning: {reader.path}: the buffers {first_of(names)} {problem}")
 
 
 def _unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:

@@ -110,7 +110,7 @@ class FunctionsTask(Task):
 
 
 def _no_forward_step(batches: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Any]:
-    """Stand in for a missing `forward_step`: raise ValueError, as a model without a pipeline needs this function."""
+    """Raise ValueError: no `forward_step` was given, but a model without a pipeline needs this function."""
     raise ValueError(
         "pretrain() has no forward_step, which a model without a pipeline needs: pass it as the third argument"
     )

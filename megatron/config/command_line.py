@@ -142,7 +142,7 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _there_are(path: str) -> str:
-    """Return `; there are FILES`, the settings files of the same model, if the file `path` does not exist, else ""."""
+    """Return a hint that lists the existing settings files of the model that `path` names; "" if `path` exists."""
     wanted = Path(path)
     folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
     beside = sorted(folder.glob(f"{wanted.stem.rpartition('_')[0]}_*.json")) if "_" in wanted.stem else []

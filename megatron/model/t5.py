@@ -33,7 +33,9 @@ DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
 
 
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Embed (encoder tokens [b, k], decoder tokens [b, q], document ids) -> (hidden [k, b, h], tokens, ids).
+    """Embed the encoder tokens of (encoder tokens [b, k], decoder tokens [b, q], document ids of both).
+
+    Returns (encoder hidden states [k, b, h], decoder tokens, document ids of both).
 
     Raises ValueError if only one of encoder and decoder has document ids.
     """

@@ -198,9 +198,17 @@ def build_parser() -> Parser:
         default=1,
         help="number of the table row for --explain, --chart and --write (default: 1, the fastest)",
     )
-    add("--explain", action="store_true", help="print how the memory and time of the --layout row are computed")
-    add("--chart", metavar="FILE", help="draw the memory of the --layout row by stage and kind (needs matplotlib)")
-    add("--write", metavar="DIR", help="write config.json, ds_config.json and run.sh for the --layout row")
+    add(
+        "--explain",
+        action="store_true",
+        help="print how the memory and time of the layout chosen by --layout are computed",
+    )
+    add(
+        "--chart",
+        metavar="FILE",
+        help="draw the memory of the layout chosen by --layout, by stage and kind (needs matplotlib)",
+    )
+    add("--write", metavar="DIR", help="write config.json, ds_config.json and run.sh for the layout chosen by --layout")
     add("--published", action="store_true", help="compare predictions with the measured speed of published runs")
     return parser
 

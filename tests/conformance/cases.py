@@ -219,7 +219,7 @@ CASES: Sequence[Case] = (
     _case("grad complex64 bool complex128"),
     Case("two gradients, (a, b) -> (a, b)", _chain("grad grad2", Joint)),
     Case("an encoder-decoder: the tuple changes in the middle", _translation),
-    Case("tokens first, tied embedding and two more ties", _tied, loss=token_loss, tokens=True, ties=(
+    Case("token ids as inputs, a tied embedding and two more tied layers", _tied, loss=token_loss, tokens=True, ties=(
         (0, Tie("embed")), (8, Tie("embed", "scores")), (2, Tie("square")), (4, Tie("square")), (7, Tie("square")),
         (3, Tie("extra")), (6, Tie("extra")))),
     Case("a weight as an output, tied over stages", _tables, ties=tuple((i, Tie("table")) for i in (1, 3, 5))),
@@ -233,7 +233,7 @@ CASES: Sequence[Case] = (
     Case("another size each micro-batch", _chain("grad bool"), rows=((1, 3, 2, 3, 5, 4), (3, 3, 3, 3, 3, 2), (4,) * 6)),
     Case("activation checkpointing every 2 layers", _chain("grad"), checkpoint=2),
     Case("layers that work in place, over a data set", lambda: [InPlace() for _ in range(9)], feed="dataset"),
-    Case("one tensor of a message counted up in place", _chain("grad grad2 int64", Counting)),
+    Case("one tensor of a message changed in place", _chain("grad grad2 int64", Counting)),
     Case("a data iterator that fills the same tensors again", _chain("grad"), feed="refilled"),
     Case("the same, with targets counted first", _chain("grad"), feed="refilled", loss=CountedLoss()),
     Case("a frozen tied weight under AdamW", _one_tie(lambda: nn.Linear(WIDTH, WIDTH)), ties=TIED, frozen=(1, 4, 7),
@@ -250,7 +250,9 @@ CASES: Sequence[Case] = (
          prepare=probes.contiguous_activations, probe=probes.evaluates_twice),
     Case("eval_batch(return_logits=True): the last micro-batch's", _plain, probe=probes.logits),
     Case("eval_batch(compute_loss=False, reduce_output=None)", _plain, probe=probes.all_outputs),
-    Case("eval_batch(compute_loss=False): the mean of outputs", _plain, probe=probes.mean_of_outputs),
+    Case(
+        "eval_batch(compute_loss=False): mean of the outputs over micro-batches", _plain, probe=probes.mean_of_outputs
+    ),
     Case("eval_batch(bcast_loss=False)", _plain, probe=probes.loss_stays),
     Case("the loss is fp32", _plain, probe=probes.loss_is_fp32, only=FP32),
     Case("attributes: fwd_outputs, total_loss, agg_train_loss, timers", _plain, probe=probes.attributes),

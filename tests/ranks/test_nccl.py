@@ -30,14 +30,14 @@ SCHEDULES: list[dict[str, Any]] = [
 NAMES = (
     "(grad, bool, float)",
     "an encoder-decoder: the tuple changes in the middle",
-    "tokens first, tied embedding and two more ties",
+    "token ids as inputs, a tied embedding and two more tied layers",
     "a weight as an output, tied over stages",
     "another size each step",
     "another size each micro-batch",
     "dynamic_shape, another size each micro-batch",
     "an output that is the same memory each time",
     "a data iterator that fills the same tensors again",
-    "one tensor of a message counted up in place",
+    "one tensor of a message changed in place",
 )
 BY_NAME = {case.name: case for case in CASES}
 

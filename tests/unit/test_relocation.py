@@ -36,7 +36,7 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     ]
     assert kept_tokenizer(home, str(source)) == str(home / "tokenizer")
     assert kept_tokenizer(home, str(source / "vocab.json")) == str(home / "tokenizer" / "vocab.json")
-    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # copies the file onto itself
+    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # source and destination are the same file
     for name in ("own.model", "other.model"):  # each file replaces the tokenizer before it
         (source / name).write_text(name)
         keep_tokenizer(str(source / name), home)

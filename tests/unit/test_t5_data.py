@@ -302,7 +302,7 @@ def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path
 def test_triples_are_read_as_cpm_does(prefix: str, tmp_path: Path, decoder: int) -> None:
     """Samples of CPM's pre-masked files are read as in CPM.
 
-    Their sentinels are renumbered, a closing sentinel is added, and padding stands where a span does not fit.
+    Sentinels are renumbered, and a closing sentinel is added. Padding replaces a span that exceeds the decoder length.
     """
     path = write_triple(prefix, tmp_path)
     (data, _, _), notes = cpm_triples.build_train_valid_test_datasets(path, "1", 100, decoder, CPM, 1, TEXT)

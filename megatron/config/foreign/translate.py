@@ -18,7 +18,7 @@ SAID = {"true": True, "false": False}  # some launchers write these words after 
 
 
 class _Keep(argparse.Action):
-    """Action that stores the value of a foreign flag in the dict `foreign`, keyed by the flag's name in the table."""
+    """Action that stores the value of a foreign flag in the dict `foreign`, keyed by its name in flags.py."""
 
     def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
