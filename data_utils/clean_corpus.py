@@ -31,7 +31,7 @@ EXAMPLES = """\
 class Cleaned(NamedTuple):
     """The cleaned documents of one chunk, as a worker process returns them."""
 
-    outcomes: list[tuple[str, Outcome, Prints]]  # original text, outcome, fingerprints
+    outcomes: list[tuple[str, Outcome, Prints]]  # for each document: original text, outcome, fingerprints
     bad: list[BadLine]
     source_bytes: int
 
@@ -120,7 +120,7 @@ class Report:
 
 
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
-    """Yield the kept documents as JSON lines."""
+    """Clean and deduplicate the input; yield each remaining document as a line of JSON, and count in `report`."""
     sources = find_files(args.input, args.encoding)
     rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
     limits = Limits(
@@ -197,7 +197,7 @@ def build_parser() -> Parser:
     add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="cleaning rules to skip")
     add(
         "--on", nargs="+", default=[], choices=["nfkc"],
-        help="optional cleaning rules to run, too; nfkc is Unicode normalisation, which changes punctuation",
+        help="cleaning rules to add to the default rules; nfkc normalises Unicode, which changes punctuation",
     )  # fmt: skip
     add(
         "--min-chars", type=int, default=limits.min_chars,
