@@ -72,7 +72,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         path.write_bytes(good)
     shutil.rmtree(folder / "iter_0000002")
     assert "names iter_0000002, but there is no checkpoint of that name in its folder" in refusal(folder)
-    (folder / "latest").write_text("iter_0000001\n")  # the message advises the user to write this
+    (folder / "latest").write_text("iter_0000001\n")  # the error message tells the user to write this line
     assert refusal(folder) == ""
 
 

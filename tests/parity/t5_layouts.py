@@ -93,7 +93,7 @@ def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
 
 
 def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> tuple[Engine, Any]:
-    """Return an engine and an iterator over this rank's micro-batches, or None on a rank that reads no data."""
+    """Return (engine, iterator over this rank's micro-batches or, on a rank that reads no data, None)."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
     engine = start_engine(T5(), config, tokenizer)
@@ -126,7 +126,7 @@ def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) 
 
 
 def evaluated(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Return `eval_batch`'s results for all global batches except the first, which a training step reads before.
+    """Return `eval_batch`'s results for all global batches except the first, which a training step consumes.
 
     The initial weights are so large that the model's predictions differ between tokens.
     """
