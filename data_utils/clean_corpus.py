@@ -209,28 +209,28 @@ def build_parser() -> Parser:
     )  # fmt: skip
     add(
         "--max-repeated", type=float, default=limits.max_repeated,
-        help="largest share of characters in repeated lines or phrases (default: 0.3)",
+        help="largest allowed share of a document's characters in repeated lines or phrases (default: 0.3)",
     )  # fmt: skip
     add(
         "--max-mojibake", type=float, default=limits.max_mojibake,
-        help="largest share of characters that a wrong encoding produced (default: 0.003)",
+        help="largest allowed share of a document's characters that a wrong encoding produced (default: 0.003)",
     )  # fmt: skip
     add(
         "--max-markup", type=float, default=limits.max_markup,
-        help="largest share of characters in HTML tags (default: 0.1)",
+        help="largest allowed share of a document's characters in HTML tags (default: 0.1)",
     )  # fmt: skip
     add(
         "--max-encoded", type=float, default=limits.max_encoded,
-        help="largest share of characters in base64 data (default: 0.2)",
+        help="largest allowed share of a document's characters in base64 data (default: 0.2)",
     )  # fmt: skip
     add(
         "--max-urls", type=float, default=limits.max_urls,
-        help="largest share of characters in lists of URLs (default: 0.5)",
+        help="largest allowed share of a document's characters in lines of URLs (default: 0.5)",
     )  # fmt: skip
     add("--script", default=limits.script, help="Unicode script that --min-script requires (default: Han)")
     add(
         "--min-script", type=float, default=limits.min_script,
-        help="smallest share of letters that belong to --script (default: 0)",
+        help="smallest allowed share of a document's letters that belong to --script (default: 0)",
     )  # fmt: skip
     add(
         "--near-duplicates", action="store_true",

@@ -16,7 +16,7 @@ from .runs import MODELS, Start, run_all
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
-    """The checkpoints/ folder of a run on two stages."""
+    """The checkpoints/ folder of a run with two pipeline stages."""
     run_dir = tmp_path_factory.mktemp("saved")
     flags = "--pipe-parallel-size 2 --precision fp32 --train-iters 2 --save-interval 1"
     on_ranks(2, run_all, [Start("gpt2", run_dir, flags)], tiny_data, vocab_file)

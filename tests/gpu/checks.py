@@ -81,7 +81,7 @@ def compare_losses(found: list[float], wanted: list[float], tolerance: float) ->
 
 
 def _like_the_cpu(precision: str, tolerance: float) -> str:
-    """Compare the losses of all models in `precision` on this device with their losses in fp32 on the CPU."""
+    """Compare each model's losses in `precision` on this device with those in fp32 on the CPU; return a report."""
     findings = []
     for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5)):
         found = train(f"{flags} {DRY} --precision {precision}")["losses"]

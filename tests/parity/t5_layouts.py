@@ -21,7 +21,7 @@ from tests.support import on_ranks
 from .t5_reference import Shape, logits, train
 
 GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
-LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # layers to distribute over stages, with 2 + 3 blocks
+LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # layers of a pipeline, of which 5 are transformer blocks
 COMMON = (
     "--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 "
     f"--enc-seq-length {ENCODER} "
