@@ -31,7 +31,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 class Message(NamedTuple):
-    """One turn of a conversation. role: one of `ROLES`."""
+    """One turn of a conversation. role: who speaks, one of `ROLES`. content: the text of the turn."""
 
     role: str
     content: str
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 class Template(Protocol):
     """Protocol of a chat template, which renders a conversation as text.
 
-    source: `chatml` or the Jinja source. date: the time (ISO 8601) that it renders as the current time, if any.
+    source: `chatml` or Jinja source. date: time (ISO 8601) that the template renders as the current time, or None.
     """
 
     source: str
@@ -140,8 +140,8 @@ class ChatML:
 class JinjaTemplate:
     """A Jinja template, as in Hugging Face tokenizers.
 
-    The conversation is rendered without and with an assistant turn. The text that the second rendering adds is the
-    assistant's text. White space after the token that ends a turn does not count in the loss.
+    The conversation is rendered up to an assistant turn and again with this turn. The text that the second rendering
+    adds is the assistant's text. White space after the token that ends a turn does not count in the loss.
 
     tokenizer: its special tokens and the tokens that delimit turns must not occur in messages, because the rendered
     text does not separate markup from contents.
@@ -324,7 +324,7 @@ def own_template(vocab_file: str) -> str | None:
 class ChatEncoder:
     """Encoder that turns rendered conversations into token ids and a loss mask.
 
-    append_eod: whether to append `eod` to conversations that end with an assistant turn; `eod` counts in the loss.
+    append_eod: end conversations whose last turn is the assistant's with the token `eod`, which counts in the loss.
     """
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
@@ -376,7 +376,7 @@ class ChatEncoder:
 
 
 def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Return the ChatML token names that the tokenizer lacks and encodes as text; [] for other templates."""
+    """Return ChatML's token names that are no tokens of the tokenizer; [] if the template is not ChatML."""
     return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
 
 

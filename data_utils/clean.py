@@ -75,21 +75,21 @@ def mojibake(text: str, limits: Limits) -> str:
 
 
 def html(text: str, limits: Limits) -> str:
-    """Drop a document with much HTML markup."""
+    """Drop a document in which the share of HTML markup exceeds `limits.max_markup`."""
     if html_characters(text) > limits.max_markup * len(text):
         raise Drop("html")
     return text
 
 
 def base64(text: str, limits: Limits) -> str:
-    """Drop a document with much base64 or similarly encoded data."""
+    """Drop a document in which the share of base64 or similarly encoded data exceeds `limits.max_encoded`."""
     if encoded_characters(text) > limits.max_encoded * len(text):
         raise Drop("base64")
     return text
 
 
 def urls(text: str, limits: Limits) -> str:
-    """Drop a document that consists mainly of lists of URLs."""
+    """Drop a document in which the share of lines of URLs exceeds `limits.max_urls`."""
     if url_characters(text) > limits.max_urls * len(text):
         raise Drop("urls")
     return text
@@ -117,7 +117,7 @@ def repeated(text: str, limits: Limits) -> str:
 
 
 def length(text: str, limits: Limits) -> str:
-    """Drop text that is too short or too long."""
+    """Drop a document with fewer than `limits.min_chars` or more than `limits.max_chars` characters."""
     if len(text) < limits.min_chars:
         raise Drop("too short")
     if len(text) > limits.max_chars:

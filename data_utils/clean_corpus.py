@@ -31,7 +31,7 @@ EXAMPLES = """\
 class Cleaned(NamedTuple):
     """The cleaned documents of one chunk, as a worker process returns them."""
 
-    outcomes: list[tuple[str, Outcome, Prints]]  # original text, outcome, fingerprints
+    outcomes: list[tuple[str, Outcome, Prints]]  # for each document: original text, outcome, fingerprints
     bad: list[BadLine]
     source_bytes: int
 
@@ -120,7 +120,7 @@ class Report:
 
 
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
-    """Yield the kept documents as JSON lines."""
+    """Clean and deduplicate the input; yield each remaining document as a line of JSON, and count in `report`."""
     sources = find_files(args.input, args.encoding)
     rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
     limits = Limits(
@@ -197,7 +197,7 @@ def build_parser() -> Parser:
     add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="cleaning rules to skip")
     add(
         "--on", nargs="+", default=[], choices=["nfkc"],
-        help="optional cleaning rules to run, too; nfkc is Unicode normalisation, which changes punctuation",
+        help="cleaning rules to add to the default rules; nfkc normalises Unicode, which changes punctuation",
     )  # fmt: skip
     add(
         "--min-chars", type=int, default=limits.min_chars,
@@ -209,28 +209,28 @@ def build_parser() -> Parser:
     )  # fmt: skip
     add(
         "--max-repeated", type=float, default=limits.max_repeated,
-        help="largest share of characters in repeated lines or phrases (default: 0.3)",
+        help="largest allowed share of a document's characters in repeated lines or phrases (default: 0.3)",
     )  # fmt: skip
     add(
         "--max-mojibake", type=float, default=limits.max_mojibake,
-        help="largest share of characters that a wrong encoding produced (default: 0.003)",
+        help="largest allowed share of a document's characters that a wrong encoding produced (default: 0.003)",
     )  # fmt: skip
     add(
         "--max-markup", type=float, default=limits.max_markup,
-        help="largest share of characters in HTML tags (default: 0.1)",
+        help="largest allowed share of a document's characters in HTML tags (default: 0.1)",
     )  # fmt: skip
     add(
         "--max-encoded", type=float, default=limits.max_encoded,
-        help="largest share of characters in base64 data (default: 0.2)",
+        help="largest allowed share of a document's characters in base64 data (default: 0.2)",
     )  # fmt: skip
     add(
         "--max-urls", type=float, default=limits.max_urls,
-        help="largest share of characters in lists of URLs (default: 0.5)",
+        help="largest allowed share of a document's characters in lines of URLs (default: 0.5)",
     )  # fmt: skip
     add("--script", default=limits.script, help="Unicode script that --min-script requires (default: Han)")
     add(
         "--min-script", type=float, default=limits.min_script,
-        help="smallest share of letters that belong to --script (default: 0)",
+        help="smallest allowed share of a document's letters that belong to --script (default: 0)",
     )  # fmt: skip
     add(
         "--near-duplicates", action="store_true",

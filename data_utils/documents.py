@@ -24,7 +24,7 @@ from .records import is_array, records, too_long, unread_columns
 from .streams import BadLine, InputError, blocks, is_utf8, looks_like
 
 CHUNK_BYTES = 1 << 20
-LARGEST_DOCUMENT = 1 << 23  # default limit in bytes, which bounds the memory of a worker process
+LARGEST_DOCUMENT = 1 << 23  # default size limit of a document in bytes; bounds a worker process's memory
 SKIPPED_BYTES = 1 << 26  # an overlong document is skipped in steps of this many bytes
 
 # A blank line may contain spaces, including U+3000 of Chinese text. A line may end with \n, \r\n or \r.
@@ -92,7 +92,7 @@ def _line_number(path: str, offset: int) -> int:
     return 1 + before + bisect.bisect_left(_line_ends(path, changed, full), rest)
 
 
-# The counts are cached because otherwise every bad line would cause the file to be read again.
+# Line counts are cached. Otherwise, finding the line number of each bad document would read the file again.
 @lru_cache(maxsize=1 << 16)
 def _lines_of(path: str, changed: int, block: int) -> int:
     with open(path, "rb") as file:
@@ -108,7 +108,7 @@ def _line_ends(path: str, changed: int, block: int) -> list[int]:
 
 
 def _delimiter(path: str) -> re.Pattern[bytes]:
-    """Return the pattern that separates two documents."""
+    """Return the pattern of the delimiter between two documents: blank lines in .txt files, else a line break."""
     return _BLANK_LINE if kind(path) == ".txt" else _LINE_END
 
 

@@ -1,4 +1,4 @@
-"""Random numbers for the documents of a file: a pure function of seed, file number and byte offset."""
+"""Random numbers that select documents of a file; each depends only on seed, file number and byte offset."""
 
 import hashlib
 import struct

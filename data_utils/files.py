@@ -37,8 +37,8 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
 
     inputs: files, folders or glob patterns, each optionally followed by `@WEIGHT`. Folders are searched recursively;
     the search follows links and skips hidden entries.
-    say: called with a message about skipped files. Files of other types, reports of tools/clean_corpus.py and links
-    to files that were already found are skipped.
+    say: called with a message about skipped files. Files of other types, reports of tools/clean_corpus.py and files
+    that were already found under another path are skipped.
     Raises InputError for an input that does not exist, cannot be read or is of an unsupported type.
     """
     is_utf8(encoding)
@@ -72,7 +72,7 @@ def absent(inputs: Sequence[str]) -> list[str]:
 def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[Path]:
     """Return the files in `given` and below its folders, following links.
 
-    Each file is returned only once, although links may lead to it several times or form cycles.
+    Each file is returned once, even if links to folders lead to it several times or form cycles.
     """
     search, found = _Search(), list[Path]()
     for path in sorted(given, key=lambda path: (len(path.parts), path)):
@@ -83,7 +83,7 @@ def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
 
 
 class _Search:
-    """Recursive search that finds each file once, by its real path. duplicates: other paths to the same files."""
+    """Recursive search that yields each file once. duplicates: further paths that links to folders give to a file."""
 
     def __init__(self) -> None:
         self._found: dict[str, Path] = {}
@@ -91,8 +91,8 @@ class _Search:
 
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
-        # A link to a file counts as a separate file, like a copy, so only the links in the parent folder are resolved.
-        # A pattern can also match a path with more links than the system follows; the resolved path is readable.
+        # Only links to folders are resolved: a link to a file counts as a separate file, as a copy would.
+        # A pattern may match a path with more links than the system follows; the resolved path is readable.
         place = os.path.join(os.path.realpath(path.parent), path.name)
         if not os.path.isdir(place):
             if self._is_new(place, path):
@@ -170,7 +170,7 @@ def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
     known = [path for path in every if kind(path)]
     others = [path for path in every if not kind(path)]
     if known and others:
-        say(f"{where}: skipped {len(others)} of {len(every)} files of unsupported types ({_abbreviate(others)})")
+        say(f"{where}: skipped {len(others)} of {len(every)} files: unsupported types ({_abbreviate(others)})")
     return known
 
 

@@ -48,8 +48,8 @@ ABOUT_TOKENS = (
 
 def sidecar(prefix: str) -> dict[str, Any]:
     """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar."""
-    # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. The name of this
-    # sidecar lacks the ending that the prefix of a pair has.
+    # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
+    # the ending, such as _target, that distinguishes the prefixes of the pairs.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
@@ -183,7 +183,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
     pairs = [_with_loss(prefix) for prefix in prefixes]
     if len({len(each) for each in pairs}) > 1:
         raise ValueError(
-            f"only some of {', '.join(prefixes)} have a loss mask (PREFIX{LOSS}); merge pairs of one --objective"
+            f"only some of {', '.join(prefixes)} have a loss mask (PREFIX{LOSS}); merge pairs of the same --objective"
         )
     if len({about.get("chat_template") for about in abouts if about}) > 1:
         raise ValueError(

@@ -22,7 +22,7 @@ def _locked(path: str) -> TextIO:
             lock.close()
             raise ValueError(f"another run is writing the same output; it holds the lock {path}") from None
         except FileNotFoundError:
-            pass  # another process deleted the file before it was locked here, so open and lock it again
+            pass  # another process deleted the file between open and lock, so try again
         except OSError as error:
             lock.close()
             raise ValueError(

@@ -13,7 +13,10 @@ AT_ONCE = 1 << 22  # tokens, sequences or documents copied at once
 
 
 def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
-    """Concatenate the documents of several pairs in order. Raises DatasetError if their dtypes differ."""
+    """Write a pair with the documents of several pairs, in order; return its writer.
+
+    Raises DatasetError if the dtypes of the pairs differ.
+    """
     opened = [IndexedDataset(prefix) for prefix in prefixes]
     for each in opened[1:]:
         if each.dtype != opened[0].dtype:
@@ -30,7 +33,7 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
 
 
 def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[IndexedDatasetBuilder]:
-    """Write one pair per range of documents."""
+    """Write each range in `parts` of a pair's documents as a new pair; return the writers of the new pairs."""
     indexed = IndexedDataset(prefix)
     builders = []
     for documents, output in zip(parts, outputs, strict=True):

@@ -18,7 +18,7 @@ from .streams import InputError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 AHEAD = 3  # items in flight for each process
-TRIES = 3  # retries of an item whose process dies
+TRIES = 3  # how often an item is processed again if its process dies
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -40,7 +40,7 @@ class _Process:
 def connect(address: str) -> Any:
     """Connect to a Ray cluster and return the package ray.
 
-    address: address of a cluster, `auto` for the cluster of this machine, or `local` to start one.
+    address: address of a cluster, `auto` for this machine's cluster, or `local` to start a cluster on this machine.
     Raises InputError if Ray is not installed or the cluster is not reachable.
     """
     try:
@@ -73,8 +73,8 @@ def ordered_map_on_ray(
     """Compute `work` for all items in processes of a Ray cluster, and yield the results in the order of the items.
 
     Each of the `workers` processes first calls `start(*settings)`. `work` and `start` must be top-level functions of a
-    module or of the running script. address: address of a cluster, `auto` for the cluster of this machine, or `local`
-    to start one.
+    module or of the running script. address: address of a cluster, `auto` for this machine's cluster, or `local` to
+    start a cluster on this machine.
     """
     ray = connect(address)
     script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None

@@ -75,7 +75,7 @@ class _Worker:
     tokenizer: Tokenizer
     start: NDArray[np.int32]
     eod: NDArray[np.int32]
-    take: Any  # keys of texts, or a function that extracts a conversation from a record
+    take: Any  # the record's keys to tokenize, or a function that extracts a conversation from a record
     chat: ChatEncoder
 
 
@@ -92,7 +92,7 @@ def _start_worker(args: argparse.Namespace) -> None:
 
 
 def tokenize(chunk: Chunk) -> Tokens:
-    """Read and encode one chunk."""
+    """Read and encode one chunk in a worker process."""
     args = _Worker.args
     found = list(documents(chunk, _Worker.take, args.seed, max_document_bytes(args), DRAWS[args.draw]))
     bad = [each for each in found if isinstance(each, BadLine)]
@@ -127,7 +127,7 @@ def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
 
 
 def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
-    """Mask spans of documents, seeded by their positions; return contexts, targets and target offsets (CPM's T5)."""
+    """Mask spans for CPM's T5, seeded by each document's position; return contexts, targets and target offsets."""
     args, tokenizer = _Worker.args, _Worker.tokenizer
     made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
     for number, ids in enumerate(tokenizer.encode_batch(texts)):
@@ -184,7 +184,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.objective == "cpm-t5" and not args.append_eod:
         raise ValueError("--objective cpm-t5 needs an end-of-document token in every document; remove --no-append-eod")
     if args.objective == "cpm-t5" and args.split_sentences:
-        raise ValueError("--objective cpm-t5 masks whole documents; remove --split-sentences")
+        raise ValueError("--objective cpm-t5 masks spans of documents, not of sentences; remove --split-sentences")
     chats.check(args)
     if len(set(args.keys)) != len(args.keys):
         raise ValueError("--keys lists a key twice")
@@ -198,7 +198,7 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     settings |= chats.sidecar_entries(args, tokenizer)
-    settings.pop("chat_date")  # the default, today, must not identify a job: it may be resumed on another day
+    settings.pop("chat_date")  # a job may be resumed on another day, so the default date must not identify it
     settings |= {"chat_date": args.chat_date} if args.chat_date else {}
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
     # A chunk contains only the columns that are read, so the choice of columns determines where chunks end.
@@ -358,9 +358,9 @@ def build_parser() -> Parser:
         "--json-key",
         nargs="+",
         default=["text"],
-        help="keys under which a record holds text (default: text)",
+        help="keys of a record whose texts are tokenized, each key into its own pair (default: text)",
     )
-    add("--split-sentences", action="store_true", help="store each sentence as a sequence; writes PREFIX_KEY_sentence")
+    add("--split-sentences", action="store_true", help="store sentences as separate sequences in PREFIX_KEY_sentence")
     worker_flags(parser)
     add(
         "--append-eod",
@@ -386,7 +386,7 @@ def build_parser() -> Parser:
     )
     add("--noise-density", type=float, default=0.15, help="share of masked tokens for cpm-t5 (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="mean tokens in a masked span for cpm-t5 (default: 3)")
-    add("--seed", type=int, default=1234, help="seed of masked spans and of the choice by FILE@0.5 (default: 1234)")
+    add("--seed", type=int, default=1234, help="seed of masked spans and of FILE@0.5's selection (default: 1234)")
     add("--quiet", action="store_true", help="show no progress bar")
     return parser
 

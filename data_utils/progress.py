@@ -16,7 +16,8 @@ T = TypeVar("T")
 class Progress(Generic[T]):
     """Progress of an iterable, or of work reported with `update`.
 
-    total: units of the whole work, if known. initial: units done by an earlier run. disable: show nothing.
+    total: number of all units of work, None if unknown. initial: number of units that an earlier run did.
+    disable: show nothing.
     """
 
     def __init__(

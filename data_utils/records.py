@@ -285,7 +285,7 @@ class _Walk:
         self._depth, self._quoted, self._lines = 0, False, 0
 
     def end(self, text: str, at: int) -> int | None:
-        """Return the position in `text` after the item, or None if the item continues after `text`."""
+        """Search `text` from `at`; return the position after the item, or None if the item continues after `text`."""
         for mark in _MARKS.finditer(text, at):
             char = mark[0]
             if char == "\n":

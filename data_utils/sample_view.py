@@ -66,7 +66,7 @@ def _causal(documents: Tensor) -> Tensor:
 def sft_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """Return the tables of tokens and the attention masks of a packed window of fine-tuning records."""
+    """Return (tables, masks) of a sample that packs several fine-tuning records."""
     documents = sample["document_ids"][None]
     positions = positions_in_documents(documents)[0]
     tokens, labels, loss_mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
@@ -77,7 +77,7 @@ def sft_view(
 def t5_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """Return the tables of encoder and decoder tokens and the attention masks of a T5 sample."""
+    """Return (tables, masks) of a T5 sample: one table each for encoder and decoder, up to three masks."""
     encoder_ids, decoder_ids = sample["encoder_document_ids"], sample["decoder_document_ids"]
     loss = sample["loss_mask"].clone()
     if config.data.eod_mask_loss:

@@ -33,7 +33,9 @@ def tool(name, *words):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, help="files to clean, as for tools/clean_corpus.py")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="input of tools/clean_corpus.py: files, folders or globs"
+    )
     parser.add_argument(
         "--output",
         type=Path,

@@ -57,7 +57,7 @@ def main():
         if step % 20 == 0:
             printed.append(f"step {step} loss {loss.item():.4f}")
     held_out = points(seed=0)
-    found = engine.eval_batch(iter(held_out), compute_loss=False, reduce_output=None)  # the last stage gets logits
+    found = engine.eval_batch(iter(held_out), compute_loss=False, reduce_output=None)  # only the last stage gets logits
     right = torch.zeros(1)
     if engine.is_last_stage():
         right += sum(

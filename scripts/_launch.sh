@@ -2,7 +2,7 @@
 # _run.sh.
 # shellcheck shell=bash disable=SC2154
 
-# Start all ranks of a command and wait for them.
+# Start the given command on all ranks and wait until it ends.
 launch() {
     if [ -n "${SLURM_START:-}" ]; then
         launch_on_slurm "$@"

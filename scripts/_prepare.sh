@@ -13,8 +13,8 @@ is_prepared() {
     [ -e "$VOCAB_FILE" ] && [ -f "$DATA_PATH.idx" ] && [ -f "$RUN_DIR/data/source" ]
 }
 
-# Print the boot id and the PID namespace. A host name and a process id alone do not identify a process, as containers
-# may share a host name and each of them counts processes from 1.
+# Print an identifier of this process table: boot id and PID namespace. A host name and a process id alone do not
+# identify a process, as containers may share a host name and each of them counts processes from 1.
 process_table() {
     echo "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)-$(readlink /proc/self/ns/pid 2>/dev/null)"
 }

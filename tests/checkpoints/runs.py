@@ -40,7 +40,7 @@ MODELS = {
 
 
 class Start(NamedTuple):
-    """Arguments of one run.
+    """Arguments of one run: the kind of model, the run directory and the flags.
 
     save_first: also save before the first step, so that a test can check which state the run loaded.
     """

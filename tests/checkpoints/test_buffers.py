@@ -135,7 +135,7 @@ def _load(folder: str, layout: Layout, more_steps: bool = False) -> dict[str, Te
     engine, config = _engine(layout)
     with contextlib.redirect_stdout(io.StringIO()):
         load_checkpoint(find_checkpoint(folder), engine.deepspeed, config, "")
-        if more_steps:  # only the last stage changes tensors of no layer; the first stage must not overwrite them
+        if more_steps:  # only the last stage changes tensors outside of layers; the first stage must not overwrite them
             _steps(engine, STEPS)
             save_checkpoint(folder, engine.deepspeed, TrainState(2 * STEPS, 16), config, "")
     return _state(engine.deepspeed.module)

@@ -16,7 +16,7 @@ from .runs import MODELS, Start, run_all
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
-    """The checkpoints/ folder of a run on two stages."""
+    """The checkpoints/ folder of a run with two pipeline stages."""
     run_dir = tmp_path_factory.mktemp("saved")
     flags = "--pipe-parallel-size 2 --precision fp32 --train-iters 2 --save-interval 1"
     on_ranks(2, run_all, [Start("gpt2", run_dir, flags)], tiny_data, vocab_file)
@@ -72,7 +72,7 @@ def test_any_cut_or_missing_file_is_found_and_named(saved: Path, tmp_path: Path)
         path.write_bytes(good)
     shutil.rmtree(folder / "iter_0000002")
     assert "names iter_0000002, but there is no checkpoint of that name in its folder" in refusal(folder)
-    (folder / "latest").write_text("iter_0000001\n")  # the message advises the user to write this
+    (folder / "latest").write_text("iter_0000001\n")  # the error message tells the user to write this line
     assert refusal(folder) == ""
 
 

@@ -101,7 +101,7 @@ def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: 
 
 
 def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """On resume, a static fp16 loss scale is the ds_config's; a dynamic loss scale is the checkpoint's."""
+    """On resume, a static fp16 loss scale comes from the ds_config, a dynamic one from the checkpoint."""
     scales = {
         "low": {"loss_scale": 128},
         "high": {"loss_scale": 1024},
@@ -154,7 +154,7 @@ def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None
 
 
 def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A run directory that has checkpoints resumes from them and ignores --load, whose folder may be gone.
+    """A run with checkpoints of its own resumes from them and ignores --load, whose folder may be gone.
 
     A resume with another --split still needs --override-data.
     """
@@ -229,7 +229,7 @@ def test_other_weights_name_what_is_skipped_and_repeated(tmp_path: Path, vocab_f
     names = [str(tmp_path / name) for name in "abc"]
     first, second = f"0.5 {names[0]} 0.5 {names[1]}", f"0.9 {names[0]} 0.1 {names[1]}"
     third = f"0.5 {names[0]} 0.5 {names[2]}"
-    # The first 20 samples are 10 of a and 10 of b with `first`, but 18 of a and 2 of b with `second`.
+    # With `first`, the first 20 samples are 10 from corpus a and 10 from b; with `second`, 18 from a and 2 from b.
     go(tmp_path / "run", "--train-iters 10", first, vocab_file)
     with pytest.raises(RankFailure, match="--override-data"):
         go(tmp_path / "run", "--train-iters 11", second, vocab_file)

@@ -1,4 +1,4 @@
-"""If writing a checkpoint fails, the incomplete checkpoint does not become visible, and earlier checkpoints stay."""
+"""If writing a checkpoint fails, no incomplete checkpoint becomes visible, and earlier checkpoints remain."""
 
 import contextlib
 import io

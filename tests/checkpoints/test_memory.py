@@ -1,4 +1,4 @@
-"""A save needs memory for about one tensor; a background save needs a copy of all that the rank writes."""
+"""A save needs memory for one tensor; a background save needs memory for all tensors that the rank writes."""
 
 import resource
 import threading

@@ -166,7 +166,7 @@ def test_more_samples_than_iterations_can_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [[], ["exp_avg"]])
 def test_moments_that_are_announced_and_missing(kept: list[str], tmp_path: Path) -> None:
-    """An index that lists two optimizer moments is refused if the tensors of the second or of both are missing."""
+    """A checkpoint.json that lists two optimizer moments is refused if tensors of one or of both are missing."""
     path = checkpoint(tmp_path, "gpt2")
 
     def announce(content: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ MODELS = {
 
 
 class Seen(NamedTuple):
-    """One observation of a run without faults: its iteration, and the memory in MiB and open files of all ranks."""
+    """An observation of a run without faults: iteration; all ranks' total memory in MiB and number of open files."""
 
     iteration: int
     megabytes: float
@@ -120,8 +120,9 @@ FAULTS: dict[str, Callable[[Soak, random.Random], None]] = {
 
 
 def run(soak: Soak, iterations: int, every: int | None, dice: random.Random, patience: float) -> Counter[str]:
-    """Run to the last iteration, with a random fault about every `every` iterations; return fault -> count.
+    """Run to the last iteration, with a random fault about every `every` iterations (None: no faults).
 
+    Returns how often each fault occurred.
     Raises RuntimeError if the run makes no progress for `patience` seconds, or if the command is refused.
     """
     done: Counter[str] = Counter()

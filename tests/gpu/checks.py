@@ -81,7 +81,7 @@ def compare_losses(found: list[float], wanted: list[float], tolerance: float) ->
 
 
 def _like_the_cpu(precision: str, tolerance: float) -> str:
-    """Compare the losses of all models in `precision` on this device with their losses in fp32 on the CPU."""
+    """Compare each model's losses in `precision` on this device with those in fp32 on the CPU; return a report."""
     findings = []
     for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5)):
         found = train(f"{flags} {DRY} --precision {precision}")["losses"]
@@ -95,12 +95,12 @@ def fp32_equals_the_cpu() -> str:
 
 
 def bf16_follows_the_cpu_in_fp32() -> str:
-    """Check that bf16 losses equal fp32 losses on the CPU, up to the rounding of activations to 8 bits."""
+    """Check that bf16 losses equal fp32 losses on the CPU, up to the rounding of activations to bf16."""
     return _like_the_cpu("bf16", 3e-2)
 
 
 def attention_kernels_agree() -> str:
-    """Check that torch's attention kernels have the outputs and gradients of attention in fp32.
+    """Check that torch's attention kernels give the outputs and gradients of attention computed in fp32.
 
     An error of cuDNN's kernel with a mask is reported but allowed, since `kernels_for` never selects this kernel.
     """

@@ -23,7 +23,7 @@ from tests.support import on_ranks
 from .reference import masks
 
 GLOBAL_BATCH, STEPS, SEQ, SEED, RATE, CLIP = 8, 4, 24, 7, 1.0, 0.2  # CLIP is so low that every step is clipped
-LAYERS = 8  # layers that a pipeline distributes: 4 transformer blocks and 4 others
+LAYERS = 8  # layers that a pipeline distributes: 4 transformer blocks and 4 layers before and after the blocks
 BLOCKS = 4
 COMMON = (
     f"--seq-length {SEQ} --batch-size 2 --train-iters {STEPS} --lr {RATE} --optimizer sgd --lr-decay-style constant "

@@ -21,7 +21,7 @@ from tests.support import on_ranks
 from .t5_reference import Shape, logits, train
 
 GLOBAL_BATCH, STEPS, ENCODER, SEED = 8, 4, 32, 7
-LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # layers to distribute over stages, with 2 + 3 blocks
+LAYERS = {"cpm": 12, "t5": 17, "umt5": 17}  # layers of a pipeline, of which 5 are transformer blocks
 COMMON = (
     "--num-layers 2 --num-decoder-layers 3 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --family t5 "
     f"--enc-seq-length {ENCODER} "
@@ -93,7 +93,7 @@ def _body(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
 
 
 def _start(argv: list[str], way: Way, replicas: int, data: str, vocab_file: str) -> tuple[Engine, Any]:
-    """Return an engine and an iterator over this rank's micro-batches, or None on a rank that reads no data."""
+    """Return (engine, iterator over this rank's micro-batches or, on a rank that reads no data, None)."""
     dataset, tokenizer = _data(way, data, vocab_file)
     config = with_values(parse(argv), {"vocab_size": tokenizer.vocab_size})
     engine = start_engine(T5(), config, tokenizer)
@@ -126,7 +126,7 @@ def _evaluate(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) 
 
 
 def evaluated(grid: tuple[int, int, int], way: Way, data: str, vocab_file: str) -> list[dict[str, float]]:
-    """Return `eval_batch`'s results for all global batches except the first, which a training step reads before.
+    """Return `eval_batch`'s results for all global batches except the first, which a training step consumes.
 
     The initial weights are so large that the model's predictions differ between tokens.
     """

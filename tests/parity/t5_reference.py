@@ -70,7 +70,7 @@ def bias(w: Weights, stack: str, layer: int, length: int, shape: Shape, causal: 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, added: Tensor | None, scaled: bool) -> Tensor:
-    """Return attention [b, q, n d] from q [b, q, n, d], k and v [b, k, n, d].
+    """Return the attention output [b, q, n * d] for queries [b, q, n, d], keys and values [b, k, n, d].
 
     allowed: bool [b, q, k], True where a query attends to a key. added: a bias [n, q, k] of the scores.
     """

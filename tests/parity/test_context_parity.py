@@ -1,4 +1,4 @@
-"""With context parallelism, GPT-2, Llama, Qwen and Mistral have the losses of one process in every layout."""
+"""In every layout with context parallelism, GPT-2, Llama, Qwen and Mistral reproduce the losses of one process."""
 
 from pathlib import Path
 
@@ -124,7 +124,7 @@ OTHERS = [
     ("grid", "flags"), covering(OTHERS, OTHERS[:1].__contains__, several=True), ids=lambda part: str(part)
 )
 def test_every_kind_of_decoder(grid: tuple[int, ...], flags: str, tiny_data: str, vocab_file: str) -> None:
-    """Llama, Qwen and Mistral have Hugging Face's losses, with grouped heads, QK norms, windows and documents."""
+    """Losses equal Hugging Face's with grouped-query attention, QK norms, sliding windows and separate documents."""
     pytest.importorskip("transformers")
     ways = [Way(kind, flags, "fp32" if "zero" in flags else "fp64") for kind in KINDS]
     for way, found in zip(ways, losses(grid, ways, tiny_data, vocab_file), strict=True):

@@ -1,4 +1,4 @@
-"""In every layout, Llama, Qwen2, Qwen3 and Mistral have the losses of Hugging Face's models in one process."""
+"""In every layout, Llama, Qwen2, Qwen3 and Mistral reproduce the losses of Hugging Face's models in one process."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""In every layout, GPT-2 has the losses of plain torch in one process."""
+"""In every layout, GPT-2 reproduces the losses of plain torch in one process."""
 
 import json
 import math
@@ -59,7 +59,7 @@ DOCUMENTS = [Layout(0, 1, 2), Layout(2, 2, 1), Layout(4, 1, 2)]
 def test_documents_apart_and_uneven_target_counts(
     layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """With separate documents, micro-batches have different numbers of targets, and losses equal plain torch's."""
+    """Losses equal plain torch's if documents are separate, which gives micro-batches unequal numbers of targets."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision="fp64", by_document=True)
     expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=True)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
@@ -192,7 +192,7 @@ Z = [
 
 @pytest.mark.parametrize(("layout", "more"), covering(Z, Z[1:3].__contains__, several=True))
 def test_z_loss(layout: Layout, more: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """--z-loss changes the training as in plain torch, and is reported beside the loss instead of in it."""
+    """--z-loss changes the training as in plain torch; it is logged separately, not as part of the loss."""
     apart = "--eod-mask-loss" in more
     found = ours(layout, tmp_path, tiny_data, vocab_file, *more.split(), "--z-loss", "0.01", precision="fp64")
     expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=apart, z_loss=0.01)

@@ -1,4 +1,4 @@
-"""In several layouts, a prefix LM has the losses of plain torch with attention masks computed by loops."""
+"""In several layouts, a prefix LM reproduces the losses of plain torch with masks computed by Python loops."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""In every layout, fine-tuning on packed records has the losses of plain torch with each record passed alone."""
+"""In every layout, fine-tuning on packed records reproduces plain torch's losses of records passed one by one."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from .layouts import GLOBAL_BATCH, HEADS, LAYERS, LR, SEED, SEQ, STEPS, Layout, 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A corpus of 300 records of 2 to 30 tokens. Some exceed a sample; about half of the tokens are targets."""
+    """A corpus of 300 records of 2 to 30 tokens, some longer than a sample; about half of the tokens are targets."""
     prefix, rng = str(tmp_path_factory.mktemp("records") / "chats_sft"), np.random.default_rng(5)
     with (
         IndexedDatasetBuilder(prefix, np.uint16) as tokens,

@@ -1,4 +1,4 @@
-"""In every layout, the variants T5, UMT5 and CPM-2 of T5 have the losses of plain torch in one process."""
+"""In every layout, T5, UMT5 and CPM-2's T5 reproduce the losses of plain torch in one process."""
 
 import functools
 import itertools
@@ -59,7 +59,7 @@ def test_losses_equal_one_process(
         for schedule in (SCHEDULES if whole else SCHEDULES[number::2])
         if grid[0] > 1 or "pipeline" not in schedule
     ]
-    if grid[0] == 2:  # 2 + 3 blocks are too few for more than two stages with two model chunks each
+    if grid[0] == 2:  # 2 encoder and 3 decoder blocks are too few for more than two stages with two model chunks each
         interleaved = "--pipeline-schedule interleaved --virtual-pipeline-size 2 --partition-method 0,3,6,9,"
         ways += [Way(variant, f"{interleaved}{LAYERS[variant]}") for variant in VARIANTS]
     ways += [Way(variant, precision="fp64") for variant in VARIANTS]
@@ -72,7 +72,7 @@ def test_losses_equal_one_process(
         ways += [Way(variant, f"--sequence-parallel {each}") for variant in VARIANTS for each in saving]
         ways += [Way(variant, "--sequence-parallel --logits-chunk-size 5") for variant in VARIANTS]
     ways += [Way(variant, "--logits-chunk-size 5") for variant in VARIANTS]
-    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # saves time: smaller grids run all ways
+    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # saves time; smaller grids do every run
         ways = [way for number, way in enumerate(ways) if number % 4 in (0, 3)]
     check(grid, ways, tiny_data, vocab_file)
 
@@ -83,7 +83,7 @@ def test_losses_equal_one_process(
     ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}",
 )
 def test_a_table_for_each_layer(grid: tuple[int, int, int], tiny_data: str, vocab_file: str) -> None:
-    """UMT5 has plain torch's losses, with recomputation and if a block and its position table are on two stages."""
+    """UMT5 reproduces plain torch's losses, even if a block and its position table are on two stages."""
     schedules = ["", "--checkpoint-activations", "--pipeline-schedule zb-h1"][: 3 if grid[0] > 1 else 2]
     ways = [Way("umt5", schedule) for schedule in schedules]
     if grid[0] == 2:
