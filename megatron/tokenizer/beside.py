@@ -37,7 +37,7 @@ def token_beside(path: Path, key: str) -> str | None:
     token = settings_beside(path).get(key)
     name = token.get("content", token) if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
-        raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, but must be the name of a token")
+        raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, which is not a token name")
     return name
 
 

@@ -61,25 +61,25 @@ class Engine(Protocol):
         ...
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        """Evaluate a global batch; return its summed `loss`, its number of `targets`, and summed additional losses."""
+        """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses."""
         ...
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return for how many seconds, since the last call, this rank worked without waiting for other ranks.
+        """Return the seconds since the last call in which this rank worked without waiting for other ranks.
 
-        Times that are not measured, or that may include waiting, are left out. timed: the result of `Timers.take`.
+        The sum omits times that are not measured or that may include waiting. timed: the result of `Timers.take`.
         """
         ...
 
     def times(self) -> dict[str, float]:
-        """Return the seconds, since the last call, of each part of a step that the timers do not cover."""
+        """Return name -> seconds since the last call, for the parts of a step that `Timers` does not measure."""
         ...
 
 
 def _scalar(found: Any, function: str) -> Any:
     if isinstance(found, Tensor) and not found.dim() or isinstance(found, (int, float)):
         return found
-    raise ValueError(f"{function} returns {what(found)}: return one number")
+    raise ValueError(f"{function} returns {what(found)}: return one number, or a tensor of one number")
 
 
 def _set_lr(engine: Any, lr: float) -> None:
@@ -90,7 +90,7 @@ def _set_lr(engine: Any, lr: float) -> None:
 def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
     skipped = zero_state.was_skipped(engine)
     norm = math.inf if skipped else norm if norm is not None else 0.0
-    if isinstance(norm, Tensor):  # with an offloaded optimizer, DeepSpeed's ZeRO 3 returns the norm on the CPU
+    if isinstance(norm, Tensor):  # with an offloaded optimizer, DeepSpeed's ZeRO 3 returns a norm on the CPU
         norm = norm.to(loss.device)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux)
 
@@ -111,7 +111,7 @@ class PipeEngine:
         _set_lr(ds, lr)
         with self.timers("train batch"):
             ds.train_batch(batches)
-        ds.set_dataiterator(None)  # a reference to the iterator would keep its worker processes alive
+        ds.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
         aux = {name: total / ds.num_targets for name, total in self._aux().items()}
         return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
 
@@ -122,7 +122,7 @@ class PipeEngine:
         return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aux}
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return the seconds that this stage worked; 0 on accelerators, where stages record no times."""
+        """Return the seconds since the last call in which this stage worked; always 0 on accelerators."""
         progress = self.deepspeed.progress
         seconds, progress.busy = progress.busy, 0.0
         return float(seconds)
@@ -131,12 +131,12 @@ class PipeEngine:
         return dict(self.deepspeed.progress.take())
 
     def _aux(self) -> dict[str, Tensor]:
-        """Return the sums of the additional losses over the last global batch."""
+        """Return name -> sum of an additional loss over the last global batch."""
         micros = self.deepspeed.micro_batches * self.deepspeed.dp_world_size
         return {name: mean.double() * micros for name, mean in self.deepspeed.additional_losses.items()}
 
     def _exact_loss(self) -> Tensor:
-        """Return the last loss in fp64, the dtype in which it was accumulated."""
+        """Return the loss of the last global batch in fp64, the dtype in which the engine accumulates it."""
         return torch.stack(list(self.deepspeed.named_losses.values())).sum()
 
 
@@ -161,22 +161,22 @@ class NoPipeEngine:
         self.deepspeed, self.gas, self.timers = engine, gas, timers
         self.loss, self.count_targets, self.batch_fn = task.checked_loss, task.count_targets, batch_fn
         self.data = mpu.get_mesh().data
-        # Without ZeRO, this class clips gradients itself: DeepSpeed does not report the norm by which it clips, and
-        # in a parallel grid that norm differs from mpu.clip_grad_norm.
+        # Without ZeRO, this class clips gradients itself. DeepSpeed does not report the gradient norm by which it
+        # clips. With several model-parallel ranks, this norm also differs from the norm of mpu.clip_grad_norm.
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
         self.reducer: GradReducer | tds.DistributedOptimizer | None = engine.distributed
         if resolved.overlap_grad_reduce:
             zero_state.take_over_reduction(engine)
             if self.data.size > 1:
                 self.reducer = GradReducer(engine.module, self.data.group)
-        # DeepSpeed divides the loss by the accumulation steps and averages gradients over replicas. GradReducer
-        # and DistributedOptimizer sum gradients over replicas instead.
+        # `factor` undoes divisions by DeepSpeed: it divides the loss by the number of accumulation steps, and averages
+        # gradients over replicas. GradReducer and DistributedOptimizer sum gradients over replicas instead.
         sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
         replicas = 1 if sums else self.data.size
         self.factor = gas * replicas
         check_factor(engine, lambda micros: micros * replicas, own_reduction=sums)
         self.clip_grad = resolved.clip_grad
-        self._names: dict[str, tuple[str, ...]] = {}  # names of additional losses in training and in evaluation
+        self._names: dict[str, tuple[str, ...]] = {}  # "training" or "evaluation" -> names of additional losses
 
     def train_batch(self, batches: Batches | None, lr: float) -> Step:
         with self._watched("training"), trace.span("train_batch", "step"):
@@ -195,7 +195,10 @@ class NoPipeEngine:
             with self.timers("forward"):
                 loss = self._loss(ds, batch)
             if not loss.requires_grad:
-                raise ValueError("the loss does not depend on the model's parameters, or was detached from them")
+                raise ValueError(
+                    "the loss does not depend on the model's parameters, or was detached from them: check `loss` and "
+                    "the model for detach(), item() and no_grad()"
+                )
             total += loss.detach().double()
             for name, value in self._aux().items():
                 aux[name] += torch.as_tensor(value, dtype=torch.float64, device=ds.device).detach()
@@ -245,7 +248,11 @@ class NoPipeEngine:
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
 
     def _agreed(self, aux: Mapping[str, Any], when: str) -> tuple[str, ...]:
-        """Return the names of additional losses in the order of their all-reduce. Raises ValueError if names change."""
+        """Return the names of the additional losses, in the same order on all ranks, for their all-reduce.
+
+        Raises ValueError if the names differ from those of an earlier step or of another replica.
+        when: `training` or `evaluation`.
+        """
         names = tuple(sorted(aux))
         if self.data.size == 1:
             return names
@@ -256,25 +263,28 @@ class NoPipeEngine:
             raise ValueError(
                 f"get_additional_losses() returns {', '.join(names) or 'nothing'} in this step of {when}, but "
                 f"{', '.join(self._names[when]) or 'nothing'} "
-                f"in another step or on another replica: return the same names in every step"
+                f"in another step or on another replica: return the same names in every step on every replica"
             )
         return names
 
     def _aux(self) -> dict[str, Tensor]:
-        """Return the additional losses of the last micro-batch."""
+        """Return name -> additional loss of the last micro-batch."""
         return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return the seconds of data reading and forward passes; backward passes are left out, as they may wait."""
+        """Return the seconds of data reading and forward passes.
+
+        Backward passes are omitted, because they may wait for other ranks.
+        """
         return timed.get("data", 0.0) + timed.get("forward", 0.0)
 
     def times(self) -> dict[str, float]:
         return {}
 
     def _read(self, batches: Batches | None) -> tuple[list[Any], Tensor]:
-        """Return the micro-batches of a step, and the number of targets of the global batch, at least 1.
+        """Return (micro-batches of a step, number of targets of the global batch, at least 1).
 
-        The number of targets is never copied from the device to the host, so that the host need not wait for it.
+        The number of targets stays on the device, so that the host does not wait for the device.
         """
         with self.timers("data"):
             read = [next(batches) if batches is not None else None for _ in range(self.gas)]

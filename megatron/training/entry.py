@@ -1,4 +1,4 @@
-"""`run(task)`: a complete run, from the command line to a trained checkpoint."""
+"""The function `run(task)`, which executes a complete run: from the command line to the trained checkpoint."""
 
 import gc
 import os
@@ -33,10 +33,10 @@ CONTINUES = "training continues, and metrics.jsonl has the numbers"
 def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config: Config | None = None) -> None:
     """Train `task` with the settings of the command line; a second call with the same run directory resumes the run.
 
-    config: the settings if they are parsed already; `argv` is then ignored.
-    exit: end the process when done, as `unittest.main` does. The exit code is 0 for success, 2 for a mistake on the
-    command line and 1 for any other user error. Each error is printed in one sentence. With exit=False this function
-    returns after success, and raises the error otherwise.
+    argv: command-line arguments; None for sys.argv. config: settings that are already parsed; `argv` is then ignored.
+    exit: True ends the process after the run, like `unittest.main`. The exit code is 0 for success, 2 for a mistake on
+    the command line and 1 for any other user error. A user error is printed in one sentence. False returns after a
+    successful run and raises errors.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     help_if_asked(getattr(task, "defaults", {}).get("family"))
@@ -64,7 +64,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
                 everywhere=(code == 2 and not here) or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)),
             )
             exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
-        gc.collect()  # ends the worker processes of the data loaders
+        gc.collect()  # deletes the data loaders, which ends their worker processes
         dist.barrier()
         if exit:
             exit_now(0)
@@ -72,15 +72,15 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
 
 
 def _complain(error: BaseException, everywhere: bool) -> None:
-    """Print the error on stderr, in one sentence or one line per invalid setting.
+    """Print the error on stderr, in one sentence or with one line for each invalid setting.
 
-    everywhere: all ranks have this error, so only rank 0 prints it.
+    everywhere: True if all ranks probably have this error, so that only rank 0 needs to print it.
     """
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdecimal() else 0
     if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):
-        # The launcher ends all ranks when the first one exits. So this rank gives rank 0 time to print the error and
-        # exit. If this rank still runs after the wait, rank 0 has no error, so this rank prints its own.
+        # The launcher ends all ranks when the first rank exits. So this rank gives rank 0 time to print the error and
+        # exit. If this rank still runs after the wait, rank 0 has no error, so this rank prints the error.
         time.sleep(10)
     if rank == 0 or not isinstance(error, KeyboardInterrupt) or not everywhere:
         where = "" if rank == 0 else f" (rank {rank})"

@@ -1,4 +1,4 @@
-"""Memory estimate of a run before any weight is allocated, and an error if the weights alone exceed the memory."""
+"""Estimate of the memory of a run before any weight is allocated; an error if the weights alone exceed the memory."""
 
 from dataclasses import asdict
 from typing import Any
@@ -21,17 +21,17 @@ KNOBS = (
 
 
 def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
-    """Return lines for the user: parameters, memory of the peak rank, and a warning if the device has less memory.
+    """Return lines to print: number of parameters, memory of the peak rank, and a warning if memory may not suffice.
 
-    Returns nothing for custom models, or if the partition of layers is known only at run time. Raises
-    ValueError if the weights alone exceed the memory and swap of a machine without accelerators.
+    Returns [] for custom models, and if the partition of layers over stages is known only at run time.
+    Raises ValueError if the weights alone exceed the memory and swap of a machine without accelerators.
     """
     if not type(task).__module__.startswith("megatron.tasks.") or config.model.family is None:
         return []
     try:
         whole = parameters(config)
         found = rank_memory(config, resolved, world, device.type != "cpu", stages_of(config))
-    except Exception:  # a failed estimate must not end the run
+    except Exception:  # the estimate is only a help, so its failure must not end the run
         return []
     most = max(found, key=lambda memory: memory.total)
     parts = f" ({_parts(most)})" if config.log.log_details else ""
@@ -60,7 +60,7 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
 
 
 def _parts(memory: Memory) -> str:
-    """Return the parts of `memory` in GB, largest first, without those below 1%."""
+    """Return the name and size in GB of each kind of memory that takes 1% or more, largest first."""
     sizes = sorted(asdict(memory).items(), key=lambda each: -each[1])
     return ", ".join(f"{name} {size / 1e9:.2g}" for name, size in sizes if size >= 0.01 * memory.total)
 
@@ -71,12 +71,11 @@ def _offloads(resolved: Resolved) -> bool:
 
 
 def memory_advice(parameters: int, config: Config, precision: str) -> str:
-    """Return what takes memory and which flags reduce it, for the message on an out-of-memory error."""
+    """Return the part of an out-of-memory message that says what takes memory and which flags reduce it."""
     moments = 1 if config.optim.optimizer == "sgd" else 2
     width = {"fp64": 8, "fp32": 4}.get(precision)
-    each = (
-        width * (2 + moments) if width else 2 + 4 * (2 + moments)
-    )  # bytes per parameter: weight, gradient and moments; in fp16 and bf16 also a 16-bit copy of the weight
+    # bytes per parameter for weight, gradient and moments; with fp16 and bf16 also for a 16-bit copy of the weight
+    each = width * (2 + moments) if width else 2 + 4 * (2 + moments)
     return (
         f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by "
         "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest of the memory: lower "

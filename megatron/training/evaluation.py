@@ -16,9 +16,10 @@ from .run_state import Run
 
 
 def evaluate(run: Run, part: str) -> float | None:
-    """Return the mean loss per target token over the first --eval-iters global batches of `part`; None without data.
+    """Return the mean loss per target over the first --eval-iters global batches of a data set; None without data.
 
-    If the model's loss reports text tokens separately, their loss and accuracy are printed and logged, too.
+    part: `train`, `valid` or `test`. The function also prints and logs the loss. If the model reports text tokens
+    separately, it also prints and logs the loss and the accuracy on text tokens.
     """
     dataset = run.datasets[("train", "valid", "test").index(part)]
     iterations = run.config.train.eval_iters
@@ -41,17 +42,18 @@ def evaluate(run: Run, part: str) -> float | None:
 
 
 def evaluate_once(run: Run, part: str) -> None:
-    """Evaluate unless metrics.jsonl already holds the result, as when a finished run is restarted. A collective."""
+    """Evaluate `part` unless metrics.jsonl already holds the result, e.g. in a restarted finished run. A collective."""
     if from_rank_0(run.metrics.holds(part, run.state.iteration)):
         print_rank_0(
-            f"note: {run.run_dir}/metrics.jsonl holds the {part} loss of iteration {run.state.iteration} already"
+            f"note: {run.run_dir}/metrics.jsonl already holds the {part} loss of iteration {run.state.iteration}, so "
+            f"there is no evaluation"
         )
     else:
         evaluate(run, part)
 
 
 class Evaluations(Hook):
-    """Hook that evaluates every --eval-interval iterations, except after the last iteration."""
+    """Hook that evaluates on validation data every --eval-interval iterations, except after the last iteration."""
 
     def __init__(self, run: Run, log: TrainingLog) -> None:
         self._run, self._log = run, log

@@ -1,4 +1,4 @@
-"""After a failed run, recompute the batch and name the first non-finite weight or gradient and its rank."""
+"""Diagnosis of a failed run: recompute the last batch, and name the first non-finite weight or gradient."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,17 +19,17 @@ GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, else 
 
 
 class Finding(NamedTuple):
-    """One rank's first non-finite weight, and the first parameter whose gradient on this rank is not finite."""
+    """First weight and first gradient of a rank that are not finite, as names of parameters; None if all are finite."""
 
-    share: int  # index of the share of samples that this rank computed
+    share: int  # the rank computed the share number `share` of the samples of the iteration
     weight: str | None
     gradient: str | None
 
 
 def explain(run: Run, fault: Fault) -> str:
-    """Return why the run ends and what the user can do. A collective.
+    """Return a message that says why the run ends and what the user can do. A collective.
 
-    After skipped steps the iteration is recomputed to name a rank and a parameter.
+    If the reason is skipped steps, the last iteration is recomputed to find the rank and the parameter.
     """
     samples, t = fault.samples, run.config.train
 
@@ -52,7 +52,7 @@ def explain(run: Run, fault: Fault) -> str:
 
 
 def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
-    """Return the findings of all ranks, by rank. A collective that waits for the device.
+    """Return the findings of all ranks, in the order of ranks. A collective that waits for the device.
 
     compute: function that computes the skipped step again.
     """
@@ -78,10 +78,11 @@ def _finite(x: Tensor) -> bool:
 
 
 def words(found: list[Finding], first_sample: int, share: int) -> str:
-    """Describe the findings in a clause of a sentence.
+    """Return a clause that describes the findings, for use in a message.
 
-    first_sample: first sample of the iteration.
-    share: number of samples that each rank computes.
+    found: the findings of all ranks, in the order of ranks.
+    first_sample: number of the first sample of the iteration.
+    share: number of samples that each replica computes.
     """
     for what in ("weight", "gradient"):
         bad = [(rank, each) for rank, each in enumerate(found) if getattr(each, what)]
@@ -89,7 +90,7 @@ def words(found: list[Finding], first_sample: int, share: int) -> str:
             rank, each = bad[0]
             begin = first_sample + each.share * share
             name = f"the weight {each.weight}" if what == "weight" else f"the gradient of {each.gradient}"
-            others = f", and on {len(bad) - 1} more" if len(bad) > 1 else ""
+            others = f", and on {len(bad) - 1} more of {len(found)} ranks" if len(bad) > 1 else ""
             return f"{name} is not finite on rank {rank} (its samples: {begin} to {begin + share - 1}){others}"
     return (
         "when recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"

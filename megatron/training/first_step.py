@@ -1,4 +1,4 @@
-"""Actions after the first step of a run: warnings about parameters without gradient, and reuse of freed memory."""
+"""Hook for the first step of a run: warns about parameters without gradient, and turns on the reuse of freed memory."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from .run_state import Run
 
 
 class FirstStep(Hook):
-    """Hook that warns of parameters that get no gradient in the first step."""
+    """Hook that acts after the first step: it warns about parameters without gradient, and keeps freed memory."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -33,22 +33,22 @@ class FirstStep(Hook):
         if step is None or self._done:
             return
         self._done = True
-        if self._run.config.train.keep_freed_memory:  # moments are allocated now; later steps reuse freed memory
+        if self._run.config.train.keep_freed_memory:  # only now, as the first step has allocated the moments
             device_module.keep_freed_memory(self._run.device)
         for hook in self._hooks:
             hook.remove()
         learns: dict[str, bool] = {}
-        # A tied weight is on several stages, and learns if it gets a gradient on one of them.
+        # A tied weight is on several stages. It is trained if it gets a gradient on at least one of these stages.
         for stage in gather_objects(self._learns, mpu.get_mesh().pipe):
             for name, value in stage.items():
                 learns[name] = learns.get(name, False) or value
         if silent := [name for name, value in learns.items() if not value]:
             print_rank_0(
-                f"warning: no gradient reaches {first_of(silent)}: the loss does not depend on them, and they do not "
-                "learn"
+                f"warning: no gradient reaches {first_of(silent)}: the loss does not depend on these parameters, so "
+                "they are not trained"
             )
         elif not step.skipped and float(step.grad_norm) == 0.0:
             print_rank_0(
-                "warning: the gradient of every parameter is 0, so nothing learns: check whether initial weights or "
-                "inputs are all zeros, or a layer cuts the gradient off"
+                "warning: the gradient of every parameter is 0, so no parameter is trained: check whether initial "
+                "weights or inputs are all zeros, or whether a layer detaches its input"
             )

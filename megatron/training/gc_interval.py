@@ -1,6 +1,7 @@
-"""Garbage collection at the same iterations on all ranks.
+"""Garbage collection by Python at the same iterations on all ranks.
 
-Python's automatic collection runs at different times on different ranks, and all ranks wait for the one that collects.
+Python's automatic garbage collection runs at different times on different ranks. While one rank collects garbage, the
+other ranks wait for it.
 """
 
 import gc
@@ -12,16 +13,16 @@ from .hooks import Hook, due
 
 
 class Garbage(Hook):
-    """Context manager around the loop that collects garbage only at every `interval`-th iteration.
+    """Hook and context manager that collects Python's garbage only every `interval` iterations.
 
-    The loop itself creates no cyclic garbage, but user code may. Objects that exist at the start, mostly of
-    libraries, are frozen, so that no collection scans them again.
-    interval: 0 leaves garbage collection to Python.
+    The training loop creates no cyclic garbage, but user code may. Objects that exist at the start, mostly of
+    libraries, are frozen, so that no collection scans these objects again.
+    interval: number of iterations; 0 keeps Python's automatic garbage collection.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval, self._was_on = interval, gc.isenabled()
-        # gc.unfreeze() thaws all objects, so it is not called if other code has frozen some.
+        # gc.unfreeze() unfreezes all objects, so it is not called if other code has frozen objects.
         self._thaw = not gc.get_freeze_count()
 
     def __enter__(self) -> "Garbage":

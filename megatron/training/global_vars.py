@@ -1,6 +1,6 @@
-"""Global access to the settings, the tokenizer and the timers, for entry scripts.
+"""Global access to settings, tokenizer and timers for entry scripts such as pretrain_gpt2.py.
 
-Only entry scripts use these functions; all other code gets settings, tokenizer and timers as arguments.
+Other code gets settings, tokenizer and timers as arguments.
 """
 
 from typing import TypeVar
@@ -20,18 +20,18 @@ class _Current:
 
 
 def publish(config: Config, tokenizer: Tokenizer | None, timers: Timers) -> None:
-    """Set what `get_args()`, `get_tokenizer()` and `get_timers()` return."""
+    """Set the objects that `get_args()`, `get_tokenizer()` and `get_timers()` return."""
     _Current.args, _Current.tokenizer, _Current.timers = Args(config), tokenizer, timers
 
 
 def _known(value: T | None, what: str) -> T:
     if value is None:
-        raise RuntimeError(f"no {what} yet: pretrain() sets it up before it calls your functions")
+        raise RuntimeError(f"no {what} yet: pretrain() creates the {what} before it calls your functions")
     return value
 
 
 def get_args() -> Args:
-    """Return the settings of this run, flat and read-only: `args.hidden_size`."""
+    """Return the settings of this run as one flat, read-only object: `args.hidden_size`."""
     return _known(_Current.args, "settings")
 
 

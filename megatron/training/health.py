@@ -1,4 +1,4 @@
-"""Health of a run: skipped steps, non-finite losses, and loss spikes."""
+"""Monitoring of a run for skipped steps, non-finite losses and loss spikes."""
 
 import math
 import statistics
@@ -12,14 +12,15 @@ from torch import Tensor
 from ..checkpointing import TrainState
 from .engine import Step
 
-REMEMBERED = 64  # maximum number of recent losses with which a new loss is compared
-LEAST = 16  # minimum number of recent losses before a new loss can count as a spike
-# A loss is a spike if it exceeds the median by this many deviations, and by this share of the median.
+REMEMBERED = 64  # a new loss is compared with the median of at most this number of recent losses
+LEAST = 16  # spikes are reported only if there are at least this number of recent losses
+# A loss is a spike if it exceeds the median of recent losses by more than DEVIATIONS standard deviations and by more
+# than SHARE times the median.
 DEVIATIONS, SHARE = 8.0, 0.05
 
 
 class SampleRange(NamedTuple):
-    """One iteration: its number, counted from 1, and its range of samples."""
+    """Number of an iteration, counted from 1, its first sample, and its number of samples."""
 
     iteration: int
     first_sample: int
@@ -40,7 +41,7 @@ class Spike(NamedTuple):
 class Interval(NamedTuple):
     """Summary of the steps since the last call of `Health.read`.
 
-    losses: finite losses. norms: gradient norms of the applied steps. skipped: number of skipped steps.
+    losses: finite losses. norms: gradient norms of steps that were not skipped. skipped: number of skipped steps.
     """
 
     losses: list[float]
@@ -50,28 +51,29 @@ class Interval(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Reason why a run cannot continue: skipped steps up to and including an iteration, or its non-finite loss.
+    """Reason why a run cannot continue: skipped steps, or a non-finite loss.
 
-    Skipped steps are a reason if too many occur in a row, or if fp16's loss scale is at its minimum.
+    Skipped steps are a reason if too many occur in a row, or if the loss scale of fp16 is at its minimum.
 
-    samples: the iteration.
-    streak: number of skipped steps in a row, without those of fp16's initial search for a loss scale.
+    samples: the last iteration.
+    streak: number of skipped steps in a row. Steps that fp16 skips at first to find its loss scale do not count.
+    loss: the loss of the last iteration.
     """
 
     samples: SampleRange
     streak: int
     loss: float
-    scale: float | None  # the loss scale, if it is at its minimum
+    scale: float | None  # the loss scale if it is at its minimum, else None
 
 
 class Health:
-    """Monitor of losses and gradient norms that never makes an iteration wait for the device.
+    """Monitor of losses and gradient norms that does not make every iteration wait for the device.
 
-    `add` only stores the tensors of a step; `read` copies all stored tensors to the host at once. All ranks see the
-    same numbers and draw the same conclusions.
+    `add` only stores the tensors of a step. `read` copies all stored tensors to the host at once. All ranks read the
+    same numbers, so they make the same decisions.
     state: training state at the start of the run.
-    most: number of skipped steps in a row that ends the run.
-    scale, least_scale: fp16's loss scale and its minimum; None without a dynamic loss scale.
+    most: the run ends after this number of skipped steps in a row.
+    scale, least_scale: loss scale of fp16 and its minimum; None without a dynamic loss scale.
     """
 
     def __init__(
@@ -84,25 +86,26 @@ class Health:
         self.fault: Fault | None = None
 
     def add(self, step: Step, samples: SampleRange, state: TrainState) -> None:
-        """Add a step.
+        """Store the result of a step.
 
-        state: state of the run after the step.
+        samples: the iteration. state: training state after the step.
         """
         self._unread.append((step, samples, replace(state)))
 
     def skip(self, state: TrainState) -> None:
         """Record an iteration that a --skip-* flag skipped.
 
-        state: state after the iteration; it may be saved if the last optimizer step was applied.
+        state: training state after the iteration. Unless the last optimizer step was skipped, it may be saved.
         """
         self.read()
         if not self._streak:
             self._good = replace(state)
 
     def state_to_save(self, state: TrainState) -> TrainState:
-        """Return the state that belongs to the weights, i.e. after the last applied step. Call `read` first.
+        """Return the training state to save: the state after the last step that was not skipped. Call `read` first.
 
-        With a dynamic loss scale, return the current `state`: a skipped step lowers the scale, which is saved, too.
+        With a dynamic loss scale, return the current `state`, because a skipped step lowers the loss scale, which is
+        saved, too.
         """
         return state if self._least is not None else self._good
 
@@ -132,15 +135,15 @@ class Health:
         self._scale = step.loss_scale
         if applied:
             self._starts, self._streak = False, 0
-        elif not self._starts:  # do not count the skipped steps by which fp16 lowers its initial, far too high scale
+        elif not self._starts:  # at first, fp16 skips steps to lower its high initial loss scale; these do not count
             self._streak += 1
         if self.fault is None and (at_the_end or self._streak >= self._most or (applied and not math.isfinite(loss))):
             self.fault = Fault(samples, self._streak, loss, self._least if at_the_end else None)
 
     def _spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
-        """Return `loss` as a spike if it exceeds the median of recent losses by more than their noise explains.
+        """Return [spike] if `loss` is far above the median of recent losses compared with their noise, else [].
 
-        Noise is measured by the median absolute deviation (Hampel 1974), which single spikes do not affect.
+        The noise is estimated by the median absolute deviation (Hampel 1974), which single spikes hardly affect.
         """
         found = []
         if len(self._before) >= LEAST:

@@ -1,4 +1,4 @@
-"""Check that a run's input files exist: all missing ones are reported at once, before the ranks connect."""
+"""Check that the input files of a run exist. All missing files are reported at once, before the ranks connect."""
 
 import os
 from collections.abc import Iterator
@@ -17,32 +17,35 @@ from .task import Task
 
 
 class MissingInputs(ConfigError):
-    """Files and folders that the settings require do not exist."""
+    """Error for files and folders that the settings require but that do not exist."""
 
 
 def refuse_missing(task: Task, config: Config) -> None:
     """Raise MissingInputs with a line for each tokenizer, corpus, checkpoint or JSON file that does not exist.
 
-    Only rank 0 checks the corpora: it always reads data, but other machines need no corpus if their ranks read none.
+    Only rank 0 checks the corpora, because it always reads data. Other machines may lack the corpora if their ranks
+    read no data.
     """
     problems = [*_tokenizer(config)]
     if os.environ.get("RANK", "0") == "0":
         problems += [*_corpora(task, config)]
     load, json = config.checkpoint.load, config.train.deepspeed_config
-    # Scripts of Megatron-LM pass one folder to --save and --load; at the first start it does not exist yet.
+    # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
     own = (config.checkpoint.save, config.log.run_dir)
     if load is not None and not Path(load).exists() and load not in own and not _has_begun(config):
         problems.append(f"--load {load} holds no checkpoint: there is no such folder")
-    if (
-        json is not None and not Path(json).exists() and problems
-    ):  # if only this file is missing, `resolve` in config/ds_config.py reports it
-        problems.append(f"there is no {json}, which --deepspeed-config names")
+    # If only the file of --deepspeed-config is missing, `resolve` in config/ds_config.py reports this later.
+    if json is not None and not Path(json).exists() and problems:
+        problems.append(f"there is no file {json}, which --deepspeed-config names")
     if problems:
         raise MissingInputs(listed(problems, "input files or folders are missing"))
 
 
 def _has_begun(config: Config) -> bool:
-    """Return whether the run resumes from its own checkpoint. If so, --load is not used, and need not exist."""
+    """Return True if the run resumes from its own checkpoint.
+
+    Then --load is not used, so it may name a folder that does not exist.
+    """
     run_dir = config.log.run_dir
     save_dir = save_dir_of(config, Path(run_dir or "runs"))
     return (run_dir or config.checkpoint.save) is not None and bool(latest_name(save_dir))
@@ -59,7 +62,7 @@ def _tokenizer(config: Config) -> Iterator[str]:
 
 
 def _corpora(task: Task, config: Config) -> Iterator[str]:
-    """Yield a message for each missing .bin/.idx pair; for built-in tasks only, as custom ones may read any format."""
+    """Yield a message for each missing .bin/.idx pair, but nothing for custom tasks, which may read other formats."""
     if not type(task).datasets.__module__.startswith("megatron.tasks."):
         return
     try:
@@ -75,7 +78,10 @@ def _corpora(task: Task, config: Config) -> Iterator[str]:
 
 
 def _beside(prefix: str) -> str:
-    """Return a suggestion if exactly one pair's name starts with `prefix`: `data/zh_text_document` for `data/zh`."""
+    """Return a "did you mean" clause if `prefix` begins the name of exactly one `.idx` file, else an empty string.
+
+    For example, the clause for `data/zh` suggests `data/zh_text_document`.
+    """
     path = Path(prefix)
     found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
     return f"; did you mean {found[0].with_suffix('')}?" if len(found) == 1 else ""

@@ -1,4 +1,4 @@
-"""The log of a training run: log lines, rows of metrics.jsonl, and the check that the run may continue."""
+"""Hook that logs the progress of a run to the console and to metrics.jsonl, and ends a run that cannot continue."""
 
 import math
 import time
@@ -24,7 +24,7 @@ from .run_state import Run
 
 
 class TrainingLog(Hook):
-    """Hook that logs mean loss and speed since the last log line, and checks that the run may continue."""
+    """Hook that logs the mean loss and the speed since the last log line, and ends a run that cannot continue."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -36,7 +36,7 @@ class TrainingLog(Hook):
         self.restart()
 
     def restart(self) -> None:
-        """Restart the timing, so that an evaluation or a save does not count in the speed and the time breakdown."""
+        """Restart the time measurement, so that it does not include an evaluation or a save."""
         self.begin, self.timed = time.perf_counter(), 0
         self.run.engine.busy(self.run.timers.take())
         self.run.engine.times()
@@ -54,7 +54,7 @@ class TrainingLog(Hook):
             self.check()
             self.health.skip(self.run.state)
             self.left_out += 1
-            print_rank_0(f"{samples} is skipped by --skip-iterations or --skip-samples")
+            print_rank_0(f"{samples} is skipped, as --skip-iterations or --skip-samples lists it")
         else:
             self.health.add(step, samples, self.run.state)
             self.loss_scale = step.loss_scale
@@ -68,11 +68,11 @@ class TrainingLog(Hook):
 
     @property
     def has_unreported(self) -> bool:
-        """True if `check` has read iterations that no log line has reported yet."""
+        """True if `check` has read results of iterations that no log line has reported yet."""
         return bool(self.losses or self.skipped or self.left_out)
 
     def check(self) -> None:
-        """Read the losses and norms since the last call in one transfer. Raises RunError if the run must end."""
+        """Copy the losses and gradient norms since the last call to the host. Raises RunError if the run must end."""
         found = self.health.read()
         self.losses += found.losses
         self.skipped += found.skipped
@@ -84,7 +84,7 @@ class TrainingLog(Hook):
             )
             self.spikes.append({**samples._asdict(), "lm_loss": loss, "median": median})
         if self.health.fault:
-            # Complete the pending save first: it holds an earlier, healthy iteration.
+            # Complete a pending background save before the run ends: its state is from before the fault.
             if self.run.saver.pending:
                 self.run.saver.finish()
             raise RunError(explain(self.run, self.health.fault))

@@ -1,4 +1,4 @@
-"""The training loop: iterations from the resumed one to the last, with hooks around each."""
+"""The training loop. It runs the remaining iterations, and calls hooks before and after each iteration."""
 
 from collections.abc import Callable
 
@@ -33,9 +33,9 @@ DONE = (
 def train(run: Run) -> None:
     """Train up to --train-iters, with evaluations and saves. Raises RunError if the run cannot continue.
 
-    Each iteration calls all hooks, takes an optimizer step (unless a --skip-* flag skips it) and calls all hooks
-    again. Hooks are called in the order of the list `hooks`. The last hook, `Saves`, decides whether the run stops
-    early.
+    Each iteration calls `before_step` of all hooks, takes an optimizer step (unless a --skip-* flag skips the
+    iteration), and calls `after_step` of all hooks. Hooks are called in the order of the list `hooks`. The last hook,
+    `Saves`, decides whether the run stops early.
     """
     state, config = run.state, run.config
     last = config.train.train_iters
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
 
 
 class ReplicaChecks(Hook):
-    """Hook that compares weights between ranks every --check-replicas iterations."""
+    """Hook that checks every --check-replicas iterations that the weights of all replicas are equal."""
 
     def __init__(self, run: Run) -> None:
         self._engine, self._interval = run.engine.deepspeed, run.config.train.check_replicas
@@ -83,11 +83,11 @@ class ReplicaChecks(Hook):
 
 
 def _advance(run: Run) -> SampleRange:
-    """Count an iteration and its samples, whether trained on or skipped."""
+    """Add the current iteration to the training state, and return its samples; skipped iterations count, too."""
     state, count = run.state, run.global_batch
     state.iteration += 1
     samples = SampleRange(state.iteration, state.consumed_samples, count)
-    if is_rank_0():  # only rank 0 writes the checkpoint's index, which holds this hash
+    if is_rank_0():  # only rank 0 needs the hash: it writes the hash to the index of the checkpoint
         state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
     state.consumed_samples += count
     state.consumed_tokens += count * sum(run.sample_shape)
@@ -95,9 +95,9 @@ def _advance(run: Run) -> SampleRange:
 
 
 def _skips(run: Run) -> Callable[[int], bool] | None:
-    """Return a function that takes an iteration's first sample and returns whether a --skip-* flag skips the iteration.
+    """Return a function that returns True if a --skip-* flag skips an iteration, or None without such a flag.
 
-    Returns None if the run has no such flag.
+    The argument of the function is the number of the iteration's first sample.
     """
     t, count = run.config.train, run.global_batch
     skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))

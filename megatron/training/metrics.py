@@ -1,4 +1,4 @@
-"""Measurements of a run: timers, floating-point operations, and `metrics.jsonl`."""
+"""Measurements of a run: timers, number of floating-point operations, and the file `metrics.jsonl`."""
 
 import errno
 import json
@@ -23,10 +23,10 @@ from .writers import Writer
 
 
 class Timer:
-    """Timer of one named part: `with timer: ...`, or `timer.start()` and `timer.stop()`.
+    """Timer of one named part of a step: `with timer: ...`, or `timer.start()` and `timer.stop()`.
 
-    Raises RuntimeError if it is started twice or stopped without a start.
-    device: accelerator whose time is measured, by events; None measures host time.
+    Raises RuntimeError if the timer is started twice or stopped without a start.
+    device: accelerator whose time is measured with events; None measures the time of the host.
     """
 
     def __init__(self, name: str, device: torch.device | None) -> None:
@@ -68,7 +68,7 @@ class Timer:
         self._marks.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the seconds since the last reset; a running timer keeps running."""
+        """Return the seconds measured since the last reset. A timer that runs continues to run."""
         runs = self._begun is not None
         if runs:
             self.stop()
@@ -81,7 +81,7 @@ class Timer:
         return spent
 
     def reset(self) -> None:
-        """Discard the measured time, and a start() without its stop()."""
+        """Discard the measured time and stop the timer."""
         self._begun = None
         self._spent, self.used = 0.0, False
         self._marks: list[tuple[float | torch.Event, float | torch.Event]] = []
@@ -94,10 +94,10 @@ class Timer:
 
 
 class Timers:
-    """Timers of named parts: `with timers("forward"): ...`, or `timers("forward").start()` and `.stop()`.
+    """Timers of named parts of a step: `with timers("forward"): ...`, or `timers("forward").start()` and `.stop()`.
 
-    device: the device whose time is measured. Accelerators run asynchronously, so timers record events on them, and
-    the host waits for these events only when times are read.
+    device: the device whose time is measured. Accelerators run asynchronously, so a timer records events on the
+    accelerator. The host waits for these events only when it reads the times.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -110,11 +110,11 @@ class Timers:
         return self._timers[name]
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each part since the last call."""
+        """Return name -> seconds since the last call, for each part that was measured."""
         return {name: timer.elapsed() for name, timer in self._timers.items() if timer.used}
 
     def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Print a line on rank 0 with the milliseconds of these parts, each divided by `normalizer`."""
+        """Print a line on rank 0 with the milliseconds of the parts `names`, each divided by `normalizer`."""
         spent = {name: self(name).elapsed(reset) * 1e3 / normalizer for name in names}
         if not dist.is_initialized() or dist.get_rank() == 0:
             tqdm.write("time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in spent.items()))
@@ -123,12 +123,12 @@ class Timers:
 def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int = 0) -> float:
     """Return the FLOPs of a training step per token, for samples of `encoder` (+ `decoder`) tokens.
 
-    They are 6 per parameter that multiplies a token (2 forward, 4 backward; Kaplan et al. 2020), plus the
-    attention matmuls, counted as if not causal (Chowdhery et al. 2022). Embedding look-ups count nothing.
+    Each parameter that multiplies a token counts 6 FLOPs (2 forward, 4 backward; Kaplan et al. 2020). The attention
+    matmuls count in addition, without savings by the causal mask (Chowdhery et al. 2022). Embedding look-ups count 0.
     GPT-2 and Llama: 6 N + 12 x layers x sequence length x heads x head size. N is the number of parameters without
-    position embeddings and an untied word embedding; a tied word matrix counts as the output layer.
-    T5: encoder tokens pass through the encoder layers and the key and value projections of cross-attention, decoder
-    tokens through all other matmuls.
+    position embeddings and without an untied word embedding. A tied word embedding counts as the output layer.
+    T5: encoder tokens pass through the encoder layers and the key and value projections of cross-attention. Decoder
+    tokens pass through all other matmuls.
     """
     m = config.model
     if not decoder:
@@ -142,11 +142,11 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     return 6.0 * (blocks + logits) / (encoder + decoder)
 
 
-MOST_WAITING = 100_000  # maximum number of lines kept in memory while the file cannot be written
+MOST_WAITING = 100_000  # maximum number of lines kept in memory while metrics.jsonl cannot be written
 
 
 def _plain(value: Any) -> Any:
-    """Replace NaN and infinities by None, as JSON has neither."""
+    """Return `value` with NaN and infinities replaced by None, as JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -155,24 +155,25 @@ def _plain(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Writer that appends rows to `metrics.jsonl` and forwards their numbers to `others`; active on rank 0 only.
+    """Writer that appends rows to `metrics.jsonl` and forwards their numbers to the writers `others`.
 
-    A resumed run first drops the rows after the iteration it resumes from, so that each iteration occurs once.
+    iteration: the iteration from which the run resumes. The rows of later iterations are removed from the file, so that
+    each iteration occurs once. active: True on rank 0; on other ranks, the writer does nothing.
     """
 
     def __init__(self, run_dir: str, iteration: int, active: bool, others: Sequence[Writer] = ()) -> None:
         self._path: Path | None = None
         self._others = list(others)
-        self._waiting: list[str] = []  # lines that could not be written yet
-        self._held: set[tuple[str, int]] = set()  # split and iteration of the rows that were already in the file
+        self._waiting: list[str] = []  # lines of metrics.jsonl that could not be written yet
+        self._held: set[tuple[str, int]] = set()  # (split, iteration) of each row that was in the file at the start
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
             self._forget_after(self._path, iteration)
 
     def holds(self, part: str, iteration: int) -> bool:
-        """Return whether metrics.jsonl had a row of the split `part` at `iteration` when the run started.
+        """Return True if metrics.jsonl had a row of the split `part` at `iteration` when this process started.
 
-        Only rank 0 knows this; other ranks return False.
+        Ranks other than 0 always return False.
         """
         return (part, iteration) in self._held
 
@@ -184,7 +185,7 @@ class MetricsWriter:
             try:
                 row = row_of(line)
             except RowError as error:
-                tqdm.write(f"note: {path}, line {number} is dropped: {error}")
+                tqdm.write(f"note: line {number} of {path} is invalid and is removed: {error}")
                 continue
             if row is not None and row["iteration"] <= iteration:
                 kept.append(line + "\n")
@@ -192,9 +193,10 @@ class MetricsWriter:
         write_text(path, "".join(kept))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row of numbers, texts, and lists and dicts of these; NaN and infinities become null.
+        """Append a row to metrics.jsonl; NaN and infinities become null.
 
-        If the file cannot be written, e.g. on a full disk, print a note and write the row together with a later row.
+        row: numbers, texts, and lists and dicts of numbers and texts.
+        If the file cannot be written, e.g. on a full disk, print a note, and write this row together with a later row.
         """
         if self._path is not None:
             self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
@@ -205,10 +207,10 @@ class MetricsWriter:
         for other in list(self._others):
             try:
                 other.write(row.get("split", "train"), row["iteration"], numbers)
-            except Exception as error:  # services with their own threads and servers may raise anything
+            except Exception as error:  # services such as MLflow may raise errors of any class
                 self._others.remove(other)
                 tqdm.write(
-                    f"note: {other.name} failed at iteration {row['iteration']} and gets no more metrics: {error}"
+                    f"note: {other.name} failed at iteration {row['iteration']}, so it gets no more metrics: {error}"
                 )
 
     def _append(self, path: Path) -> None:
@@ -219,16 +221,16 @@ class MetricsWriter:
             if not late:
                 tqdm.write(
                     f"note: {path} cannot be written ({error.strerror}); training continues, and the lines are kept "
-                    "until it can be written"
+                    "in memory until the file can be written"
                 )
             del self._waiting[:-MOST_WAITING]
             return
         if late:
-            tqdm.write(f"note: {path} is written again, with the {len(self._waiting) - 1} lines that had to wait")
+            tqdm.write(f"note: {path} can be written again; it now has the {len(self._waiting) - 1} kept lines, too")
         self._waiting.clear()
 
     def close(self) -> None:
-        """Write the rows that are still waiting, and close the other writers."""
+        """Write the rows that could not be written yet, and close the other writers."""
         if self._path is not None and self._waiting:
             self._append(self._path)
         if self._waiting:
@@ -236,12 +238,12 @@ class MetricsWriter:
         for other in self._others:
             try:
                 other.close()
-            except Exception as error:  # a service may raise any error when it is closed
+            except Exception as error:  # services such as MLflow may raise errors of any class
                 tqdm.write(f"note: {other.name} could not be closed: {error}")
 
 
 def append_whole(path: Path, text: str) -> None:
-    """Append all of `text`, or nothing if that fails. Raises OSError."""
+    """Append `text` to a file. If this fails, restore the previous size of the file and raise OSError."""
     with open(path, "ab", buffering=0) as file:
         size, data = file.tell(), text.encode()
         try:

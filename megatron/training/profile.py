@@ -1,8 +1,8 @@
-"""`--profile`: torch's profiler for a few iterations of all ranks, in one Chrome trace.
+"""The flag `--profile`: runs PyTorch's profiler on all ranks for a few iterations, and writes one Chrome trace.
 
-`--trace` records passes, messages and collectives; each takes hundreds of nanoseconds, so `--trace` can stay on.
-`--profile` records every operator and kernel, which slows a run and fills a disk. Its file also has the timeline of
-`--trace`.
+`--profile` records every operator and kernel, which slows a run and fills a disk. The Chrome trace also contains the
+timeline of `--trace`. The flag `--trace` alone records passes, messages and collectives. Recording one of these events
+takes hundreds of nanoseconds, so `--trace` can stay on.
 """
 
 import gzip
@@ -23,18 +23,18 @@ from ..atomic import process_name, whole_file
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 
 FOLDER, MERGED = "profile", "merged.json.gz"
-MOST_MERGED = 64  # ranks; with more, the merged file would be too large
-AFTER, COUNT = 5, 3  # without --profile-iterations: number of iterations before the profile, and number profiled
-CLOCK = "perf_counter "  # prefix of a clock event's name, followed by the reading of time.perf_counter_ns
-# Number of clock events before and after the profile. An event is inaccurate if its thread is preempted between
-# the readings of the two clocks, so several are recorded.
+MOST_MERGED = 64  # with more ranks, the files are not merged, as the merged file would be too large
+AFTER, COUNT = 5, 3  # without --profile-iterations: numbers of iterations before the profile and in the profile
+CLOCK = "perf_counter "  # prefix of the name of a clock event; the value of time.perf_counter_ns() follows
+# Number of clock events that are recorded at the start and at the end of the profile. Several are recorded, because an
+# event is inaccurate if the thread is preempted between the readings of the two clocks.
 MARKS = 10
 
 
 class Profile:
-    """Profiler of one rank. Calls that start it or write its files are collective.
+    """Profiler of one rank. Calls that start the profiler or write its files are collectives.
 
-    about: metadata of this rank's timeline: its place in the grid and the pipeline's schedule.
+    about: metadata of this rank's timeline, such as its stage and the pipeline schedule.
     first, last: first and last profiled iteration.
     """
 
@@ -46,9 +46,10 @@ class Profile:
         self.done = False
 
     def iteration(self, number: int) -> bool:
-        """Start or write the profile if that is due before iteration `number`; return True if so.
+        """Start or finish the profiler if this is due before iteration `number`; return True if so.
 
-        Starting and writing take time, which the caller excludes from the speed of the iteration.
+        The profiler starts before the first profiled iteration and finishes after the last one. Both take time, which
+        the caller excludes from the speed of the iteration.
         """
         if self._profiler is None and not self.done and self._first <= number <= self._last:
             self._start()
@@ -81,7 +82,7 @@ class Profile:
                 pass
 
     def finish(self) -> None:
-        """Stop profiling and write this rank's files; rank 0 merges all files. File errors do not end the run."""
+        """Stop the profiler and write this rank's files; rank 0 merges all files. File errors do not end the run."""
         if self._profiler is None or self._tracer is None:
             return
         self._mark_clock()
@@ -99,12 +100,12 @@ class Profile:
         if is_rank_0() and dist.get_world_size() <= MOST_MERGED:
             try:
                 merge(self._folder)
-                print_rank_0(f"profile of {dist.get_world_size()} ranks in {self._folder / MERGED}")
+                print_rank_0(f"wrote the profile of {dist.get_world_size()} ranks to {self._folder / MERGED}")
             except (OSError, ValueError, KeyError, MemoryError) as error:
-                print_rank_0(f"warning: the profiles cannot be merged: {error}")
+                print_rank_0(f"warning: the profiles of the ranks cannot be merged: {error}")
 
     def stop(self) -> None:
-        """Stop recording; the recorded events are kept for `finish`."""
+        """Stop the profiler. `finish` can still write the recorded events."""
         if self._profiler and not self.done:
             self.done = True
             self._profiler.stop()
@@ -116,9 +117,10 @@ def _name_of(rank: int) -> str:
 
 
 def merge(folder: Path) -> Path:
-    """Merge the files of all ranks into one, on rank 0's clock: each rank's timeline, and below it torch's events.
+    """Merge the files of all ranks into one Chrome trace, and return its path.
 
-    Raises ValueError if there is nothing to merge.
+    For each rank, the file has the timeline of --trace and the events of PyTorch's profiler, with times on the clock of
+    rank 0. Raises ValueError if there are no files.
     """
     ranks = timeline.read(folder)
     zero = min((e["ts"] for rank in ranks for e in rank.events), default=0.0)
@@ -135,7 +137,10 @@ def merge(folder: Path) -> Path:
 
 
 def _events(folder: Path, rank: timeline.RankTrace, zero: float) -> Iterator[dict[str, Any]]:
-    """Yield one rank's events with new process ids, as torch's profiler gives the first GPU of every rank the id 0."""
+    """Yield the events of one rank with new process ids.
+
+    PyTorch's profiler gives the first GPU of every rank the process id 0, so the ids of different ranks would collide.
+    """
     number = rank.about["rank"]
     base = 1000 * number
     yield {"ph": "M", "name": "process_name", "pid": base, "args": {"name": rank.about["name"]}}
@@ -167,14 +172,14 @@ def _labelled(event: dict[str, Any], rank: int, pid: int) -> dict[str, Any]:
 
 
 def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
-    """Return the microseconds to add to a rank's profiler times to get rank 0's clock.
+    """Return the microseconds to add to the profiler times of a rank, so that they are on the clock of rank 0.
 
-    Raises ValueError if the profile has no clock event.
+    seen: events of the rank's profile. Raises ValueError if there is no clock event among them.
     """
     marks = [e for e in seen if str(e.get("name", "")).startswith(CLOCK) and e.get("ph") == "X"]
     if not marks:
         raise ValueError(f"the profile of rank {rank.about['rank']} has no clock event")
-    # perf_counter is read before the profiler's clock, so each difference of the two is too small, and the largest
-    # one is the most accurate.
+    # perf_counter is read before the profiler's clock. So each difference of the two clocks is too small, and the
+    # largest difference is the most accurate.
     own: float = max(int(e["name"].removeprefix(CLOCK)) / 1e3 - e["ts"] for e in marks)
     return own - (rank.about["clock"][0][1] / 1e3 if rank.about["clock"] else 0.0)

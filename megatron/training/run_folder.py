@@ -1,4 +1,4 @@
-"""The directory of a run: its locks, and the files written once all checks of the run have passed."""
+"""The run directory: its locks, and the files that a run writes after all checks have passed."""
 
 import json
 import os
@@ -24,14 +24,17 @@ def save_dir_of(config: Config, run_dir: Path) -> Path:
 
 
 def lock(config: Config, run_dir: Path) -> list[RunLock]:
-    """Lock the run directory, and the checkpoint folder, as another run's --save may name it. Raises ValueError."""
+    """Lock the run directory and the checkpoint folder. Raises ValueError if a folder is in use or not writable.
+
+    The checkpoint folder has its own lock because the --save of another run may name it.
+    """
     override, found = config.log.override_lock, list[RunLock]()
     try:
         found.append(RunLock(run_dir, override))
         folder = save_dir_of(config, run_dir)
         if folder.exists() and not folder.is_dir():
             raise ValueError(
-                f"{folder} is not a folder, so it cannot hold checkpoints: move it away, or give another --save"
+                f"{folder} is not a folder, so it cannot hold checkpoints: move it away, or pass another --save"
             )
         if folder.resolve() == run_dir.resolve():
             return found
@@ -41,11 +44,13 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
         except RunLockedError:
             raise
         except ValueError:
-            if not own:  # if the folder is inside the run directory, start: the first save will report what is wrong
+            # A checkpoint folder inside the run directory needs no lock of its own. If it is not writable, the first
+            # save reports this.
+            if not own:
                 raise
         else:
             if own and found[0].notes:
-                found[1].notes.clear()  # both locks have a note on the same crash of an earlier run: keep one
+                found[1].notes.clear()  # both locks have a note about the same crash of an earlier run
     except ValueError:
         release(found)
         raise
@@ -53,21 +58,21 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
 
 
 def keep(locks: Sequence[RunLock]) -> None:
-    """Keep `release` from deleting a new run directory, as the run has begun.
+    """Mark the run as started, so that `release` does not delete a new run directory.
 
-    A new checkpoint folder is still deleted if it stays empty.
+    `release` still deletes a new checkpoint folder that is empty.
     """
     locks[0].keep()
 
 
 def release(locks: Sequence[RunLock]) -> None:
-    """Unlock the directories for other runs."""
+    """Release the locks, so that other runs can use the directories."""
     for each in reversed(locks):
         each.release()
 
 
 def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> None:
-    """Raise ValueError if an earlier start saved newer checkpoints than `iteration` in another folder."""
+    """Raise ValueError if an earlier start of this run saved checkpoints after `iteration` in another folder."""
     try:
         saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -78,24 +83,27 @@ def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> N
         return
     if iteration < int(newest[5:]):
         raise ValueError(
-            f"{run_dir} has its checkpoints in {before} (the newest is {newest}), but this start would look for "
-            f"them in {now}: --save {before} resumes from them, another --run-dir starts a new run"
+            f"the run {run_dir} has its checkpoints in {before} (the newest is {newest}), but this start looks for "
+            f"checkpoints in {now}: pass --save {before} to resume the run, or another --run-dir to start a new run"
         )
 
 
 def _refuse_links(run_dir: Path) -> None:
-    """Raise ValueError for an output that is a symbolic link, as the run would overwrite the link's target."""
+    """Raise ValueError if an output file or folder is a symbolic link, as the run would overwrite the link's target."""
     for name in BY_PRODUCTS:
         path = run_dir / name
         if path.is_symlink():
             raise ValueError(
-                f"{path} is a link to {os.readlink(path)}, which this run would write to: remove the link, or give "
+                f"{path} is a symbolic link, so this run would overwrite {os.readlink(path)}: remove the link, or pass "
                 "another --run-dir"
             )
 
 
 def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
-    """Write the settings of a run that starts at `iteration`; return notes on files moved aside. Raises ValueError."""
+    """Write the settings and the tokenizer of a run that starts at `iteration`; return notes about renamed files.
+
+    Raises ValueError if a file cannot be written or an output is a symbolic link.
+    """
     notes = []
     _refuse_links(run_dir)
     try:

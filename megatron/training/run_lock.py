@@ -1,8 +1,8 @@
-"""Lock of a directory for one run at a time: a file `run.lock` names the process and machine that write there.
+"""Lock file `run.lock`, which lets only one run at a time use a directory. It names a process and its machine.
 
-Only one process can create the file, even on a shared file system. A crash leaves the file behind. A new run then
-looks the named process up by id and start time if both are in the same process table. If they are not (another
-container, or a reboot since), an advisory lock on the file shows whether the process still runs.
+Only one process can create the file, even on a shared file system. After a crash, the file remains. A new run then
+checks whether the named process still runs. In the same process table, the new run looks the process up by id and start
+time. In another process table (another container, or a reboot since then), it tests an advisory lock on the file.
 """
 
 import contextlib
@@ -21,28 +21,28 @@ from . import advisory
 
 NAME = "run.lock"
 CHECKPOINTS = "the folder of checkpoints"
-PATIENCE = 5.0  # seconds to wait for a lock, as ranks of a killed run may take that long to end
+PATIENCE = 5.0  # seconds to wait for a lock; the ranks of a killed run may take this long to end
 
 
 class RunLockedError(ValueError):
-    """Another run uses the directory; the message names that run's process."""
+    """Error for a directory that another run uses; the message names the process of the other run."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock."""
+    """Process that holds a lock, as described in the lock file."""
 
     host: str
     pid: int
-    started: str  # start time of the process in kernel ticks, see tds.parent_death.started
-    since: str  # date and time, only for messages
-    job: str = ""  # SLURM job id and restart count
-    table: str = ""  # boot id and PID namespace, see tds.parent_death.process_table; "" in locks of older versions
-    advisory: bool = False  # whether the process holds an advisory lock on the file
+    started: str  # start time of the process in kernel ticks (tds.parent_death.started)
+    since: str  # date and time of the start, used only in messages
+    job: str = ""  # SLURM job id and restart count; "" outside SLURM
+    table: str = ""  # boot id and PID namespace (tds.parent_death.process_table); "" in lock files of older versions
+    advisory: bool = False  # True if the process holds an advisory lock on the file
 
     @classmethod
     def here(cls) -> "Holder":
-        """Return the holder that describes this process."""
+        """Return a description of this process."""
         pid = os.getpid()
         job = os.environ.get("SLURM_JOB_ID", "")
         job += f" start {os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
@@ -50,19 +50,19 @@ class Holder:
         return cls(socket.gethostname(), pid, started(pid) or "", since, job, process_table())
 
     def same_process(self, other: "Holder") -> bool:
-        """Return whether this holder and `other` are the same process."""
+        """Return True if this holder and `other` are the same process."""
         mine, theirs = ((h.host, h.table, h.pid, h.started) for h in (self, other))
         return mine == theirs
 
     def is_visible(self, me: "Holder") -> bool:
-        """Return whether the process `me` can look this one up: same machine, same boot, same PID namespace."""
+        """Return True if the process `me` can look this holder up: same machine, same boot, same PID namespace."""
         return bool(self.table) and (self.host, self.table) == (me.host, me.table)
 
     def is_gone(self, me: "Holder", path: Path) -> bool:
-        """Return whether `me` knows that the process, which holds `path`, has ended.
+        """Return True if the process `me` can be sure that this holder of the lock `path` has ended.
 
-        That is known in three cases: `me` could see the process but does not find it, the process belonged to an
-        earlier start of this SLURM job, or the advisory lock is free although `me` would see it held.
+        There are three such cases. The holder is in the process table of `me` no longer. The holder belonged to an
+        earlier start of the same SLURM job. The holder's advisory lock is free, and `me` would see the lock otherwise.
         """
         if self.is_visible(me):
             now = started(self.pid)
@@ -73,11 +73,14 @@ class Holder:
         return self.advisory and locks_are_seen and advisory.is_held(path) is False
 
     def is_alive(self, me: "Holder", path: Path) -> bool:
-        """Return whether `me` knows that the process lives; call it only if `is_gone` is False."""
+        """Return True if the process `me` can be sure that this holder still runs.
+
+        Call this method only if `is_gone` returns False.
+        """
         if self.is_visible(me):
             return True
-        # `is_gone` has not found the lock free. If it is free now, another process was only probing it, and the
-        # next call of `is_gone` returns True.
+        # `is_gone` has found the advisory lock held. If the lock is free now, another process only tested it, and the
+        # next call of `is_gone` will return True.
         return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
 
     def _same_kernel(self, me: "Holder") -> bool:
@@ -88,17 +91,17 @@ class Holder:
 
 
 class RunLock:
-    """Lock of a directory from construction until `release`.
+    """Lock of a directory, held from construction until `release`.
 
-    notes: a sentence for the user on each abandoned lock that was taken over.
+    notes: a sentence for the user about each lock of an ended process that was taken over.
     """
 
     def __init__(self, folder: Path, override: bool = False, what: str = "the run directory") -> None:
-        """Take the lock.
+        """Take the lock of `folder`, and create the folder if it does not exist.
 
-        Raises RunLockedError if another process holds it, and ValueError if the directory is not writable.
-        override: take the lock even if its holder on another machine may still live.
-        what: name of the directory in messages.
+        Raises RunLockedError if another process holds the lock, and ValueError if the folder is not writable.
+        override: take the lock even if its holder, on another machine, may still run.
+        what: name of the folder in messages.
         """
         self.path, self.notes = folder / NAME, list[str]()
         self._way_out = "another --save" if what == CHECKPOINTS else "another --run-dir"
@@ -123,7 +126,7 @@ class RunLock:
         while not self._create():
             text = self._read()
             holder = _parse(text)
-            # After a second, an unreadable lock is damaged and not just half-written.
+            # A lock file that is unreadable for more than a second is damaged, and not only half-written.
             if holder is None and text is not None and time.monotonic() > deadline - PATIENCE + 1:
                 raise RunLockedError(f"{self.path} is damaged; delete it if no run uses {self.path.parent}")
             if text is None and time.monotonic() > deadline and self.path.is_symlink():
@@ -138,11 +141,12 @@ class RunLock:
             time.sleep(0.1)
 
     def _take_over(self, holder: Holder, text: str | None, override: bool, deadline: float) -> None:
-        """Remove the lock of a process that has ended. Raises RunLockedError if the process lives or may live."""
+        """Remove the lock of a process that has ended. Raises RunLockedError if the process runs or may run."""
         gone = holder.is_gone(self._me, self.path)
         alive = not gone and holder.is_alive(self._me, self.path)
         if gone or (override and not alive):
-            late = time.monotonic() > deadline  # by now only an orphaned child can hold an ended process's lock
+            # After the deadline, only an orphaned child of the ended process can still hold the advisory lock.
+            late = time.monotonic() > deadline
             if self._remove(text, force=override or late):
                 why = "has ended without releasing it" if gone else "may still run (--override-lock)"
                 self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
@@ -155,7 +159,7 @@ class RunLock:
         except FileExistsError:
             return False
         try:
-            # Lock before writing: a process that reads this holder must find the lock held.
+            # Take the advisory lock before writing: a process that reads this holder must find the lock held.
             me = replace(self._me, advisory=advisory.hold(handle))
             os.write(handle, json.dumps(asdict(me)).encode())
             os.fsync(handle)
@@ -173,14 +177,14 @@ class RunLock:
             return None
 
     def _remove(self, judged: str | None, force: bool) -> bool:
-        """Remove the lock unless another process has taken it over or is doing so; return whether it was removed.
+        """Remove the lock file unless another process takes the lock over; return True if the file was removed.
 
-        judged: content of the lock when its process was found to have ended.
-        force: remove the lock even if its advisory lock is held.
+        judged: content of the lock file when its process was found to have ended.
+        force: remove the file even if its advisory lock is held.
         """
         with advisory.exclusive(self.path) as mine:
-            # Only one of several processes that found the same lock removes it, and none removes the lock
-            # created next.
+            # Several processes may find the same lock of an ended process. Only one of them removes this lock file, and
+            # none of them removes the lock file that the next run creates.
             if (mine is False and not force) or (mine and self._read() != judged):
                 return False
             aside = self.path.with_name(f"{NAME}.{process_name()}.tmp")
@@ -195,11 +199,11 @@ class RunLock:
             return True
 
     def keep(self) -> None:
-        """Keep the folders that were created for the lock, as the run has begun."""
+        """Mark the run as started, so that `release` does not delete the folders that were created for the lock."""
         self._made = []
 
     def release(self) -> None:
-        """Remove the lock if this process still holds it, and the folders that were created for it if still empty."""
+        """Remove the lock file if this process holds the lock, and the empty folders that were created for the lock."""
         with contextlib.suppress(OSError):
             holder = _parse(self._read())
             if holder is not None and holder.same_process(self._me):
@@ -214,7 +218,7 @@ class RunLock:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Return the holder of the lock `path`; None if the lock is damaged or gone."""
+    """Return the holder of the lock file `path`, or None if the file is damaged or does not exist."""
     try:
         return _parse(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -225,7 +229,7 @@ def _parse(text: str | None) -> Holder | None:
     try:
         content: dict[str, Any] = json.loads(text or "")
         known = {each.name for each in fields(Holder)}
-        # Newer versions may write more fields.
+        # A lock file of a newer version may have more fields.
         holder = Holder(**{key: value for key, value in content.items() if key in known})
         sound = isinstance(holder.pid, int) and holder.pid > 0
         return holder if sound and isinstance(holder.table, str) and isinstance(holder.job, str) else None

@@ -1,4 +1,4 @@
-"""Everything that belongs to one run, from its settings to its locks."""
+"""The class `Run`, which holds everything that belongs to one run, from its settings to its locks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ class Run:
     metrics: MetricsWriter
     tokenizer: Tokenizer
     run_dir: Path
-    parameters: int  # size of the whole model, with tied parameters counted once
+    parameters: int  # number of parameters of the whole model; tied parameters count once
     locks: list[RunLock]  # empty on ranks other than 0
 
     def __enter__(self) -> "Run":
@@ -46,10 +46,10 @@ class Run:
 
     @property
     def sample_shape(self) -> tuple[int, int]:
-        """Tokens of a sample: (encoder or whole sequence, decoder)."""
+        """Numbers of tokens of a sample: (encoder, decoder) for T5, (--seq-length, 0) for other models."""
         return lengths_of(self.datasets[0]) or (self.config.data.seq_length, 0)
 
     @property
     def global_batch(self) -> int:
-        """Samples of an iteration, over all replicas."""
+        """Number of samples of an iteration over all replicas."""
         return self.config.train_batch_size(dist.get_world_size())

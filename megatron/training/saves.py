@@ -1,4 +1,4 @@
-"""The hook that decides when a run saves and when it stops."""
+"""The hook that decides when a run saves a checkpoint and when the run stops."""
 
 from tds import trace
 
@@ -12,14 +12,15 @@ from .run_state import Run
 
 
 class Saves(Hook):
-    """Hook that saves every --save-interval iterations and on signals.
+    """Hook that saves a checkpoint every --save-interval iterations and on signals.
 
-    stop: whether a signal, --exit-interval or the time limit ends the run after this iteration.
+    stop: True if a signal, --exit-interval or --exit-duration-in-mins ends the run after this iteration.
     """
 
     def __init__(self, run: Run, log: TrainingLog, signals: StopSignals) -> None:
         self._run, self._log, self._signals = run, log, signals
-        # Iteration of the newest saved state, and (after skipped steps, a later one) the iteration when its save began.
+        # _saved: iteration of the newest saved state. _began: iteration in which its save began; after skipped steps,
+        # it is later than _saved.
         self._saved = self._began = run.state.iteration
         self.stop = False
 
@@ -27,7 +28,8 @@ class Saves(Hook):
         saver, c = self._run.saver, self._run.config.checkpoint
         asked, written = self._signals.agree(saver.pending and not saver.busy)
         self.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
-        # `agree` returns the reports of the previous call: right after a save has begun, `written` is about older ones.
+        # `agree` returns the reports of its previous call. So one iteration after a save began, `written` is not yet
+        # about this save.
         if saver.pending and written and samples.iteration > self._began + 1:
             saver.finish()
         if self.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):
@@ -35,7 +37,7 @@ class Saves(Hook):
             self._save(must=self.stop)
 
     def end(self) -> None:
-        """Complete a background save, and save the final state of a complete run if it is not saved yet."""
+        """Complete a background save. If all iterations are done, save the final state unless it is already saved."""
         run, c = self._run, self._run.config
         if run.saver.pending:
             run.saver.finish()
@@ -44,10 +46,9 @@ class Saves(Hook):
             self._save(must=True)
 
     def _save(self, must: bool) -> None:
-        """Save the state after the last applied step, unless only skipped steps followed the last save.
+        """Save the state after the last step that was not skipped, unless this state is already saved.
 
-        must: raise if the save fails, and first log the iterations since the last log line. Set for the last save
-        of a run.
+        must: True for the last save of a run: log unreported iterations before the save, and raise if the save fails.
         """
         run, log = self._run, self._log
         log.check()
@@ -56,7 +57,8 @@ class Saves(Hook):
         good = log.health.state_to_save(run.state)
         if good.iteration != run.state.iteration:
             print_rank_0(
-                f"no step was applied since iteration {good.iteration}, so the checkpoint is of that iteration"
+                f"all steps after iteration {good.iteration} were skipped, so the checkpoint has the state after "
+                f"iteration {good.iteration}"
             )
         if good.iteration != self._saved or run.saver.failures:
             with trace.span("checkpoint"):

@@ -1,4 +1,4 @@
-"""Setup of a run from its settings: ranks, data, model, engine, checkpoint."""
+"""Setup of a run from its settings: starts the ranks, opens the data, builds the engine, loads the checkpoint."""
 
 import time
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from .watch import StepWatch
 
 
 def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
-    """Return the run of `task`, new or resumed, ready to train. Raises RunError on every rank if it cannot start."""
+    """Return a new or resumed run of `task`, ready to train. Raises RunError on every rank if the run cannot start."""
     device = initialize_megatron(config)
     timers = Timers(device)
     default_run_dir = f"runs/{task.name}-{from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
@@ -72,9 +72,9 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     except BaseException:
         run_folder.release(locks)
         raise
-    publish(config, tokenizer, timers)  # a resumed run takes its learning-rate schedule from the checkpoint
+    publish(config, tokenizer, timers)  # again: in a resumed run, the checkpoint has set the learning-rate schedule
     use_step_timeout(config)
-    if not estimates:  # else the estimate has already printed the number of parameters
+    if not estimates:  # the lines of `estimates`, if any, have already printed the number of parameters
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
     retrying = RetryingSaver(saver, config.checkpoint.max_failed_saves)
@@ -96,7 +96,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
 
 
 def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:
-    """Write to the run directory, now that all other checks have passed; return the metrics writer.
+    """Write the first files to the run directory and return the metrics writer, after all other checks have passed.
 
     Raises ValueError if the run directory cannot be used.
     """
@@ -110,7 +110,10 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
 
 
 def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:
-    """Load the tokenizer and determine the vocabulary size and the run directory. Raises ValueError."""
+    """Return (config with vocabulary size and run directory, tokenizer, run directory).
+
+    Raises ValueError if the tokenizer cannot be loaded or does not fit the settings.
+    """
     if config.data.vocab_file is None:
         raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
@@ -119,7 +122,8 @@ def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, 
     given = config.model.vocab_size
     if given is not None and given < tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}"
+            f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}; raise "
+            f"it or leave it out"
         )
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
     run_dir = config.log.run_dir or config.checkpoint.save or default_run_dir
@@ -135,14 +139,17 @@ def _print_layout(config: Config, resolved: Resolved, device: torch.device, lock
         f"{config.train_batch_size(grid.world_size())}"
     )
     if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:
-        print_rank_0("note: model-parallel ranks shard the sequence; --no-sequence-parallel turns that off")
+        print_rank_0(
+            "note: model-parallel ranks shard activations along the sequence (sequence parallelism); "
+            "--no-sequence-parallel turns this off"
+        )
     for lock in locks:
         print_notes(lock.notes)
     automatic = (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
     if config.log.log_details and mpu.get_options().onednn and automatic:
         print_rank_0(
-            "note: oneDNN multiplies fp32 matrices, faster than torch's own BLAS on this CPU; --cpu-matmul torch "
-            "turns that off"
+            "note: fp32 matmuls use oneDNN, which is faster than PyTorch's BLAS on this CPU; --cpu-matmul torch turns "
+            "this off"
         )
     print_notes(resolved.notes)
     slow = device_module.precision_note(device, resolved.precision)

@@ -1,4 +1,4 @@
-"""The task of a run: its data, its model and its loss, as one object."""
+"""The class `Task`: the data sets, the model, the batches and the loss of a run as one object."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,39 +14,41 @@ Batch = dict[str, Tensor]
 
 
 class Task:
-    """Base class of tasks: `run(YourTask())` trains a subclass in any layout. `megatron.tasks` has GPT-2 and T5.
+    """Base class of tasks: `run(YourTask())` trains a model with any kind of parallelism.
 
-    name: used in the default run directory, runs/<name>-<time>.
-    defaults: defaults that this task changes; flags still override them. `family` names the model family.
-    `count_targets = None` declares that `loss`, and the loss function of the pipeline, return means
-    instead of sums over targets.
-    The methods get `config`, all settings, and `tokenizer`, loaded from --vocab-file or returned by `extended`.
+    `megatron.tasks` contains the tasks of GPT-2, Llama and T5.
+    name: part of the default run directory, runs/<name>-<time>.
+    defaults: default settings of this task; flags override them. `family` names the model family.
+    `count_targets = None` declares that `loss`, and the loss function of the pipeline, return means over targets
+    instead of sums.
+    The methods get `config` with all settings, and `tokenizer`, which is loaded from --vocab-file and passed through
+    `extended`.
     """
 
     name: str = "model"
     defaults: Mapping[str, Any] = {}
     reads_alone = False  # True: only ranks that read data call `datasets`
-    shares_out_tokens = False  # True: `batch` shards tokens over context-parallel ranks, and the model supports that
-    makes_batches = True  # True: `batch` returns the model's inputs; False: the model's _megatron_batch_fn does
+    shares_out_tokens = False  # True: `batch` shards tokens over context-parallel ranks, and the model supports this
+    makes_batches = True  # True: `batch` makes the batches; False: the model's _megatron_batch_fn makes them
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer of the task, e.g. with more special tokens."""
+        """Return the tokenizer of the task, e.g. `tokenizer` with additional special tokens."""
         return tokenizer
 
     def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        """Return the training, validation and test data sets, None for an empty one, and notes for the user.
+        """Return ((training, validation, test) data sets, notes to print); an empty data set is None.
 
-        `dataset[n]` must give a dict of tensors for any n >= 0. All ranks call this method at the same time.
-        With `reads_alone = True` only ranks that read data call it, rank 0 before the others, so that a large
-        corpus is opened and checked only where it is needed. In that case the method must not communicate with other
-        ranks, nor set attributes of the task.
+        `dataset[n]` must return a dict of tensors for any n >= 0. All ranks call this method at the same time.
+        With `reads_alone = True`, only ranks that read data call it, and rank 0 calls it first. So a large corpus is
+        opened and checked only where it is needed. Then the method must not communicate with other ranks, and must not
+        set attributes of the task.
         """
         raise NotImplementedError
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
-        """Return a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0.
+        """Return the model: a plain module, or a `PipelineModule` if --pipe-parallel-size is not 0.
 
-        Its layers initialise their own weights.
+        The layers of the model must initialise their weights.
         """
         raise NotImplementedError
 
@@ -54,16 +56,17 @@ class Task:
         """Return a micro-batch as (inputs of the first layer, targets of the loss), on the device of this rank.
 
         This method is called once for each micro-batch.
-        data: a collated batch of the dataset. One rank of a model-parallel group reads it. On the group's other ranks
-        it is None, and they receive the tensors by `mpu.broadcast_data`.
+        data: collated samples of the data set. Only one rank of a model-parallel group reads data; on its other ranks,
+        `data` is None. `mpu.broadcast_data` sends the tensors to these ranks.
         """
         raise NotImplementedError
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the sum of the loss over the targets of a micro-batch, a scalar; used without a pipeline.
+        """Return the sum of the loss over the targets of a micro-batch, a scalar.
 
-        This default is for a model that takes `labels` [b, s] and returns the loss [b, s] of each label. Override it
-        for other models. Under a pipeline the `loss_fn` of the PipelineModule computes the loss.
+        This default is for a model that takes `labels` [b, s] and returns the loss [b, s] of each label. Override the
+        method for other models. With a pipeline, this method is not used: the `loss_fn` of the PipelineModule computes
+        the loss.
         """
         inputs, (labels, loss_mask) = batch
         total: Tensor = (model(*inputs, labels=labels) * loss_mask).sum()
@@ -93,14 +96,14 @@ def _name(task: Task) -> str:
 
 
 def what(found: Any) -> str:
-    """Describe in a few words an object of the wrong kind, for an error message."""
+    """Return a few words that describe an object of the wrong type, for an error message."""
     if isinstance(found, Tensor):
         return f"a tensor of shape {list(found.shape)}"
     return f"{len(found)} objects" if isinstance(found, (tuple, list)) else type(found).__name__
 
 
 def check_task(task: Any, *methods: str) -> None:
-    """Raise ValueError unless `task` is a Task that overrides these methods."""
+    """Raise ValueError unless `task` is an instance of a subclass of Task that overrides `methods`."""
     if not isinstance(task, Task):
         given = f"the class {task.__name__}: run({task.__name__}())" if isinstance(task, type) else what(task)
         raise ValueError(f"a task is an object of a subclass of megatron.training.Task, not {given}")
@@ -110,26 +113,29 @@ def check_task(task: Any, *methods: str) -> None:
 
 
 def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-    """Return the result of `datasets`. Raises ValueError if it is not three data sets and notes."""
+    """Return the result of `task.datasets`. Raises ValueError if it is not ((three data sets), notes)."""
     made: Any = task.datasets(config, tokenizer)
     pair = isinstance(made, (tuple, list)) and len(made) == 2
     if not pair or not isinstance(made[1], (tuple, list)):
         raise ValueError(
-            f"{_name(task)}.datasets returns {what(made)}: return two things, first a tuple of three data sets, "
+            f"{_name(task)}.datasets returns {what(made)}: return two objects, first a tuple of three data sets, "
             "second a list of notes"
         )
     if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
         raise ValueError(
-            f"{_name(task)}.datasets returns {what(made[0])} as data sets: return three, for training, validation and "
-            "test, with None for an empty one"
+            f"{_name(task)}.datasets returns {what(made[0])} as data sets: return three data sets, for training, "
+            "validation and test; an empty data set is None"
         )
     if made[0][0] is None and config.train.train_iters:
-        raise ValueError(f"there is no training data set, but --train-iters is {config.train.train_iters}")
+        raise ValueError(
+            f"there is no training data set, but --train-iters is {config.train.train_iters}: {_name(task)}.datasets "
+            f"must return one"
+        )
     return cast(Datasets, tuple(made[0])), list(made[1])
 
 
 def checked_model(task: Task, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
-    """Return the result of `model`. Raises ValueError if it is not an nn.Module."""
+    """Return the result of `task.model`. Raises ValueError if it is not an nn.Module."""
     made: Any = task.model(config, tokenizer)
     if not isinstance(made, nn.Module):
         raise ValueError(f"the model is {what(made)}: {_name(task)}.model must return an nn.Module")

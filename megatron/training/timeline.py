@@ -1,4 +1,4 @@
-"""`--trace`: a timeline of every rank in the run directory, from the first to the last iteration of a run."""
+"""The flags `--trace` and `--profile` in the training loop: record iterations and write files to the run directory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +17,13 @@ from . import profile
 from .hooks import Hook
 from .log import TrainingLog
 
-MOST_MERGED = 64  # ranks; with more, the merged file has hundreds of megabytes (tools/draw_schedule.py writes it)
+# With more ranks, a run does not merge the timelines, as the merged file would have hundreds of megabytes.
+# tools/draw_schedule.py can merge them later.
+MOST_MERGED = 64
 
 
 def about(config: Config, engine: Any) -> dict[str, Any]:
-    """Return the metadata that a reader of this rank's timeline needs."""
+    """Return metadata for this rank's timeline, such as its stage and the pipeline schedule."""
     mesh, p = mpu.get_mesh(), config.parallel
     rank = dist.get_rank()
     found: dict[str, Any] = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank, "stages": p.stages}
@@ -37,10 +39,10 @@ def about(config: Config, engine: Any) -> dict[str, Any]:
 
 
 class Recorder(Protocol):
-    """Recorder that is notified of every iteration before it begins."""
+    """Protocol of recorders whose method `iteration` is called before every iteration."""
 
     def iteration(self, number: int) -> bool | None:
-        """Prepare for iteration `number`; return True if this took time that must not count as iteration time."""
+        """Prepare for iteration `number`; return True if the preparation must not count as time of the iteration."""
 
 
 class Recording(Hook):
@@ -56,8 +58,9 @@ class Recording(Hook):
 
 @contextmanager
 def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder | None]:
-    """Record the iterations after `iteration` as --trace or --profile asks; yields None without these flags.
+    """Context that records iterations with --trace or --profile; yields the recorder, or None without these flags.
 
+    iteration: number of iterations before this start of the run.
     With one of these flags, entering and leaving the context are collectives.
     """
     if not config.log.profile:
@@ -67,10 +70,8 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
     folder = run_dir / profile.FOLDER
     first, last = config.log.profiled or (iteration + profile.AFTER + 1, iteration + profile.AFTER + profile.COUNT)
     if is_rank_0() and folder.is_dir():
-        for old in [
-            *folder.glob("rank_*.json"),
-            *folder.glob("torch_*.json.gz"),
-        ]:  # left by an earlier start, perhaps with another number of ranks
+        # Delete the files of an earlier start, which may have had more ranks.
+        for old in [*folder.glob("rank_*.json"), *folder.glob("torch_*.json.gz")]:
             old.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     recorder = profile.Profile(engine.device, folder, about(config, engine), first, last)
@@ -81,15 +82,15 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
         raise
     recorder.finish()
     if not recorder.done:
-        print_rank_0(f"warning: --profile recorded nothing: this start did not run iterations {first} to {last}")
+        print_rank_0(f"warning: --profile recorded nothing, as this start did not reach iterations {first} to {last}")
 
 
 @contextmanager
 def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer | None]:
-    """Record a timeline inside the context if --trace is set.
+    """Context that records a timeline with --trace; yields the recorder, or None without this flag.
 
-    With --trace, entering and leaving the context are collectives. After an error each rank writes, alone, the events
-    that it has recorded.
+    With --trace, entering and leaving the context are collectives. After an error, each rank writes its recorded events
+    without waiting for other ranks.
     """
     if not config.log.trace:
         yield None
@@ -98,7 +99,8 @@ def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer 
     first, last = config.log.traced or (None, None)
     path = folder / timeline.name_of(dist.get_rank())
     if is_rank_0():
-        for old in folder.glob("rank_*.json"):  # left by an earlier start, perhaps with another number of ranks
+        # Delete the files of an earlier start, which may have had more ranks.
+        for old in folder.glob("rank_*.json"):
             old.unlink()
     recorder = trace.Tracer(engine.device, path, about(config, engine), first, last)
     recorder.clock.append(distance(engine.device))
@@ -117,6 +119,9 @@ def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer 
         try:
             merged = timeline.merge(folder)
         except (OSError, ValueError, MemoryError) as error:
-            print_rank_0(f"warning: the timelines cannot be merged: {error}")
+            print_rank_0(f"warning: the timelines of the ranks cannot be merged: {error}")
             return
-        print_rank_0(f"timeline of {merged.ranks} ranks in {merged.path}, clocks aligned to {merged.error_us:.0f} us")
+        print_rank_0(
+            f"wrote the timeline of {merged.ranks} ranks to {merged.path}; their clocks are aligned to within "
+            f"{merged.error_us:.0f} us"
+        )

@@ -1,6 +1,7 @@
-"""Watchdog for runs without a pipeline: if a rank fails or stalls, all ranks end, and rank 0 reports where they were.
+"""Watchdog for runs without a pipeline: if a rank fails or stalls, all ranks end, and rank 0 reports their positions.
 
-The pipeline engine has its own watchdog, which reports instructions; this one reports micro-batches.
+The watchdog reports the current micro-batch of each rank. The pipeline engine has another watchdog, which reports
+pipeline instructions.
 """
 
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ from ..ranks.errors import RunError
 
 
 class StepWatch:
-    """Watchdog of the steps of an engine.
+    """Watchdog of the training and evaluation steps of an engine without a pipeline.
 
-    seconds: time limit of each micro-batch, and of the part of a step that follows its last micro-batch.
+    seconds: time limit of each micro-batch, and of the rest of the step after the last micro-batch.
     """
 
     def __init__(self, seconds: float, device: torch.device) -> None:
@@ -25,14 +26,17 @@ class StepWatch:
 
     @contextmanager
     def step(self, part: str) -> Iterator[None]:
-        """Watch one step. part: `training` or `evaluation`."""
+        """Context in which the watchdog watches one step.
+
+        part: `training` or `evaluation`.
+        """
         self._step += part == "training"
         self._part, self._micro = part, 0
         self._mark()
         try:
             yield
         except (ValueError, OSError, RunError):
-            raise  # errors with a message for the user
+            raise  # these errors have a message for the user, so the watchdog need not report them
         except BaseException as error:
             self.watchdog.fail(error)
             raise
@@ -40,7 +44,7 @@ class StepWatch:
             self.watchdog.at(None)
 
     def micro_batch(self) -> None:
-        """Note that the next micro-batch of the step begins."""
+        """Tell the watchdog that the next micro-batch of the step begins."""
         self._micro += 1
         self._mark()
 

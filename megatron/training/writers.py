@@ -1,6 +1,6 @@
-"""Destinations of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file.
+"""Writers of metrics to destinations other than metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file.
 
-Each destination has its own flag, and its package is imported only if the flag is set.
+Each destination has its own flag. Its package is imported only if the destination is used.
 """
 
 import csv
@@ -16,14 +16,19 @@ from ..config import Config
 from ..config.output import LogConfig
 from ..rows import NUMBERS
 
-PROJECT = "pretraining"  # for Weights & Biases and MLflow, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME is set
-# Columns of metrics.csv, in order; each split fills some of them.
+# Default name of the Weights & Biases project and the MLflow experiment; the environment variables WANDB_PROJECT and
+# MLFLOW_EXPERIMENT_NAME override it.
+PROJECT = "pretraining"
+# Columns of metrics.csv, in order. A row leaves the columns empty that its split does not have.
 COLUMNS = ("split", "iteration", *NUMBERS)
-PACKAGES = "tensorboard", "wandb", "mlflow"  # each has a flag of its name
+PACKAGES = "tensorboard", "wandb", "mlflow"  # each package has a flag of the same name
 
 
 class Writer(Protocol):
-    """One destination of metrics, with its `name` in messages and its `flag`."""
+    """Protocol of a writer to one destination of metrics.
+
+    name: name of the destination in messages. flag: flag of the destination, without dashes.
+    """
 
     name: str
     flag: str
@@ -31,14 +36,17 @@ class Writer(Protocol):
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None: ...
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of one row."""
+        """Write the numbers of one row.
+
+        split: `train`, `valid` or `test`. numbers: name of a metric -> value.
+        """
 
     def close(self) -> None:
         """Finish writing."""
 
 
 def check(config: LogConfig) -> None:
-    """Raise ValueError for a flag whose package is not installed."""
+    """Raise ValueError if a flag is set whose package is not installed."""
     for name in PACKAGES:
         asked = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
         if asked and importlib.util.find_spec(name) is None:
@@ -46,7 +54,7 @@ def check(config: LogConfig) -> None:
 
 
 def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
-    """Return the writers that the flags enable, ready to log iterations after `iteration`.
+    """Return the writers that the flags enable, ready to write rows of iterations after `iteration`.
 
     Raises ValueError if a writer cannot start.
     """
@@ -71,12 +79,15 @@ def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Return all settings by name; names are unique across sections."""
+    """Return all settings as name -> value, without sections; no two sections have a setting of the same name."""
     return {name: value for section in config.to_dict().values() for name, value in section.items()}
 
 
 def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
-    """Return the id by which a service knows this run, kept in a file; a run that starts over gets a new id."""
+    """Return the id of this run in a service such as Weights & Biases.
+
+    The file `path` stores the id. A run that starts at iteration 0 gets a new id from `new`.
+    """
     if iteration and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     name = new()
@@ -85,7 +96,7 @@ def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """TensorBoard event files. A resumed run hides old events of iterations after the one from which it resumes."""
+    """Writer of TensorBoard event files. A resumed run hides old events of the iterations that it repeats."""
 
     name, flag = "TensorBoard", "tensorboard"
 
@@ -106,9 +117,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A wandb run, which is resumed when the training run is resumed.
+    """Writer to Weights & Biases. A resumed training run resumes its wandb run.
 
-    WANDB_MODE=offline keeps it on the local disk; wandb's other environment variables apply, too.
+    WANDB_MODE=offline keeps the wandb run on the local disk. The other environment variables of wandb work, too.
     """
 
     name, flag = "Weights & Biases", "wandb"
@@ -124,7 +135,8 @@ class WeightsAndBiases:
             dir=str(run_dir),
             config=flat(config),
         )
-        # The iteration is a separate axis: wandb's own step never decreases, but the iteration of a resumed run may.
+        # The iteration is a separate x-axis, because a resumed run may repeat iterations. wandb's own step cannot
+        # decrease.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
@@ -133,14 +145,14 @@ class WeightsAndBiases:
         self._run.log({f"{split}/{name}": value for name, value in numbers.items()} | {"iteration": iteration})
 
     def close(self) -> None:
-        """Wait until everything is uploaded."""
+        """Wait until all metrics are uploaded, and finish the wandb run."""
         self._run.finish()
 
 
 class MLflow:
-    """An MLflow run, which is resumed when the training run is resumed.
+    """Writer to MLflow. A resumed training run resumes its MLflow run.
 
-    It is kept in the run directory unless MLFLOW_TRACKING_URI is set.
+    The MLflow run is stored in the run directory unless MLFLOW_TRACKING_URI is set.
     """
 
     name, flag = "MLflow", "mlflow"
@@ -149,7 +161,7 @@ class MLflow:
         import mlflow
 
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer MLflow refuses file stores without it
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer MLflow needs this variable for file stores
             mlflow.set_tracking_uri((run_dir.resolve() / "mlflow").as_uri())
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow, path = mlflow, run_dir / "mlflow_run"
@@ -158,7 +170,7 @@ class MLflow:
         if known is None:
             write_text(path, run.info.run_id + "\n")
             settings = [(name, str(value)[:500]) for name, value in flat(config).items()]
-            for begin in range(0, len(settings), 100):  # MLflow accepts 100 parameters a call
+            for begin in range(0, len(settings), 100):  # MLflow accepts at most 100 parameters per call
                 mlflow.log_params(dict(settings[begin : begin + 100]))
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
@@ -171,9 +183,9 @@ class MLflow:
 
 
 class CSV:
-    """The file metrics.csv in the run directory, with the same columns in all rows.
+    """Writer of metrics.csv in the run directory; all rows have the same columns.
 
-    A resumed run drops rows after the iteration it resumes from.
+    A resumed run removes the rows of iterations after the iteration from which it resumes.
     """
 
     name, flag = "CSV", "csv"

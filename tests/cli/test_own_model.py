@@ -214,7 +214,7 @@ def test_frozen_and_unused_weights_are_saved_and_resumed(
         return ["--run-dir", str(tmp_path / name), *_flags(tiny_data, vocab_file, 0, 1, 4, iterations, more)]
 
     ((said, whole),) = on_ranks(1, _losses_of, _Odd, flags("whole", 6))
-    assert "warning: no gradient reaches unused.weight, unused.bias: the loss does not depend on them" in said
+    assert "warning: no gradient reaches unused.weight, unused.bias: the loss does not depend on these" in said
     on_ranks(1, _losses_of, _Odd, flags("halves", 3))
     ((_, resumed),) = on_ranks(1, _losses_of, _Odd, flags("halves", 6))
     assert resumed == whole
@@ -223,7 +223,7 @@ def test_frozen_and_unused_weights_are_saved_and_resumed(
 def test_a_gradient_of_zero_is_said(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
     ((said, _),) = on_ranks(1, _losses_of, _Still, argv)
-    assert said.count("warning: the gradient of every parameter is 0, so nothing learns") == 1
+    assert said.count("warning: the gradient of every parameter is 0, so no parameter is trained") == 1
 
 
 class _Counting(_Odd):

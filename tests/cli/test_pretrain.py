@@ -292,7 +292,7 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path, flags: list[str]
     (tmp_path / "checkpoints").write_text("in the way")
     sentence = said(launch(2, *flags, "--run-dir", str(tmp_path)), 1)
     assert (
-        "checkpoints is not a folder, so it cannot hold checkpoints: move it away, or give another --save" in sentence
+        "checkpoints is not a folder, so it cannot hold checkpoints: move it away, or pass another --save" in sentence
     )
 
 

@@ -39,9 +39,9 @@ def test_metrics_wait_for_a_disk_with_space(
     path = tmp_path / "metrics.jsonl"
     again = (
         f"note: {path} cannot be written (No space left on device); training continues, and the lines are kept "
-        "until it can be written"
+        "in memory until the file can be written"
     )
-    assert said[:3] == [again, f"note: {path} is written again, with the 2 lines that had to wait", again]
+    assert said[:3] == [again, f"note: {path} can be written again; it now has the 2 kept lines, too", again]
     assert said[-1] == f"note: the last 1 lines of {path} were not written"
 
 

@@ -164,7 +164,7 @@ def test_a_by_product_that_is_a_link_is_refused(tmp_path: Path, vocab_file: str,
     run, target = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()
     (run / name).symlink_to(target)
-    with pytest.raises(ValueError, match=f"run/{name} is a link to {target}"):
+    with pytest.raises(ValueError, match=f"run/{name} is a symbolic link, so this run would overwrite {target}"):
         accept(parse(["--vocab-file", vocab_file]), run, 0)
     assert [path.name for path in run.iterdir()] == [name]
 

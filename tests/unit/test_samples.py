@@ -189,7 +189,7 @@ def test_a_large_epoch_is_a_file_that_all_map(
 
     monkeypatch.setattr("tempfile.tempdir", f"{indexed.prefix}.orders")  # the temporary folder is unusable, too
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
-    assert "every process keeps it in memory" in capsys.readouterr().err
+    assert "every process keeps a copy in memory" in capsys.readouterr().err
 
 
 def _first(prefix: str, folder: str, ready: Barrier, made: "Synchronized[int]") -> list[int]:

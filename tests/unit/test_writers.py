@@ -116,7 +116,7 @@ def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys:
     writer.write(ROW)
     writer.write(ROW)
     writer.close()
-    assert capsys.readouterr().out == "note: MLflow failed at iteration 10 and gets no more metrics: gone\n"
+    assert capsys.readouterr().out == "note: MLflow failed at iteration 10, so it gets no more metrics: gone\n"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 

@@ -1,1 +1,1 @@
-"""Memory of a run, estimated from shapes before any weight is allocated."""
+"""Estimate of the memory of a run from tensor shapes, before any weight is allocated."""

@@ -1,9 +1,9 @@
-"""Bytes of activations that layers keep from the forward to the backward pass.
+"""Formulas for the bytes of activations that layers keep from the forward to the backward pass.
 
-The formulas follow what the autograd functions of `megatron` save for the backward pass. Korthikanti et al. 2022
-give the formulas for Megatron-LM's layers. The layers of `megatron` keep less where a function has a custom
-backward pass, and more on a CPU, where a dropout mask is as wide as the activations.
-Letters in the code: b is the micro-batch size, t the number of model-parallel ranks, e the bytes per element.
+The formulas count the tensors that the autograd functions of `megatron` save for the backward pass. For comparison:
+Korthikanti et al. 2022 give formulas for Megatron-LM's layers. The layers of `megatron` keep less if a function has a
+custom backward pass. They keep more on a CPU, where a dropout mask has the dtype of the activations.
+Names in the code: b is the micro-batch size, t the number of model-parallel ranks, e the number of bytes per element.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from ...model.work import lengths
 from .sizes import padded_vocabulary
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-# Number of logits that mpu/cross_entropy.py converts to fp32 at a time, on an accelerator and on a CPU.
+# Number of logits that mpu/cross_entropy.py converts to fp32 at a time: on an accelerator, on a CPU.
 CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Quantities of one rank that determine activation sizes."""
+    """Settings, precision and device kind of a rank, and the activation sizes that follow from them."""
 
     config: Config
     precision: str
@@ -38,22 +38,22 @@ class Shapes:
 
     @property
     def shared(self) -> int:
-        """Number of ranks that shard hidden states: the model-parallel ranks with sequence parallelism, else 1."""
+        """Number of ranks that shard hidden states: all model-parallel ranks with sequence parallelism, else 1."""
         return self.ranks if self.config.splits_sequences(self.accelerated) else 1
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of a micro-batch on one rank, as (in T5's encoder or in a decoder-only model, in T5's decoder)."""
+        """Numbers of tokens of a micro-batch on one rank: (encoder, decoder) for T5, (all, 0) for GPT-2 and Llama."""
         first, second = lengths(self.config)
         b = self.config.train.batch_size
         return first * b // self.config.parallel.context_parallel_size, second * b
 
     def hidden(self, tokens: int) -> float:
-        """Return one rank's bytes of hidden states between sub-layers, which sequence parallelism shards."""
+        """Return the bytes of the hidden states of `tokens` tokens on one rank; sequence parallelism shards them."""
         return tokens * self.config.model.hidden_size * self.width / self.shared
 
     def of_layer(self, layer: Layer) -> int:
-        """Return the number of tokens that this layer processes."""
+        """Return the number of tokens in a micro-batch that `layer` processes on one rank."""
         encoder, decoder = self.tokens
         in_decoder = self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")
         return decoder if in_decoder else encoder
@@ -67,32 +67,33 @@ class Shapes:
 def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causal_bias: bool, again: bool) -> float:
     """Return the bytes that attention keeps for the backward pass.
 
-    They are queries, keys, values, output and the softmax statistics. On a CPU, attention with dropout has no fused
-    kernel and keeps its scores instead of the statistics.
+    Attention keeps queries, keys, values, output and the softmax statistics. On a CPU, attention with dropout has no
+    fused kernel. It keeps tensors of the size of the attention scores instead of the statistics.
     queries, keys: number of query tokens and of key tokens in a micro-batch.
     length, seen: number of query tokens and of key tokens in one sequence.
-    causal_bias: a relative-position bias is added to the scores.
-    again: queries, keys and values are recomputed in the backward pass.
+    causal_bias: True if a relative-position bias is added to the scores.
+    again: True if queries, keys and values are recomputed in the backward pass.
     """
     m, t, e = x.config.model, x.ranks, x.width
     inner, groups = m.num_attention_heads * m.head_size / t, max(m.key_value_heads / t, 1) * m.head_size
     if queries != keys or length != seen:
         groups = inner
     kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
-    kept += queries * inner * e  # the output of attention, which is the input of the output projection
+    kept += queries * inner * e  # output of attention = input of the output projection
     heads, b = m.num_attention_heads / t, x.config.train.batch_size
     scores = b * heads * length * seen
     if m.checkpoint_attention:
         return kept
     if m.attention_dropout and not x.accelerated:
-        return kept + 3 * scores * e + queries * inner * e  # probabilities, mask and their product; scaled queries
+        # attention probabilities, dropout mask, product of both; scaled queries
+        return kept + 3 * scores * e + queries * inner * e
     if causal_bias:
-        kept += heads * length * seen * e  # one bias for all samples of the batch
+        kept += heads * length * seen * e  # the bias, which all samples of the batch share
     return kept + b * heads * length * 4
 
 
 def transformer_kept(x: Shapes, layer: Layer) -> float:
-    """Return the bytes that one transformer layer keeps for the backward pass if it is not recomputed as a whole."""
+    """Return the bytes that a transformer layer without full recomputation keeps for the backward pass."""
     m, e, tokens = x.config.model, x.width, x.of_layer(layer)
     first, second = lengths(x.config)
     length = tokens // x.config.train.batch_size
@@ -121,7 +122,10 @@ def inner_working(x: Shapes, layer: Layer) -> float:
 
 
 def other_kept(x: Shapes, layer: Layer) -> float:
-    """Return the bytes that a non-transformer layer keeps: input and output of a norm, dropout masks, token ids."""
+    """Return the bytes that a layer other than a transformer layer keeps for the backward pass.
+
+    Such layers keep input and output of a norm, dropout masks or token ids.
+    """
     m, tokens, name = x.config.model, x.of_layer(layer), layer.cls.__name__
     state = x.hidden(tokens)
     if name in ("StackNorm", "DecoderNorm"):
@@ -134,9 +138,9 @@ def other_kept(x: Shapes, layer: Layer) -> float:
 
 
 def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
-    """Return the bytes that these layers keep for one micro-batch, without logits.
+    """Return the bytes that `layers` keep for the backward pass of one micro-batch, without logits.
 
-    With full recomputation, transformer layers keep only one input per --checkpoint-num-layers layers.
+    With full recomputation, only the input of each group of --checkpoint-num-layers transformer layers is kept.
     """
     n, total, at = x.config.recomputed_layers, 0.0, 0
     for layer in layers:
@@ -152,17 +156,17 @@ def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 
 
 def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
-    """Return the peak bytes of recomputed activations: the activations of all layers between two kept inputs."""
+    """Return the peak bytes of recomputed activations: those of one group of --checkpoint-num-layers layers."""
     n = x.config.recomputed_layers
     whole = [transformer_kept(x, layer) for layer in layers if layer.repeated] if n else []
     return max((sum(whole[at : at + n]) for at in range(0, len(whole), n)), default=0.0) if n else 0.0
 
 
 def logits_bytes(x: Shapes) -> tuple[float, float]:
-    """Return (bytes of the logits, bytes of temporaries beside them).
+    """Return (bytes of the logits, bytes of temporaries that exist at the same time as the logits).
 
-    The logits are those of a micro-batch or, with --logits-chunk-size, of one chunk of it. The gradient overwrites
-    the logits, so it takes no memory of its own.
+    With --logits-chunk-size, only the logits of one chunk of a micro-batch exist at a time, else those of a whole
+    micro-batch. The gradient of the logits overwrites the logits, so it takes no additional memory.
     """
     m, e = x.config.model, x.width
     tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
@@ -170,19 +174,19 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     chunk = m.logits_chunk_size
     extra = 0.0
     if chunk and tokens > chunk and "cross-entropy" not in m.reference_ops:
-        extra = (
-            rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
-        )  # the loss already computes the gradients of weight and hidden states, which are kept for the backward pass
+        # The forward pass of the loss already computes and keeps the gradients of output weight and hidden states.
+        extra = rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
         tokens = chunk
     logits = float(tokens * rows * e)
     step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)
     part = min(tokens, step) * rows * max(e, 4)
     padded = rows * x.ranks != m.vocab_size
     copies = 3 if padded else 2
-    if (
-        "cross-entropy" in m.reference_ops
-    ):  # log-probabilities, their gradient and the logits' gradient; 16-bit logits are copied to fp32 first
+    # The reference cross-entropy needs log-probabilities, their gradient and the gradient of the logits. 16-bit logits
+    # are first copied to fp32.
+    if "cross-entropy" in m.reference_ops:
         return logits, 3 * logits if e >= 4 else 8 * logits
-    of_matrix = rows * m.hidden_size * e  # the output matrix's gradient, allocated once the last copies are freed
-    of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN copies the matrix to column-major first
+    # gradient of the output weight; it is allocated after the fp32 copies of the logits have been freed
+    of_matrix = rows * m.hidden_size * e
+    of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN first copies the output weight to column-major order
     return logits, max(copies * part, of_matrix) + extra

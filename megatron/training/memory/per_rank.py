@@ -1,4 +1,4 @@
-"""Peak memory of a rank of each stage, by kind: permanent states, and temporaries at the worst moment of a step."""
+"""Peak memory of a rank of each stage, by kind: permanent tensors, and temporary tensors at the peak of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,15 +14,15 @@ from ...model.layers import Layer
 from .activations import WIDTHS, Shapes, computed_again, inner_working, kept_by, logits_bytes, transformer_kept
 from .sizes import Stage
 
-DEEPSPEED_BUCKET = 5 * 10**8  # elements; DeepSpeed's default reduce_bucket_size
-DEEPSPEED_LIVE = 10**9  # elements; DeepSpeed's default stage3_max_live_parameters
+DEEPSPEED_BUCKET = 5 * 10**8  # DeepSpeed's default reduce_bucket_size, in elements
+DEEPSPEED_LIVE = 10**9  # DeepSpeed's default stage3_max_live_parameters, in elements
 
 
 @dataclass(frozen=True)
 class Memory:
     """Memory in bytes, by kind.
 
-    working: temporaries of a pass, such as activation gradients and recomputed layers.
+    working: temporary tensors of a backward pass, such as activation gradients and recomputed activations.
     """
 
     weights: float
@@ -41,11 +41,11 @@ class Memory:
 
 @lru_cache(maxsize=65536)
 def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
-    """Return the maximum number of forward passes whose activations a stage keeps at once.
+    """Return the maximum number of forward passes whose activations a stage keeps at the same time.
 
-    A forward pass takes one micro-batch through one of the stage's `chunks` of layers. The passes are counted in the
-    schedule; if that has many micro-batches, they are counted in a shorter schedule with the same steady state.
-    name, extra: the schedule and its --pipeline-extra-warmup.
+    A forward pass takes one micro-batch through one of the `chunks` groups of layers on the stage. The function builds
+    the schedule and counts. For many micro-batches, it uses a shorter schedule with the same steady state.
+    name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
     """
     if stages == 1:
         return 1
@@ -59,9 +59,9 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
 def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
     """Return the bytes of (weights, gradients, optimizer states) that one rank keeps between passes.
 
-    numbers: parameters of the rank before ZeRO shards them.
-    replicas: number of ranks over which ZeRO shards. Gradients are those held while later micro-batches of the
-    step run.
+    The gradients are those that a rank holds while later micro-batches of the step run.
+    numbers: number of parameters of the rank before ZeRO shards them.
+    replicas: number of ranks over which ZeRO shards.
     """
     width = WIDTHS[resolved.precision]
     exact, zero = max(width, 4), resolved.zero_stage
@@ -69,9 +69,8 @@ def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> t
     share = numbers / replicas
     if zero == 0:
         return numbers * width, numbers * width, numbers * moments
-    copy = (
-        exact * share if width < exact or not resolved.distributed_optimizer else 0.0
-    )  # fp32 master weights; DeepSpeed's ZeRO keeps a separate copy even in fp32
+    # fp32 master weights; DeepSpeed's ZeRO keeps such a copy even if the weights are fp32
+    copy = exact * share if width < exact or not resolved.distributed_optimizer else 0.0
     if zero == 1:
         return numbers * width, numbers * exact, moments * share + copy
     if zero == 2:
@@ -94,9 +93,9 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
 
 
 def _border(stage: Stage, config: Config, x: Shapes) -> float:
-    """Return the bytes that a stage sends to the next one per micro-batch.
+    """Return the bytes that a stage sends to the next stage for each micro-batch.
 
-    These are hidden states; a stage in T5's decoder also passes on those of the encoder.
+    A stage sends its hidden states. A stage in the decoder of T5 also sends the output of the encoder.
     """
     tokens = x.of_layer(stage.layers[-1])
     return x.hidden(tokens) + (x.hidden(x.tokens[0]) if config.is_t5 and tokens == x.tokens[1] else 0.0)
@@ -105,7 +104,7 @@ def _border(stage: Stage, config: Config, x: Shapes) -> float:
 def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
     """Return the peak memory of a step on a rank of `stage`.
 
-    replicas: number of ranks that hold copies of the stage's weights: data-parallel x context-parallel ranks.
+    replicas: number of ranks with a copy of the same weights: data-parallel size x context-parallel size.
     """
     x, p = Shapes(config, resolved.precision, accelerated), config.parallel
     weights, gradients, optimizer = states(stage.count.held, config, resolved, replicas)
@@ -113,7 +112,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
     ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
-    later = config.train.gas > flying / p.virtual_pipeline_size  # if true, gradients of earlier micro-batches exist
+    later = config.train.gas > flying / p.virtual_pipeline_size  # True: earlier micro-batches have left gradients
     waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
     talk = _communication(stage, config, resolved, replicas, x, flying)
@@ -121,7 +120,8 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     moments.append(_first_layer(x, layers, stage, (weights, gradients, optimizer), talk))
     if layers[-1].name == "head":
         logits, beside = logits_bytes(x)
-        quiet = talk if resolved.zero_stage != 2 or later else 0.0  # the first gradient allocates ZeRO 2's bucket
+        # ZeRO 2 allocates its bucket together with the first gradient.
+        quiet = talk if resolved.zero_stage != 2 or later else 0.0
         moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, 0.0))
     reduced = 0.0
     if resolved.zero_stage == 0 and replicas > 1:
@@ -140,9 +140,9 @@ def _last_pass(
     kept: float,
     talk: float,
 ) -> Memory:
-    """Return the memory during the last transformer layer's backward pass.
+    """Return the memory during the backward pass of the stage's last transformer layer.
 
-    The activations of all earlier layers are still kept.
+    At this time, the activations of all earlier layers are still kept.
     """
     last = next((layer for layer in reversed(layers) if layer.repeated), None)
     if last is None:
@@ -155,9 +155,9 @@ def _last_pass(
 def _first_layer(
     x: Shapes, layers: Sequence[Layer], stage: Stage, kept_on: tuple[float, float, float], talk: float
 ) -> Memory:
-    """Return the memory during the first transformer layer's backward pass.
+    """Return the memory during the backward pass of the stage's first transformer layer.
 
-    All gradients exist by then. Only the activations of this layer and of the layers before it are still kept.
+    At this time, all gradients exist. Only the activations of this layer and of earlier layers are still kept.
     """
     at = next((at for at, layer in enumerate(layers) if layer.repeated), None)
     if at is None:
@@ -169,7 +169,7 @@ def _first_layer(
 def rank_memory(
     config: Config, resolved: Resolved, world: int, accelerated: bool, stages: Sequence[Stage]
 ) -> list[Memory]:
-    """Return, for each stage in order, the peak memory of one of its ranks."""
+    """Return the peak memory of a rank of each stage, in the order of stages."""
     p = config.parallel
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]

@@ -1,4 +1,4 @@
-"""Parameter counts of layers, stages and ranks in closed form; tests compare them with the built models."""
+"""Formulas for the number of parameters of layers, stages and ranks, without building a model."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,11 +14,12 @@ from ...model.t5 import t5_layers
 
 @dataclass(frozen=True)
 class Count:
-    """Number of parameters of a layer, or of several layers.
+    """Number of parameters of one or several layers.
 
-    whole: parameters of the unsplit layer, without padding of the vocabulary.
-    held: parameters on each model-parallel rank, with padding.
-    largest: parameters of the largest matrix on a rank, whose gradient is temporarily a separate tensor.
+    whole: parameters of the whole layer, without padding of the vocabulary.
+    held: parameters on each model-parallel rank, with padding of the vocabulary.
+    largest: parameters of the largest matrix on a rank. Memory estimates need this number, because the gradient of a
+    matrix is temporarily a separate tensor.
     """
 
     whole: int
@@ -31,9 +32,10 @@ def _sum(counts: Sequence[Count]) -> Count:
 
 
 def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
-    """Count the parameters of a linear layer, which is row-parallel if `by_rows`, else column-parallel.
+    """Return the number of parameters of a linear layer.
 
-    A column-parallel layer splits its bias over the ranks; a row-parallel layer has the whole bias on each rank.
+    by_rows: True for a row-parallel layer, which has the whole bias on each rank; False for a column-parallel layer,
+    which splits its bias over the ranks.
     """
     copies = out if by_rows else out // ranks
     return Count(out * into + out * bias, out * into // ranks + copies * bias, out * into // ranks)
@@ -71,7 +73,7 @@ def _transformer(m: ModelConfig, ranks: int, cross: bool = False) -> Count:
 
 
 def padded_vocabulary(config: Config, ranks: int) -> int:
-    """Return the rows of the padded embedding table over all model-parallel ranks."""
+    """Return the number of rows of the whole embedding table, with padding for all model-parallel ranks."""
     unit = config.model.make_vocab_size_divisible_by * ranks
     return -(-vocab_size_of(config) // unit) * unit
 
@@ -106,7 +108,7 @@ COUNTS: dict[str, Callable[[Config, int], Count]] = {
 
 
 def layers_of(config: Config) -> list[Layer]:
-    """Return the model's layer descriptions without building them.
+    """Return the descriptions of the model's layers without building the layers.
 
     Raises ValueError if the vocabulary size is unknown.
     """
@@ -115,7 +117,7 @@ def layers_of(config: Config) -> list[Layer]:
 
 
 def count_layers(layers: Sequence[Layer], config: Config) -> Count:
-    """Count the parameters of `layers`, and of the share of one model-parallel rank; tied layers count once."""
+    """Return the number of parameters of `layers`; tied layers count once."""
     ranks = config.parallel.model_parallel_size
     seen: set[str | None] = set()
     counts = []
@@ -128,13 +130,16 @@ def count_layers(layers: Sequence[Layer], config: Config) -> Count:
 
 
 def parameters(config: Config) -> int:
-    """Return the number of parameters of the whole model, as a run prints it."""
+    """Return the number of parameters of the whole model; a run prints the same number."""
     return count_layers(layers_of(config), config).whole
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers of one pipeline stage, grouped by its virtual-pipeline chunks."""
+    """Layers of one pipeline stage.
+
+    number: index of the stage. stretches: layers of each virtual-pipeline chunk. count: parameters of the stage.
+    """
 
     number: int
     stretches: tuple[tuple[Layer, ...], ...]
@@ -142,12 +147,12 @@ class Stage:
 
     @property
     def layers(self) -> list[Layer]:
-        """Layers of all chunks."""
+        """Layers of all virtual-pipeline chunks of the stage."""
         return [layer for stretch in self.stretches for layer in stretch]
 
     @property
     def repeated(self) -> int:
-        """Number of transformer layers."""
+        """Number of transformer layers on the stage."""
         return sum(layer.repeated for layer in self.layers)
 
 
@@ -158,9 +163,9 @@ def _cuts(works: tuple[tuple[int, bool], ...], stretches: int, recomputed: bool)
 
 
 def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
-    """Return the index of the first layer of each stage or virtual-pipeline chunk, followed by the number of layers.
+    """Return the index of the first layer of each stage (or virtual-pipeline chunk), followed by the number of layers.
 
-    Raises ValueError for a --partition-method that needs a running model.
+    Raises ValueError for a --partition-method that measures a built model.
     """
     p = config.parallel
     stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
@@ -170,13 +175,13 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     if p.partition_method.replace(",", "").isdigit():
         return [*map(int, p.partition_method.split(",")), len(layers)]
     raise ValueError(
-        f"--partition-method {p.partition_method} measures a running model: to plan, use balanced or the first layer "
-        "of each stage, e.g. 0,4,8"
+        f"--partition-method {p.partition_method} needs the built model; for an estimate, use balanced or list the "
+        "first layer of each stage, such as 0,4,8"
     )
 
 
 def stages_of(config: Config) -> list[Stage]:
-    """Return every stage with its layers and parameters."""
+    """Return all pipeline stages, each with its layers and its number of parameters."""
     layers, stages = layers_of(config), config.parallel.stages
     cuts = cuts_of(layers, config)
     found = []
