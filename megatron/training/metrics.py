@@ -185,7 +185,7 @@ class MetricsWriter:
             try:
                 row = row_of(line)
             except RowError as error:
-                tqdm.write(f"note: line {number} of {path} is invalid and is removed: {error}")
+                tqdm.write(f"note: {path}, line {number} is invalid, so it is removed: {error}")
                 continue
             if row is not None and row["iteration"] <= iteration:
                 kept.append(line + "\n")

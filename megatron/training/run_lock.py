@@ -61,8 +61,9 @@ class Holder:
     def is_gone(self, me: "Holder", path: Path) -> bool:
         """Return True if the process `me` can be sure that this holder of the lock `path` has ended.
 
-        There are three such cases. The holder is in the process table of `me` no longer. The holder belonged to an
-        earlier start of the same SLURM job. The holder's advisory lock is free, and `me` would see the lock otherwise.
+        There are three such cases. The holder is no longer in the process table of `me`. The holder belonged to an
+        earlier start of the same SLURM job. The holder's advisory lock is free, and `me` would see the lock if it were
+        held.
         """
         if self.is_visible(me):
             now = started(self.pid)
@@ -79,8 +80,8 @@ class Holder:
         """
         if self.is_visible(me):
             return True
-        # `is_gone` has found the advisory lock held. If the lock is free now, another process only tested it, and the
-        # next call of `is_gone` will return True.
+        # `is_gone` has not found the advisory lock free. If the lock is free now, another process only tested it, and
+        # the next call of `is_gone` will return True.
         return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
 
     def _same_kernel(self, me: "Holder") -> bool:

@@ -2,7 +2,7 @@
 
 The formulas count the tensors that the autograd functions of `megatron` save for the backward pass. For comparison:
 Korthikanti et al. 2022 give formulas for Megatron-LM's layers. The layers of `megatron` keep less if a function has a
-custom backward pass. They keep more on a CPU, where a dropout mask has the dtype of the activations.
+custom backward pass. They keep more on a CPU, where an element of a dropout mask is as wide as an activation.
 Names in the code: b is the micro-batch size, t the number of model-parallel ranks, e the number of bytes per element.
 """
 
