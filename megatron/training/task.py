@@ -128,8 +128,8 @@ def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[
         )
     if made[0][0] is None and config.train.train_iters:
         raise ValueError(
-            f"there is no training data set, but --train-iters is {config.train.train_iters}: {_name(task)}.datasets "
-            f"must return one"
+            f"there is no training data set, but --train-iters is {config.train.train_iters}: return a training data "
+            f"set, or pass --train-iters 0"
         )
     return cast(Datasets, tuple(made[0])), list(made[1])
 
