@@ -167,7 +167,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples of the blend after which the first corpus has been read completely."""
+        """Number of samples of the blend until one of the corpora has been read completely."""
         pairs = zip([self.datasets[i] for i in self._common_ones], self.quotas, strict=True)
         common = min(int(dataset.samples_per_epoch) * self.block // quota for dataset, quota in pairs)
         if not self._rare:

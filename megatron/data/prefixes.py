@@ -14,9 +14,9 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Prefix-LM settings.
+    """Settings of prefix-LM training.
 
-    eod: end-of-document id. by_document: True for one prefix per document, False for one per window.
+    eod: end-of-document id. by_document: True for one prefix per document, False for one prefix per window.
     """
 
     eod: int

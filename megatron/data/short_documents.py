@@ -57,7 +57,7 @@ def fit_documents(
 
     corpora: for each corpus, the number of tokens of each document, [documents]. decoder: largest number of decoder
     tokens, or None for no limit. sentinels: number of sentinels, including the closing sentinel.
-    The note describes the change and how to avoid it; it is empty if the plan is unchanged.
+    The note describes the change; it is empty if the plan is unchanged.
     """
     every = [_document_ends(sizes) for sizes in corpora]
     lost = max((_unused(ends, plan) for ends in every), default=0.0)
@@ -88,7 +88,7 @@ def fit_documents(
 
 
 def _longer(made: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:
-    """Return a hint which option limits the window length (decoder length or sentinels), or an empty string."""
+    """Return a hint that names the flag that keeps windows from being longer, or an empty string."""
     if made.encoder > 0.95 * plan.encoder:
         return ""
     if made.room + max(made.room // 16, 2) >= sentinels:

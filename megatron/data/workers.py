@@ -32,7 +32,7 @@ def block_signals() -> Iterator[None]:
 def end_all() -> None:
     """Kill the workers of this process.
 
-    At exit, Python would send SIGTERM to the workers and wait for them forever, as workers block SIGTERM.
+    Otherwise, at exit, Python would send SIGTERM to the workers, which block this signal, and wait for them.
     """
     for worker in multiprocessing.active_children():
         worker.kill()

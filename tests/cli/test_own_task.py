@@ -141,7 +141,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no notes": (
         {"datasets": lambda s, config, tokenizer: (Numbers(), None, None)},
-        "^Mine.datasets returns 3 objects: return two things",
+        "^Mine.datasets returns 3 objects: return two objects",
     ),
     "a note": (
         {"datasets": lambda s, config, tokenizer: ((Numbers(), None, None), "note")},

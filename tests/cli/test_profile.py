@@ -58,7 +58,7 @@ def test_a_profile_has_the_operators_of_all_ranks_on_one_clock(tmp_path: Path, t
         str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
-    assert f"profile of 2 ranks in {tmp_path}/profile/merged.json.gz" in done.stdout, done.stdout
+    assert f"profile of 2 ranks to {tmp_path}/profile/merged.json.gz" in done.stdout, done.stdout
     assert (tmp_path / "metrics.csv").read_text().count("\n") == 2
     with gzip.open(tmp_path / "profile" / "merged.json.gz", "rt") as file:
         events = [e for e in json.load(file)["traceEvents"] if e["ph"] == "X"]

@@ -201,5 +201,5 @@ def _refused() -> str:
 
 
 def test_batches_of_whole_samples_are_refused() -> None:
-    wanted = "--context-parallel-size 2: _Whole does not shard samples over ranks"
+    wanted = "--context-parallel-size 2: _Whole does not shard samples over context-parallel ranks"
     assert all(wanted in found for found in on_ranks(2, _refused))
