@@ -46,7 +46,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
         yield failed("data", str(error), "copy this file again, or preprocess the text again")
         return
     if tokenizer is not None and about is not None:
-        theirs, remedy = about.get("fingerprint"), "give the tokenizer of the corpus, or preprocess again"
+        theirs, remedy = about.get("fingerprint"), "pass the tokenizer of the corpus, or preprocess the text again"
         if theirs != tokenizer.fingerprint:
             yield failed(
                 "tokenizer of the data",

@@ -180,7 +180,7 @@ def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus:
     ]
     refused = command("python", "pretrain_t5.py", *argv)
     assert refused.returncode == 1
-    assert "--dec-seq-length is required" in refused.stderr
+    assert "--dec-seq-length" in refused.stderr
     done = command("python", "pretrain_t5.py", *argv, "--dec-seq-length", "24")
     assert done.returncode == 0, done.stderr
     ask = ["tools/generate.py", "--load", run_dir, "--prompt", "春天<s_0>花<s_1>。", "--temperature", "0", "--json"]

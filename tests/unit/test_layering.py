@@ -133,7 +133,7 @@ OUTSIDE = {
     "megatron.model": {"torch"},
     "megatron.optim": {"torch"},
     "megatron.ranks": {"torch", "tqdm"},
-    "megatron.checkpointing": {"torch", "safetensors"},
+    "megatron.checkpointing": {"torch", "safetensors", "blake3"},
     "megatron.training": {"torch", "tqdm", "tensorboard", "wandb", "mlflow"},
     "megatron.tasks": {"torch"},
     "megatron.compat": {"torch"},
