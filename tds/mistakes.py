@@ -49,7 +49,7 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
 
 
 def warn_of_untied(module: Any) -> None:
-    """On rank 0, warn about each module or weight that layers on different stages share without a tie."""
+    """Warn, on rank 0, about each module or weight that layers on different stages share without a tie."""
     if module.num_stages == 1 or module.global_rank:
         return
     places: dict[int, list[int]] = defaultdict(list)

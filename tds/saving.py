@@ -52,7 +52,7 @@ class PipelineState:
         return found
 
     def save(self, folder: Path) -> None:
-        """If this rank is in the first replica, write its files into the folder of a checkpoint."""
+        """Write this rank's files into the folder of a checkpoint if the rank is in the first replica."""
         grid = self._grid
         if grid.get_data_parallel_rank():
             return

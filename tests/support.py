@@ -107,7 +107,7 @@ def _rank_main(rank: int, world: int, folder: str, body: Callable[..., Any], arg
 
 
 def _end(code: int) -> None:
-    for worker in multiprocessing.active_children():  # or the data-loader workers would outlive the rank
+    for worker in multiprocessing.active_children():  # Otherwise, the data-loader workers would outlive the rank.
         worker.kill()
     os._exit(code)
 

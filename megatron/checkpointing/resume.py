@@ -20,7 +20,7 @@ from .reader import CheckpointReader, plain_config
 from .relocation import corpus_fingerprint
 from .state import TrainState
 
-MANY = 10**8  # with more samples than this, comparing them takes more than a few seconds
+MANY = 10**8  # Comparing more samples than this takes more than a few seconds.
 
 
 class Start(NamedTuple):

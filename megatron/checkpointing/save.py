@@ -232,7 +232,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _guarded(temporary: Path) -> Iterator[None]:
-    """If the `with` block fails on any rank, delete the temporary folder and raise an error on all ranks.
+    """Delete the temporary folder and raise an error on all ranks if the `with` block fails on any rank.
 
     Raises SaveError if all failures are OSErrors (such as a full disk), else RunError.
     """

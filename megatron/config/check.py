@@ -41,7 +41,7 @@ def print_note(note: str) -> None:
 
 @contextmanager
 def _one_sentence(script: str) -> Iterator[None]:
-    """If the `with` block raises ConfigError, print its message and exit with code 2."""
+    """Print the message of a ConfigError that the `with` block raises, and exit with code 2."""
     try:
         yield
     except ConfigError as error:

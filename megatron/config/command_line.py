@@ -93,7 +93,7 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
 
 
 def help_if_asked(family: str | None = None) -> None:
-    """If the command line has -h or --help, print the settings of `family` (all settings if None) and exit."""
+    """Print the settings of `family` (all settings if None) and exit if the command line has -h or --help."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         build_parser(Path(sys.argv[0]).name, family).parse_args(["--help"])
 

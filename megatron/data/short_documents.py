@@ -66,7 +66,7 @@ def fit_documents(
     tokens = plan.tokens
     while True:
         most = max(_most_ends(ends, tokens) for ends in every)
-        room = most + -(-most // 8)  # with documents in another order, more documents may end in a window
+        room = most + -(-most // 8)  # More documents may end in a window if their order changes.
         noise = max(round(tokens * density), 1)
         spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
         room = min(max(room, spans), tokens)

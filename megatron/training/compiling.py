@@ -14,7 +14,7 @@ from ..ranks.rank_0 import print_rank_0
 
 
 def compile_layers(model: Any, config: Config) -> None:
-    """With --compile, let `torch.compile` compile each transformer layer of this process at its first call.
+    """Let `torch.compile` compile each transformer layer of this process at its first call, if --compile is given.
 
     All-reduces over model-parallel ranks (`mpu/traced.py`), dropout with named random streams (`mpu/dropout.py`) and
     oneDNN matmuls (`mpu/linear.py`) are compiled, too. Recomputation is not compiled. Attention with dropout is not

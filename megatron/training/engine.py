@@ -90,7 +90,7 @@ def _set_lr(engine: Any, lr: float) -> None:
 def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
     skipped = zero_state.was_skipped(engine)
     norm = math.inf if skipped else norm if norm is not None else 0.0
-    if isinstance(norm, Tensor):  # with an offloaded optimizer, DeepSpeed's ZeRO 3 returns a norm on the CPU
+    if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
         norm = norm.to(loss.device)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux)
 

@@ -23,7 +23,7 @@ from ..atomic import process_name, whole_file
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 
 FOLDER, MERGED = "profile", "merged.json.gz"
-MOST_MERGED = 64  # with more ranks, the files are not merged, as the merged file would be too large
+MOST_MERGED = 64  # Files of more ranks are not merged, as the merged file would be too large.
 AFTER, COUNT = 5, 3  # without --profile-iterations: numbers of iterations before the profile and in the profile
 CLOCK = "perf_counter "  # prefix of the name of a clock event; the value of time.perf_counter_ns() follows
 # Number of clock events that are recorded at the start and at the end of the profile. Several are recorded, because an

@@ -221,7 +221,7 @@ class Folder:
         layout = {
             "model_parallel_size": model_parallel_size,
             "pipe_parallel_size": pipe_parallel_size,
-            "sequence_parallel": False,  # with it, only some lengths of text would work
+            "sequence_parallel": False,  # Sequence parallelism would restrict the lengths of texts.
         }
         try:
             self.config = with_values(Config(), {**settings, **layout})

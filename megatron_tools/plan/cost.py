@@ -242,7 +242,7 @@ def cost_of(
     exact = 4 if resolved.zero_stage <= 1 else x.width
     sums = all_reduce_seconds(held * exact, replicas, cluster.link(replicas, x.ranks), e)
     hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
-    if resolved.zero_stage >= 2:  # with ZeRO 2 and 3, DeepSpeed reduces gradients after every micro-batch
+    if resolved.zero_stage >= 2:  # DeepSpeed's ZeRO 2 and 3 reduce gradients after every micro-batch.
         sums, hidden = sums * config.train.gas, hidden * config.train.gas
     share = held / (replicas if resolved.zero_stage else 1)
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)

@@ -17,7 +17,7 @@ from .generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_
 from .questions import Infill, Prompt, Question, Reader, answer
 
 OnTokens = Callable[[list[int]], None]
-WINDOW = 16  # so many batches of prompts are read at once, to find prompts of equal length
+WINDOW = 16  # Number of batches of prompts that are read at once, to find prompts of equal length.
 
 
 @dataclass

@@ -139,7 +139,7 @@ def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> N
 
 
 def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> None:
-    """If a user sets a run back from iteration 8 to 4 and the run saves 5, pruning keeps checkpoints 4 and 5."""
+    """Pruning keeps checkpoints 4 and 5 if a user sets a run back from iteration 8 to 4 and the run saves 5."""
     from megatron.checkpointing import prune
 
     folder = tmp_path / "checkpoints"
@@ -154,7 +154,7 @@ def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> N
 
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
-    """If a run crashes while it saves an iteration again, the old checkpoint of this iteration is restored."""
+    """The old checkpoint of this iteration is restored if a run crashes while it saves an iteration again."""
     from megatron.checkpointing.files import clear, recover
 
     folder = tmp_path / "checkpoints"

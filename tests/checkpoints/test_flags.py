@@ -101,7 +101,7 @@ def test_another_sgd_needs_new_moments(before: Path, tmp_path: Path, tiny_data: 
 
 
 def test_a_static_loss_scale_is_that_of_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """On resume, a static fp16 loss scale comes from the ds_config, a dynamic one from the checkpoint."""
+    """A resumed run takes a static fp16 loss scale from the ds_config, and a dynamic one from the checkpoint."""
     scales = {
         "low": {"loss_scale": 128},
         "high": {"loss_scale": 1024},

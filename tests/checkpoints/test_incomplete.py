@@ -1,4 +1,4 @@
-"""If writing a checkpoint fails, no incomplete checkpoint becomes visible, and earlier checkpoints remain."""
+"""After a checkpoint could not be written, no incomplete checkpoint is visible, and earlier checkpoints remain."""
 
 import contextlib
 import io

@@ -133,7 +133,7 @@ BOTH = (
 @FULL  # takes 30 seconds
 @pytest.mark.parametrize("order", BOTH)
 def test_beside_megatron_core(order: str, tmp_path: Path) -> None:
-    """If megatron-core is installed, too, `import megatron` finds this project's package.
+    """`import megatron` finds this project's package even if megatron-core is installed.
 
     The test imports it in a checkout and in an editable installation.
     """

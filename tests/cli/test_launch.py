@@ -172,7 +172,7 @@ def test_a_new_attempt_does_not_read_what_the_one_before_has_left() -> None:
 
 @FULL
 def test_a_run_goes_on_by_itself(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """If a rank is killed, a run with --max-restarts restarts and resumes, with and without a pipeline."""
+    """A run with --max-restarts restarts and resumes if a rank is killed, with and without a pipeline."""
     code = """
 import os, signal, sys, megatron.training.log as t
 from megatron.tasks import GPT2

@@ -90,7 +90,7 @@ def test_losses_are_those_of_our_script(data: dict[str, str], tmp_path: Path, fa
     ],
 )
 def test_fp16_with_the_json_of_the_original(data: dict[str, str], tmp_path: Path, family: str, layout: str) -> None:
-    """With CPM-Pretrain's fp16 ds_config, scripts in CPM-Pretrain's form have the losses of this project's scripts.
+    """Scripts in CPM-Pretrain's form have the losses of this project's scripts with CPM-Pretrain's fp16 ds_config.
 
     Under a pipeline, the ds_config also sets the batch sizes.
     """

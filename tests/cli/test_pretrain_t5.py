@@ -89,7 +89,7 @@ def test_the_same_command_continues(tmp_path: Path, flags: list[str], world: int
 
 @FULL
 def test_every_layout_continues_every_other(tmp_path: Path, flags: list[str]) -> None:
-    """With dropout off, a run that is resumed in another layout after every iteration has the losses of one process."""
+    """A run that is resumed in another layout after every iteration has the losses of one process with dropout off."""
     flags = [*flags, "--hidden-dropout", "0", "--attention-dropout", "0", "--gas", "2"]
     halves = [*flags, "--gas", "1"]
     layouts = [

@@ -81,7 +81,7 @@ COVERING = [(3, 1, False), (2, 2, False), (1, 1, False)]
     "grid", covering(GRIDS, COVERING.__contains__), ids=lambda g: f"pp{g[0]}-tp{g[1]}-{'all' if g[2] else 'some'}"
 )
 def test_like_one_process(grid: tuple[int, int, bool]) -> None:
-    """In this grid of stages and tensor-parallel ranks, all cases have the losses and weights of one process."""
+    """All cases have the losses and weights of one process in this grid of stages and tensor-parallel ranks."""
     stages, tensor, everything = grid
     bad, chosen = [], runs(stages, tensor, everything)
     for rank, found in enumerate(on_ranks(stages * tensor, _all, stages, tensor, chosen, timeout=900)):

@@ -1,4 +1,4 @@
-"""In every layout with context parallelism, GPT-2, Llama, Qwen and Mistral reproduce the losses of one process."""
+"""GPT-2, Llama, Qwen and Mistral reproduce the losses of one process in every layout with context parallelism."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_losses_equal_one_process(
 def test_mixed_precision_follows_fp32(
     precision: str, layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """With context parallelism, losses in bf16 and fp16 are within 0.2% of those in fp32."""
+    """Losses in bf16 and fp16 are within 0.2% of those in fp32 with context parallelism."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision=precision)
     np.testing.assert_allclose(found, plain(tiny_data, vocab_file), rtol=2e-3)
 

@@ -1,4 +1,4 @@
-"""In every layout, Llama, Qwen2, Qwen3 and Mistral reproduce the losses of Hugging Face's models in one process."""
+"""Llama, Qwen2, Qwen3 and Mistral reproduce the losses of Hugging Face's models in one process in every layout."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""In every layout, GPT-2 reproduces the losses of plain torch in one process."""
+"""GPT-2 reproduces the losses of plain torch in one process in every layout."""
 
 import json
 import math
@@ -155,7 +155,7 @@ CHUNKED = [
 def test_logits_in_chunks(
     layout: Layout, more: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """With --logits-chunk-size 20 and micro-batches of 48 tokens, losses equal plain torch's.
+    """Losses equal plain torch's with --logits-chunk-size 20 and micro-batches of 48 tokens.
 
     Since the model in plain torch has a tied output layer, losses with --no-tie-embeddings are compared with those of
     --logits-chunk-size 0.
@@ -177,7 +177,7 @@ def test_logits_in_chunks(
 def test_logits_in_chunks_in_mixed_precision(
     layout: Layout, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """With --logits-chunk-size, losses in bf16 and fp16 are within 0.2% of those in fp32."""
+    """Losses in bf16 and fp16 are within 0.2% of those in fp32 with --logits-chunk-size."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, "--logits-chunk-size", "20", precision=precision)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
 
@@ -282,7 +282,7 @@ def test_mixed_precision_follows_fp32(
 def test_mixed_precision_in_every_order(
     schedule: str, precision: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """With zb-h1 and interleaved schedules, losses in bf16 and fp16 are within 0.2% of those in fp32.
+    """Losses in bf16 and fp16 are within 0.2% of those in fp32 with zb-h1 and interleaved schedules.
 
     These schedules accumulate gradients in fp32.
     """

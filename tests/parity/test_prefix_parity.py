@@ -1,4 +1,4 @@
-"""In several layouts, a prefix LM reproduces the losses of plain torch with masks computed by Python loops."""
+"""A prefix LM reproduces the losses of plain torch with masks computed by Python loops in several layouts."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""In every layout, fine-tuning on packed records reproduces plain torch's losses of records passed one by one."""
+"""Fine-tuning on packed records reproduces plain torch's losses of records passed one by one in every layout."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""In every layout, T5, UMT5 and CPM-2's T5 reproduce the losses of plain torch in one process."""
+"""T5, UMT5 and CPM-2's T5 reproduce the losses of plain torch in one process in every layout."""
 
 import functools
 import itertools

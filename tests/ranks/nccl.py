@@ -107,7 +107,7 @@ class Device:
             self._asked.started.wait()
 
     def load(self, kernel: Any) -> None:
-        """If kernels are loaded lazily and `kernel` was not used before, wait for all earlier work."""
+        """Wait for all earlier work if kernels are loaded lazily and `kernel` was not used before."""
         if self.loading and kernel not in self.loaded:
             self.loaded.add(kernel)
             self.finish()

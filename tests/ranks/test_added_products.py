@@ -161,5 +161,5 @@ def _both() -> tuple[list[int], list[int]]:
 
 
 def test_memory_is_gone_over_less_often() -> None:
-    """If matmuls add directly to the bucket, a backward pass accesses tensors of the gradient's size 2 times, not 4."""
+    """A backward pass whose matmuls add to the bucket directly reads and writes the gradient 2 times, not 4."""
     assert on_ranks(1, _both) == [([2, 2], [4, 4])]

@@ -140,7 +140,7 @@ def _uneven_groups(folder: str, data: str, vocab_file: str) -> str:
 
 
 def test_a_stage_without_a_group_of_weights_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """With DeepSpeed's ZeRO, a stage that lacks a parameter group is refused, since the run would hang.
+    """A stage that lacks a parameter group is refused with DeepSpeed's ZeRO, since the run would hang.
 
     DeepSpeed reduces a gradient norm for each parameter group over all stages. A stage with only embeddings has no
     parameter in the group without weight decay.

@@ -122,7 +122,7 @@ def _one_bad_step(
 def test_no_rank_applies_a_step_that_is_bad_on_one(
     names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """In a step in which one rank has a NaN gradient, no rank changes its weights, master weights or moments."""
+    """No rank changes its weights, master weights or moments in a step in which one rank has a NaN gradient."""
     chosen = {name: LAYOUTS[name] for name in names}
     found = on_ranks(2, _one_bad_step, chosen, str(tmp_path), tiny_data, vocab_file, timeout=500)
     for name in names:

@@ -54,7 +54,7 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
     during = []
     for step in range(4):
         inputs = [torch.randn(4, 6).to(dtype) + dist.get_rank() for _ in range(2)]
-        for name, grad in expected_sums(model, inputs).items():  # as rounded by backward passes
+        for name, grad in expected_sums(model, inputs).items():  # Backward passes round the sums like this.
             exact.get_parameter(name).grad = grad.to(exact.first.weight.dtype)
         before = len(reduced)
         for micro, x in enumerate(inputs):
@@ -86,7 +86,7 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_steps_as_the_optimizer_inside_does(kind: str) -> None:
-    """With any bucket size, steps equal those of the wrapped optimizer, even for weights that few or no ranks use."""
+    """Steps equal those of the wrapped optimizer with any bucket size, even for weights that few or no ranks use."""
     on_ranks(2, _body, kind, torch.float32, None)
     for during in on_ranks(3, _body, kind, torch.float32, 8):
         # Step 0 only counts the gradients of each weight. Later steps reduce buckets during the backward pass.
@@ -235,7 +235,7 @@ def _as_deepspeed(schedule: str, stages: int, more: dict[str, Any]) -> None:
     "schedule, ranks, stages", [("1f1b", 4, 2), ("interleaved", 4, 2), ("zb-h1", 4, 2), ("1f1b", 6, 2)]
 )
 def test_under_a_pipeline_it_trains_as_deepspeed_does(schedule: str, ranks: int, stages: int) -> None:
-    """In a pipeline whose first and last stages share a weight, losses and gradient norms equal DeepSpeed's ZeRO 1."""
+    """Losses and gradient norms equal DeepSpeed's ZeRO 1 in a pipeline whose first and last stages share a weight."""
     on_ranks(ranks, _as_deepspeed, schedule, stages, {})
 
 

@@ -41,7 +41,9 @@ class _Case:
         )
         with torch.no_grad():
             layer.weight.copy_(self.weight.chunk(ranks)[self.axis.rank])
-            layer.weight[max(0, VOCAB - layer.first_row) :] = 9.0  # so large that a softmax over padding is wrong
+            layer.weight[max(0, VOCAB - layer.first_row) :] = (
+                9.0  # A softmax over padding would be wrong for these large values.
+            )
         dice = torch.Generator().manual_seed(3)
         self.labels = torch.randint(VOCAB, (BATCH, SEQ), generator=dice)
         self.mask = torch.randint(2, (BATCH, SEQ), generator=dice).float()
@@ -177,7 +179,7 @@ def test_small_probabilities_and_large_sums_stay_in_the_range_of_fp16() -> None:
     assert layer.weight.grad is not None
     expected = torch.full_like(layer.weight, 1024 / 64 * 4 / 90001)
     expected[0] = 1024 / 64 * 4 * (1 / 90001 - 1)
-    torch.testing.assert_close(layer.weight.grad, expected)  # with torch's tolerance for fp16
+    torch.testing.assert_close(layer.weight.grad, expected)  # torch's tolerance for fp16
 
 
 def test_which_gradients_are_wanted() -> None:
@@ -206,7 +208,7 @@ def test_which_gradients_are_wanted() -> None:
 
 
 def test_autocast_decides_where_the_output_layer_stands() -> None:
-    """If the loss computes the logits, it uses the autocast dtype that was set at the call of the output layer."""
+    """A loss that computes the logits uses the autocast dtype that was set at the call of the output layer."""
     layer = mpu.VocabParallelEmbedding(VOCAB, HIDDEN, multiple=1)
     hidden = _draw(SEQ, BATCH, HIDDEN, seed=1, dtype=torch.float32).requires_grad_()
     targets = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.ones(BATCH, SEQ)

@@ -1,4 +1,4 @@
-"""For a mistake in a user's training loop or model, `tds` raises an error of one sentence, and no rank hangs."""
+"""`tds` answers mistakes in a user's training loop or model with an error of one sentence, and no rank hangs."""
 
 import os
 import socket

@@ -157,7 +157,7 @@ def _cross_entropy(ranks: int, smoothing: float) -> None:
     axis = start(ranks)
     rows, vocab = 16 // ranks, 13  # logits 13 to 15 are padding
     whole = draw(4, 5, 16).mul(3)
-    whole[..., vocab:] = 50.0  # so large that a softmax over padding is wrong
+    whole[..., vocab:] = 50.0  # A softmax over padding would be wrong for these large values.
     logits = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
     before = logits.detach().clone()
     target = torch.randint(vocab, (4, 5), generator=torch.Generator().manual_seed(0))

@@ -136,7 +136,7 @@ def _waits(pipeline: dict[str, Any], stages: int) -> list[float]:
 @pytest.mark.parametrize("pipeline", [*SCHEDULES, {"schedule": "1f1b", "extra_warmup": 2}], ids=str)
 @pytest.mark.parametrize("stages", covering([2, 3, 4], lambda stages: stages == 3))
 def test_waits_for_the_whole_device_end(pipeline: dict[str, Any], stages: int) -> None:
-    """If all stages synchronise their devices at all points of a step, the step still ends, without a deadlock.
+    """A step ends without a deadlock even if all stages synchronise their devices at all points of the step.
 
     torch's CUDA allocator, for example, synchronises when memory is short.
     """

@@ -1,4 +1,4 @@
-"""If a user replaces weights or layers between steps, training equals plain torch or is refused in one sentence."""
+"""Training equals plain torch or is refused in one sentence if a user replaces weights or layers between steps."""
 
 import re
 from collections.abc import Callable, Iterator

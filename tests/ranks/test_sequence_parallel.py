@@ -1,4 +1,4 @@
-"""With sequence parallelism, outputs and gradients equal plain torch's, and layers call only necessary collectives."""
+"""Sequence parallelism gives plain torch's outputs and gradients, and its layers call only necessary collectives."""
 
 from collections import Counter
 from typing import Any

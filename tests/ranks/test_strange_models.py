@@ -335,7 +335,7 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
         "zero_allow_untested_optimizer": True,
         "pipeline": {"timeout": 60},
     }
-    if bf16:  # with these settings, DeepSpeed's ZeRO-1 optimizer trains in bf16
+    if bf16:  # DeepSpeed's ZeRO-1 optimizer trains in bf16 with these settings
         config |= {
             "bf16": {"enabled": True},
             "data_types": {"grad_accum_dtype": "fp32"},

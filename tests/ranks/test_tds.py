@@ -94,7 +94,7 @@ def _copies(config: dict[str, Any]) -> int:
 def test_without_replicas_no_gradient_is_copied(config: dict[str, Any]) -> None:
     assert on_ranks(1, _copies, config) == [0]
     after = config | {"pipeline": {"overlap_grad_reduce": False}}
-    assert min(on_ranks(2, _copies, after)) > 0  # with replicas, gradients are copied
+    assert min(on_ranks(2, _copies, after)) > 0  # gradients are copied if there are replicas
 
 
 def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
@@ -678,7 +678,7 @@ def _groups(engine: Any) -> Iterator[Any]:
 
 
 def test_sends_and_receives_are_handed_over_in_the_same_order() -> None:
-    """In each process group, one rank sends and the other receives, in the same order, as NCCL requires."""
+    """One rank of each process group sends and the other receives, in the same order, as NCCL requires."""
     zero, one = on_ranks(2, _order)
     groups = {each[1] for each in zero}
     assert len(groups) == 4  # two stage boundaries, within a chunk and between chunks, times two directions

@@ -67,7 +67,7 @@ def test_a_section_by_name_and_an_unknown_one(tmp_path: Path) -> None:
 
 
 def test_results_name_commands_that_exist(suite: ModuleType) -> None:
-    """In results.toml, each row of a table has a cell per column, and commands name existing sections and scripts."""
+    """Each row of a table in results.toml has a cell per column, and commands name existing sections and scripts."""
     for found in results()["table"].values():
         assert {len(row) for row in found["rows"]} == {len(found["columns"])}
         cells = [found.get("command", ""), *(str(cell) for row in found["rows"] for cell in row)]

@@ -79,7 +79,7 @@ def test_stages_that_do_not_fit_together_are_told_so(stages: list[Contract], mes
 
 
 def test_chunks_have_borders_of_their_own() -> None:
-    """With interleaving, each model chunk has its own boundary: chunk 0 of stage 1 sends to chunk 1 of stage 0."""
+    """Each model chunk has its own boundary: with interleaving, chunk 0 of stage 1 sends to chunk 1 of stage 0."""
     one, two = [Boundary("hidden")], [Boundary("decoded"), Boundary("encoded")]
     first = contract_of(SimpleNamespace(boundaries=[one, two], receives=[None, one]), 2, {})
     second = contract_of(SimpleNamespace(boundaries=[one, None], receives=[one, two]), 2, {})

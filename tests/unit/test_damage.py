@@ -1,4 +1,4 @@
-"""In thousands of trials, randomly corrupted files are either reported or still readable with valid content."""
+"""Randomly corrupted files are either reported or still readable with valid content in thousands of trials."""
 
 import json
 import os

@@ -80,7 +80,7 @@ def test_timers_take_what_the_device_noted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gate_and_value_may_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If gate and value interleave in memory, as on a GPU, gated GELU equals its formula and leaves its input as is."""
+    """Gated GELU equals its formula and leaves its input as is if gate and value interleave in memory, as on a GPU."""
     from megatron.model import mlp
 
     monkeypatch.setattr(mlp, "_apart", lambda x: x.view(*x.shape[:-1], -1, 2).unbind(-1))

@@ -166,7 +166,7 @@ def test_tokens_added_in_another_file(tmp_path: Path) -> None:
 
 
 def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
-    """For vocab.json and merges.txt, tokenizer_config.json decides whether texts get a leading space."""
+    """The file tokenizer_config.json decides whether a tokenizer of vocab.json and merges.txt adds a leading space."""
     transformers = pytest.importorskip("transformers")
     library = tokenizers.Tokenizer.from_file(str(Path(bpe(tmp_path / "json")) / "tokenizer.json"))
     fingerprints = set()

@@ -415,7 +415,7 @@ def test_what_none_of_theirs_is(flags: str, message: str) -> None:
 
 
 def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() -> None:
-    """In a Qwen2's config.json of transformers 4, `max_window_layers: null` means no sliding window."""
+    """`max_window_layers: null` means no sliding window in a Qwen2's config.json of transformers 4."""
     read = read_config({"model_type": "qwen2", "max_window_layers": None}, Path("config.json"))
     assert settings_of(read, False, Path("config.json"))[0]["sliding_window"] is None
 

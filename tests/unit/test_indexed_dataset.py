@@ -78,7 +78,7 @@ def test_any_documents_come_back(drawn: tuple[type, list[list[list[int]]]]) -> N
 
 
 def test_a_writer_goes_on_where_another_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a second writer continues the files of a first at any document, bytes and checksums equal one writer's."""
+    """Bytes and checksums equal one writer's if a second writer continues the files of a first at any document."""
     monkeypatch.setattr("data_utils.indexed_writer.BLOCK", 64)
     documents = [np.arange(n * 3 % 17) for n in range(60)]
     with IndexedDatasetBuilder(tmp_path / "whole", np.uint16) as whole:

@@ -62,7 +62,7 @@ def test_activations_come_back_as_they_were(model: str, log: list[str]) -> None:
     for more in ("", "--offload-activations"):
         settings = parse(f"{MODELS[model]} {more}".split())
         net = (T5Model if settings.is_t5 else GPT2Model)(settings).train()
-        tokens = torch.arange(40).view(5, 8)  # with 5 x 8 tokens, no activation is as large as a weight
+        tokens = torch.arange(40).view(5, 8)  # No activation of 5 x 8 tokens is as large as a weight.
         loss = net(*([tokens, tokens] if settings.is_t5 else [tokens]), labels=tokens.flip(1)).sum()
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in net.parameters())])

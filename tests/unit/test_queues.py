@@ -61,7 +61,7 @@ def test_one_hardware_queue_is_enough(name: str) -> None:
 
 
 def test_one_group_of_micro_batches_through_chunks_needs_several_hardware_queues() -> None:
-    """With one hardware queue, interleaving 5 micro-batches, a single group, on 3 stages deadlocks."""
+    """Interleaving 5 micro-batches, a single group, on 3 stages deadlocks with one hardware queue."""
     plan = plan_of("interleaved", 3, 5)
     finish(plan, Rules(ahead=None, device_waits=True))
     with pytest.raises(ScheduleError, match=SENTENCES["messages_would_deadlock_which_waits_for"]):
@@ -75,7 +75,7 @@ def test_chunks_with_a_header_for_each_message_are_refused() -> None:
 
 
 def test_a_receive_is_posted_when_its_message_can_have_been_sent() -> None:
-    """In 1F1B on 2 stages, each receive is posted after the number of passes found by hand from the timetable.
+    """Each receive is posted after the number of passes found by hand from the timetable in 1F1B on 2 stages.
 
     A forward pass takes 1 unit of time, a backward pass 2.
 

@@ -268,7 +268,7 @@ def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two runs find a stale lock, the first to replace it gets the run directory, and the other is refused."""
+    """The first of two runs to replace a stale lock gets the run directory, and the other run is refused."""
     held_by(tmp_path, pid=2**22 - 1, started="1")
     honest = RunLock._remove
 

@@ -112,7 +112,7 @@ def test_extra_warmup_costs_the_memory_that_its_docstring_says(extra: int) -> No
 @pytest.mark.parametrize("micros", [1, 4, 9])
 @pytest.mark.parametrize("settings", [{}, {"schedule": "gpipe"}], ids=str)
 def test_the_bubble_is_the_textbook_one(settings: dict[str, object], stages: int, micros: int) -> None:
-    """On p stages with m micro-batches, 1f1b and gpipe have the bubble (p - 1) / (m + p - 1), as in Narayanan et al."""
+    """1f1b and gpipe on p stages with m micro-batches have the bubble (p - 1) / (m + p - 1), as in Narayanan et al."""
     assert bubble(times(plan_of(settings, stages, micros))) == pytest.approx((stages - 1) / (micros + stages - 1))
 
 

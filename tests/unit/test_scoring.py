@@ -35,7 +35,7 @@ def table(tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stride", [1, 3, 6])
 def test_nats_against_a_bigram_table(stride: int) -> None:
-    """With a bigram model, the score of a token is the log probability in the model's table, for any window stride."""
+    """A bigram model scores a token with the log probability in its table, for any window stride."""
     ids = torch.randint(11, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     probabilities = table(torch.arange(11)).softmax(-1)
     expected = [-math.log(probabilities[a, b]) for a, b in zip(ids, ids[1:], strict=False)]

@@ -342,7 +342,7 @@ DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}<|i
 def test_a_corpus_has_one_date(
     tmp_path: Path, hf_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one corpus, chat templates always render the same date: --chat-date or the day when preprocessing began.
+    """All records of a corpus render the same date: --chat-date, or the day when preprocessing began.
 
     Preprocessing that resumes on another day keeps the date.
     """

@@ -1,4 +1,4 @@
-"""If a run cannot write to stdout or stderr, it continues and reports the broken stream on the other stream."""
+"""A run that cannot write to stdout or stderr continues and reports the broken stream on the other stream."""
 
 import errno
 import io

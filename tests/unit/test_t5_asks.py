@@ -22,7 +22,7 @@ SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 
 
 def test_what_follows_an_end_of_document_does_not_count() -> None:
-    """With --eod-mask-loss, T5's loss counts an end-of-document token, but not the token after this token."""
+    """T5's loss with --eod-mask-loss counts an end-of-document token, but not the token after this token."""
     eod, pad, first, second = 3, 48, 47, 46
     config = parse(f"{SMALL} --vocab-size 50 --enc-seq-length 8 --seq-length 8 --eod-mask-loss".split())
     labels = torch.tensor([[first, 10, 11, eod, 12, second, eod]])

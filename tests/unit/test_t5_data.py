@@ -115,7 +115,7 @@ def test_prefix_lm_goes_on_where_the_encoder_stops(prefix: str, convention: str)
 
 
 def test_lengths_are_those_of_t5() -> None:
-    """With 15% masked and spans of 3, as published for T5, 568 tokens give 512 encoder and 114 decoder tokens."""
+    """568 tokens give 512 encoder and 114 decoder tokens with 15% masked and spans of 3, as published for T5."""
     assert plan_spans(512, None, 0.15, 3.0, 100, True) == SpanPlan(568, 85, 28, 512, 114)
 
 

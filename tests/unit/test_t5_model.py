@@ -1,4 +1,4 @@
-"""With random weights and padding, T5 has Hugging Face's logits, losses and gradients."""
+"""T5 has Hugging Face's logits, losses and gradients with random weights and padding."""
 
 from typing import Any
 
@@ -114,7 +114,7 @@ def test_padding_changes_nothing_and_makes_no_nan() -> None:
 
 
 def test_documents_do_not_see_each_other() -> None:
-    """If positions restart at each document, two documents in one sample have the logits that each has alone."""
+    """Two documents in one sample have the logits that each has alone if positions restart at each document."""
     flags = (
         "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 16 "
         "--reset-position-ids --reset-attention-mask"
@@ -139,7 +139,7 @@ def test_unscaled_attention_starts_with_smaller_queries() -> None:
 
 
 def test_integers_that_cross_a_border_take_less_than_20_kilobytes() -> None:
-    """At CPM-2's sizes, stages exchange less than 20 kB of integers, instead of the 12.1 MB of CPM-Pretrain's masks."""
+    """Stages exchange less than 20 kB of integers at CPM-2's sizes, instead of the 12.1 MB of CPM-Pretrain's masks."""
     flags = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 1024"
     model = T5Model(parse(flags.split()))
     documents = torch.ones(4, 1024).short(), torch.ones(4, 384).short()

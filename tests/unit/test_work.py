@@ -112,7 +112,7 @@ def test_logits_count() -> None:
 @pytest.mark.parametrize("stages", range(1, 12))
 @pytest.mark.parametrize("flags", [GPT2, f"{T5} --position-embedding relative"])
 def test_every_number_of_stages(flags: str, stages: int) -> None:
-    """For any number of stages, each stage has at least one layer.
+    """Each stage has at least one layer for any number of stages.
 
     If enough layers have matmuls, each stage ends with one of them, not with a position table, for example.
     """
