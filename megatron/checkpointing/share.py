@@ -110,7 +110,7 @@ def write_share(
     """Write this rank's file and return the file's report; None if this rank has nothing to write.
 
     The report has the file's name ("file"), its checksum ("sum"), each tensor's full shape and stored rows
-    ("tensors"), and the names of parameters on several stages that get gradients on this one ("learns").
+    ("tensors"), and, of the parameters that several stages hold, the names of those with a gradient on this stage ("learns").
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)
