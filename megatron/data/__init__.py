@@ -1,1 +1,1 @@
-"""Datasets that read `.bin/.idx` files. Sample n is the same in every run and for any number of ranks."""
+"""Datasets that read `.bin/.idx` files. Sample n does not depend on the number of ranks."""

@@ -83,7 +83,7 @@ def consumed_by_corpus(weights: Sequence[float | str], samples: int) -> list[int
 class BlendedDataset(Dataset[dict[str, Tensor]]):
     """Blend that draws its samples from `datasets` in proportion to `weights`.
 
-    Sample n exists for any n >= 0. The samples of each dataset appear in their order.
+    Sample n exists for any n >= 0. The samples of each dataset keep the order that they have in that dataset.
     """
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float | str]) -> None:

@@ -21,7 +21,7 @@ Open = Callable[[str], tuple[int, Make]]  # prefix of a corpus -> (number of doc
 def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
     """Parse `0.7 a 0.3 b`, `a` or `a b` into pairs (weight, prefix).
 
-    Without weights, corpora are sampled in proportion to their size. Raises DatasetError for any other form.
+    Without weights, corpora are sampled in proportion to their size. Raises DatasetError if `words` has another form.
     """
     words = [word for each in ([words] if isinstance(words, str) else words) for word in _split(each)]
     if len(words) < 2 or not _is_number(words[0]):

@@ -20,8 +20,9 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
 
     Sample n, for any n >= 0, depends only on the corpus, `documents`, `part`, `seed` and n. Samples that are adjacent
     in the text overlap by one token, so every token is a target once per epoch.
-    part: "train", "valid" or "test"; part of the random seed. fim: fill-in-the-middle settings. prefixes: prefix-LM
-    settings; samples then also have `"prefixes": int64 [seq_length]`, which is 1 for tokens of a prefix.
+    part: "train", "valid" or "test"; it also enters the random seed. fim: fill-in-the-middle settings.
+    prefixes: prefix-LM settings; samples then also have `"prefixes": int64 [seq_length]`, which is 1 for tokens of a
+    prefix, else 0.
     Reading a sample with an id outside the vocabulary raises DatasetError.
     """
 

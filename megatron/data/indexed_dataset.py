@@ -94,7 +94,7 @@ class IndexedDataset:
         if magic != MAGIC or version != VERSION or code not in DTYPES:
             raise DatasetError(f"{index_path} is not an integer index in Megatron's MMIDIDX format, version 1")
         expected = HEADER.size + 12 * sequences + 8 * documents
-        if size not in (expected, expected + sequences):  # multimodal files have one more byte per sequence, its mode
+        if size not in (expected, expected + sequences):  # multimodal index files add a mode byte per sequence
             raise DatasetError(f"{index_path} is damaged: it has {size} bytes, but its header implies {expected}")
         self.dtype = np.dtype(DTYPES[code])
         at = HEADER.size
@@ -196,7 +196,7 @@ class IndexedDataset:
         return self.pointers.item(first) // self.dtype.itemsize
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
-        """Return the number of tokens of each of these documents, [documents].
+        """Return the number of tokens of each document in the range, [documents].
 
         The result is a view of the memory map if every document is one sequence.
         """

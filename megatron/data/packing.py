@@ -18,7 +18,8 @@ Ints = NDArray[np.int64]
 def fit(lengths: Ints, capacity: int) -> Ints:
     """Return the window index of each record by best-fit decreasing, lengths [n] -> [n].
 
-    lengths: from 1 to `capacity`, in descending order.
+    lengths: number of positions of each record, from 1 to `capacity`, in descending order.
+    capacity: number of positions of a window.
     """
     window_of = np.empty(len(lengths), dtype=np.int64)
     open_: dict[int, list[int]] = {}  # number of free positions -> windows with this number of free positions
@@ -59,7 +60,7 @@ class PackedOrder:
     """Assignment of records to windows; the records of window n, for any n >= 0, depend only on n and the arguments.
 
     lengths: number of positions that each record occupies, [records]; 0 skips the record. capacity: number of positions
-    of a window. stream: any text; different texts give independent random orders.
+    of a window. stream: any string, used as part of the random seed; different strings give independent orders.
     Raises ValueError if all lengths are 0.
     Uses 24 bytes of memory per record, and 8 more bytes per record for each of the two cached epochs.
     """

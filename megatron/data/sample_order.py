@@ -58,8 +58,8 @@ class Sizes(NamedTuple):
 class SampleOrder:
     """Order of samples of `length` + `overlap` tokens, which start every `length` tokens in the shuffled text.
 
-    sizes: number of tokens of each document, int [documents]. stream: any text; different texts give independent
-    random orders. shuffle=False keeps documents and samples in the order of the corpus.
+    sizes: number of tokens of each document, int [documents]. shuffle=False keeps documents and samples in
+    corpus order. stream: any string, used as part of the random seed; different strings give independent orders.
     folder: folder for the files with the order of large epochs; None keeps all epochs in memory.
     Raises ValueError if all documents together do not fill one sample.
     """

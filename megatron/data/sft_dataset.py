@@ -85,7 +85,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
     document_ids: number of the record in the window, starting at 1; 0 for padding.
 
     A record of more than seq_length + 1 tokens is truncated. A record without a token that counts in the loss is
-    skipped. cut: number of truncated records. left_out: number of skipped records. records: number of all records.
+    skipped. Attributes: `cut`, `left_out` and `records` are the numbers of truncated, skipped and all records.
     Raises ValueError if all records are skipped.
     """
 

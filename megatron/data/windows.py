@@ -51,7 +51,7 @@ class Windows:
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
 
     def _release_pages(self) -> None:
-        """Release memory-mapped pages, as each read position costs this process 64 kB of memory or more."""
+        """Release memory-mapped pages: each position read in a file adds 64 kB or more to this process's memory."""
         self._read = 0
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):

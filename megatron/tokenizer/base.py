@@ -67,7 +67,7 @@ class Tokenizer(ABC):
         ...
 
     def encode_inside(self, text: str) -> list[int]:
-        """Return the ids of `text` if it follows a special token instead of starting a document."""
+        """Return the ids that `text` has when it follows a special token and does not start a document."""
         return self.encode(text)
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
@@ -80,7 +80,7 @@ class Tokenizer(ABC):
     def encode_names(self, text: str) -> list[int]:
         """Return the ids of `text`, encoding the name of each token in `marks` as this token.
 
-        transformers encodes text in the same way.
+        The tokenizers of transformers encode text in the same way.
         """
         marks, ids = self.marks, list[int]()
         for part in filter(None, any_of(marks).split(text)):

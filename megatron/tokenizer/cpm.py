@@ -1,6 +1,6 @@
 """The two tokenizers of CPM. Both split text into words with jieba, and then split the words into tokens.
 
-The tokenizer of CPM-1 splits words with sentencepiece, the other tokenizer by longest match in a vocabulary. Both
+The tokenizer of CPM-1 splits words with sentencepiece, that of CPM-Pretrain by longest match in a vocabulary. Both
 represent a space as U+2582 and a newline as U+2583. They are lossless if the vocabulary has a token for each byte, like
 vocabularies from tools/train_tokenizer.py. CPM's published vocabularies have no byte tokens, so characters that are not
 in the vocabulary become <unk>.

@@ -208,7 +208,7 @@ def _check_beside(path: Path, tokenizer: Any) -> None:
 
 
 def _prefixes(part: Any) -> bool | None:
-    """Return True if the byte-level pre-tokenizer prepends a space, False if not, None for other pre-tokenizers."""
+    """Return True if a byte-level pre-tokenizer prepends a space to a text, False if not, None for other kinds."""
     for each in (part or {}).get("pretokenizers", [part]):
         if each and each["type"] == "ByteLevel":
             return bool(each["add_prefix_space"])

@@ -33,7 +33,7 @@ class ModelFacts:
     squeezes: bool = True
 
     def of_type(self, kind: int) -> list[int]:
-        """Return the ids of all pieces of this type."""
+        """Return the ids of all pieces of type `kind`."""
         return [i for i, found in enumerate(self.types) if found == kind]
 
 

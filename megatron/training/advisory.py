@@ -40,7 +40,7 @@ def drop(handle: int) -> None:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[bool | None]:
-    """Lock a file inside the context; yields True if it is locked, False if another process holds the lock.
+    """Lock the file `path` within this context; yields True if it is locked, False if another process holds the lock.
 
     Yields None if the file cannot be opened or its file system has no locks.
     """

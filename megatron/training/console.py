@@ -56,10 +56,10 @@ def training_line(
 
     Without `details`, the line has at most 120 columns in fp32 and bf16.
     row: the row of this iteration in metrics.jsonl.
-    last: --train-iters.
-    seconds: time of an iteration.
-    left: remaining seconds of the run.
-    details: add more columns, such as TFLOP/s and memory.
+    last: number of the run's last iteration (--train-iters).
+    seconds: time per iteration.
+    left: estimated remaining seconds of the run.
+    details: True to add more columns, such as TFLOP/s and memory.
     The line has no column for a value that the run does not have, such as loss scale or MFU.
     """
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]

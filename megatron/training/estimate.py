@@ -21,9 +21,10 @@ KNOBS = (
 
 
 def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
-    """Return lines to print: number of parameters, memory of the peak rank, and a warning if memory may not suffice.
+    """Return lines to print: number of parameters, peak memory of the rank that needs most, and a warning.
 
-    Returns [] for custom models, and if the partition of layers over stages is known only at run time.
+    The warning is included only if the memory may not suffice. Returns [] for custom models, and if the partition of
+    layers over stages is known only at run time.
     Raises ValueError if the weights alone exceed the memory and swap of a machine without accelerators.
     """
     if not type(task).__module__.startswith("megatron.tasks.") or config.model.family is None:

@@ -21,7 +21,7 @@ GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, else 
 class Finding(NamedTuple):
     """First weight and first gradient of a rank that are not finite, as names of parameters; None if all are finite."""
 
-    share: int  # the rank computed the share number `share` of the samples of the iteration
+    share: int  # index of the rank's share of the iteration's samples
     weight: str | None
     gradient: str | None
 

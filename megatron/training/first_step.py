@@ -33,7 +33,7 @@ class FirstStep(Hook):
         if step is None or self._done:
             return
         self._done = True
-        if self._run.config.train.keep_freed_memory:  # only now, as the first step has allocated the moments
+        if self._run.config.train.keep_freed_memory:  # the first step has now allocated the moments
             device_module.keep_freed_memory(self._run.device)
         for hook in self._hooks:
             hook.remove()

@@ -55,7 +55,7 @@ class Fault(NamedTuple):
 
     Skipped steps are a reason if too many occur in a row, or if the loss scale of fp16 is at its minimum.
 
-    samples: the last iteration.
+    samples: number and samples of the last iteration.
     streak: number of skipped steps in a row. Steps that fp16 skips at first to find its loss scale do not count.
     loss: the loss of the last iteration.
     """
@@ -88,14 +88,14 @@ class Health:
     def add(self, step: Step, samples: SampleRange, state: TrainState) -> None:
         """Store the result of a step.
 
-        samples: the iteration. state: training state after the step.
+        samples: number and samples of the iteration. state: training state after the step.
         """
         self._unread.append((step, samples, replace(state)))
 
     def skip(self, state: TrainState) -> None:
         """Record an iteration that a --skip-* flag skipped.
 
-        state: training state after the iteration. Unless the last optimizer step was skipped, it may be saved.
+        state: training state after the iteration. This state may be saved unless the last optimizer step was skipped.
         """
         self.read()
         if not self._streak:

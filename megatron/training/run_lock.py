@@ -1,4 +1,4 @@
-"""Lock file `run.lock`, which lets only one run at a time use a directory. It names a process and its machine.
+"""Lock file `run.lock`, which lets only one run at a time use a directory. It names the run's process and machine.
 
 Only one process can create the file, even on a shared file system. After a crash, the file remains. A new run then
 checks whether the named process still runs. In the same process table, the new run looks the process up by id and start
@@ -61,7 +61,7 @@ class Holder:
     def is_gone(self, me: "Holder", path: Path) -> bool:
         """Return True if the process `me` can be sure that this holder of the lock `path` has ended.
 
-        There are three such cases. The holder is in the process table of `me` no longer. The holder belonged to an
+        There are three such cases. The holder is no longer in the process table of `me`. The holder belonged to an
         earlier start of the same SLURM job. The holder's advisory lock is free, and `me` would see the lock otherwise.
         """
         if self.is_visible(me):

@@ -34,7 +34,7 @@ class Run:
     tokenizer: Tokenizer
     run_dir: Path
     parameters: int  # number of parameters of the whole model; tied parameters count once
-    locks: list[RunLock]  # empty on ranks other than 0
+    locks: list[RunLock]  # locks that rank 0 holds; empty on other ranks
 
     def __enter__(self) -> "Run":
         return self

@@ -72,7 +72,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     except BaseException:
         run_folder.release(locks)
         raise
-    publish(config, tokenizer, timers)  # again: in a resumed run, the checkpoint has set the learning-rate schedule
+    publish(config, tokenizer, timers)  # second call: the checkpoint may have set the learning-rate schedule
     use_step_timeout(config)
     if not estimates:  # the lines of `estimates`, if any, have already printed the number of parameters
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")

@@ -27,8 +27,8 @@ class Task:
 
     name: str = "model"
     defaults: Mapping[str, Any] = {}
-    reads_alone = False  # True: only ranks that read data call `datasets`
-    shares_out_tokens = False  # True: `batch` shards tokens over context-parallel ranks, and the model supports this
+    reads_alone = False  # True if only ranks that read data call `datasets`
+    shares_out_tokens = False  # True if `batch` shards tokens over context-parallel ranks and the model supports this
     makes_batches = True  # True: `batch` makes the batches; False: the model's _megatron_batch_fn makes them
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:

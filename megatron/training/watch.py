@@ -44,7 +44,7 @@ class StepWatch:
             self.watchdog.at(None)
 
     def micro_batch(self) -> None:
-        """Tell the watchdog that the next micro-batch of the step begins."""
+        """Tell the watchdog that this rank begins the next micro-batch of the step."""
         self._micro += 1
         self._mark()
 

@@ -79,7 +79,7 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     if queries != keys or length != seen:
         groups = inner
     kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
-    kept += queries * inner * e  # output of attention = input of the output projection
+    kept += queries * inner * e  # output of attention, which is the input of the output projection
     heads, b = m.num_attention_heads / t, x.config.train.batch_size
     scores = b * heads * length * seen
     if m.checkpoint_attention:

@@ -112,7 +112,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
     ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
-    later = config.train.gas > flying / p.virtual_pipeline_size  # True: earlier micro-batches have left gradients
+    later = config.train.gas > flying / p.virtual_pipeline_size  # True if earlier micro-batches left gradients
     waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
     talk = _communication(stage, config, resolved, replicas, x, flying)
