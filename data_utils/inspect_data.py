@@ -226,7 +226,7 @@ def split_pair(args: argparse.Namespace) -> None:
 
 
 def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
-    """Write one sidecar for the pairs of one corpus, such as a pair of tokens and its loss mask."""
+    """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask."""
     builder = builders[0]
     content = {key: about[key] for key in ABOUT_TOKENS if key in about}
     if content:

@@ -31,7 +31,7 @@ from .schedule import (
     SendGrad,
 )
 
-POSTED_AHEAD = 2  # receives that a channel posts in advance on CPUs
+POSTED_AHEAD = 2  # number of receives posted in advance by a channel on CPUs
 CONNECTIONS, DEFAULT_CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8, 32
 STREAMS = 12  # CUDA streams of a rank: one for computation, and one for each of its process groups
 
@@ -166,7 +166,7 @@ class StageGraph:
         self._computed: int | None = None  # the event that the next computation must wait for
         self._host: int | None = None  # last event that the host has waited for
         self._last_start: int | None = None  # start of the operation submitted last
-        self._since_sync: list[int] = []  # ends of the operations submitted since the last device synchronization
+        self._since_sync: list[int] = []  # end events of the operations since the last device synchronization
         # For each kind of receive: _agenda has the receives that are not posted yet, _posted the posted receives, and
         # _known the messages whose layout is known.
         self._agenda: dict[type[Instruction], deque[At]] = defaultdict(deque)

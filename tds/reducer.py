@@ -31,7 +31,7 @@ class _GradBucket:
     def reduce(self) -> None:
         """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
         there = [p.grad is not None for p in self.parameters]
-        # A sparse gradient from outside an embedding module, `F.embedding(..., sparse=True)`, becomes dense.
+        # A sparse gradient of a direct call of `F.embedding(..., sparse=True)` becomes dense.
         found = [p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for p in self.parameters]
         grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
         if self._present is None:

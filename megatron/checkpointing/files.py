@@ -59,7 +59,7 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
 
 
 def point_latest_to(checkpoint: Path) -> None:
-    """Make the file `latest` beside a complete checkpoint name this checkpoint."""
+    """Write the name of a complete checkpoint into the file `latest` next to it."""
     folder = checkpoint.parent
     content = f"{checkpoint.name}\n{SHA256.of(_sums_file(checkpoint))}\n"
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")

@@ -70,7 +70,7 @@ def one_of(*choices: Any) -> OneOf:
 
 
 def each_of(*choices: Any) -> Callable[[Any], str | None]:
-    """Return a check that gives an error text unless all words of a value are in `choices`, else None."""
+    """Return a check that returns None if all words of a value are in `choices`, and an error text otherwise."""
     return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
 
 

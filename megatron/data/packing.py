@@ -85,7 +85,7 @@ class PackedOrder:
         return {**self.__dict__, "_epochs": OrderedDict()}
 
     def _epoch(self, number: int) -> tuple[Ints, Ints]:
-        """Return (record indices, window after window; order of the windows) of epoch `number`."""
+        """Return two arrays for epoch `number`: the record indices of all windows, and the order of the windows."""
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 self._epochs.popitem(last=False)

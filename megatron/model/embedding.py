@@ -51,7 +51,7 @@ class WordEmbedding(nn.Module):
 
     @staticmethod
     def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
-        """Return the logits [s, b, v/t] of inputs (hidden [s, b, h], ...), deferred as in `output`."""
+        """Return the logits [s, b, v/t] of inputs (hidden [s, b, h], ...), or DeferredLogits where `output` does."""
         return embedding.output(inputs[0])
 
 

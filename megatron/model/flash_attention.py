@@ -26,7 +26,7 @@ def flash_attention(
 ) -> Tensor:
     """Compute attention piece by piece: query [b, n, q, d], key, value [b, g, k, d] -> [b, n, q, d].
 
-    pieces: blocks of queries and keys.
+    g: number of key/value heads. pieces: the pairs of a block of queries and a block of keys to compute.
     axis: the c context-parallel ranks, or None. With an axis, key and value are this rank's shards [b, g, k/c, d], and
     all ranks of the axis must run the forward and the backward pass together.
     """

@@ -120,7 +120,7 @@ def get_rng() -> RngStreams:
 
 
 def sequence_axis() -> Axis:
-    """Return the sequence-parallel axis of layers built now.
+    """Return the sequence-parallel axis for a layer that is built under the current setting.
 
     With sequence parallelism this is the model axis, otherwise an axis of this rank alone.
     """

@@ -143,7 +143,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _timers(runs: Sequence[RunRead]) -> list[Chart]:
-    """Return a chart for each run with the times of an iteration's parts, empty if the run did not measure them."""
+    """Return one chart per run, of the times of an iteration's parts; without times in the run, the chart is empty."""
     found = []
     for i, run in enumerate(runs):
         rows = [row for row in run.part("train") if "timers_ms" in row]

@@ -67,8 +67,8 @@ class Records:
     def initial_values(self) -> dict[str, list[Tensor]]:
         """Return parameter name -> its initial values.
 
-        A parameter that is split over ranks gives one joined tensor [full] per replica and stage, any other one copy
-        per rank. Copies on stages that have a parameter of a tied module but do not use it are left out.
+        A parameter that is split over ranks gives one joined tensor [full] per replica and stage. Any other
+        parameter gives one tensor per rank. A stage's copy of a tied parameter that the stage does not use is left out.
         """
         learns = {name for rank in self.ranks for name in rank["gradients"]}
         found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))

@@ -95,7 +95,7 @@ pretrain(base.train_valid_test_datasets_provider, model_provider, forward_step)
 
 @pytest.mark.parametrize("layout", covering([[], ["--pipe-parallel-size", "2"]], bool))
 def test_a_script_of_a_tutorial(tmp_path: Path, flags: list[str], layout: list[str]) -> None:
-    """A tutorial script's timers and causal mask work; an inverted mask, which has no document ids, is refused."""
+    """The timers and the causal mask of a tutorial script work; an inverted causal mask is refused."""
     script = tmp_path / "pretrain_theirs.py"
     script.write_text(SCRIPT)
     argv = [*flags, *layout, "--train-iters", "2", "--no-save-at-end", "--run-dir", str(tmp_path / "run")]

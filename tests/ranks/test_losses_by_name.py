@@ -46,7 +46,7 @@ def _named(steps: list[list[list[int]]], stages: int) -> list[dict[str, float]]:
 def test_replicas_that_name_other_losses() -> None:
     steps = [
         [[2, 0], [0, 2]],  # replicas name the losses in different order
-        [[1, 1], [0, 0]],  # each replica names one loss
+        [[1, 1], [0, 0]],  # each replica returns only one of the two losses, a different one per replica
         [[0, 0], [0, 0]],  # no replica names `image`, although earlier steps did
         [[0, 0], [0, 2]],
         [[2, 2], [2, 2]],

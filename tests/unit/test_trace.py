@@ -55,7 +55,9 @@ def test_the_newest_iterations_or_those_asked_for_are_kept(tmp_path: Path) -> No
     assert [n for n, _ in newest.pieces()] == list(range(trace.LAST + 11, 2 * trace.LAST + 11))
     assert [n for n, _ in asked.pieces()] == [3, 4, 5]
     assert all(len(pieces) == 2 and pieces[0].size == 7 for _, pieces in asked.pieces())
-    assert newest.path.exists() and not list(tmp_path.glob("*.tmp"))  # the trace file is written during the iterations, not when the recorder closes
+    assert newest.path.exists() and not list(
+        tmp_path.glob("*.tmp")
+    )  # the trace file is written during the iterations, not when the recorder closes
     asked.write()
     events = json.loads(asked.path.read_text())["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"} and all(
