@@ -109,8 +109,8 @@ def write_share(
 ) -> dict[str, Any] | None:
     """Write this rank's file and return the file's report; None if this rank has nothing to write.
 
-    The report has the file's name ("file"), its checksum ("sum"), each tensor's full shape and stored rows
-    ("tensors"), and, of the parameters that several stages hold, the names of those with a gradient on this stage ("learns").
+    The report has the file's name ("file"), its checksum ("sum"), and each tensor's full shape and stored rows
+    ("tensors"). "learns" has the names of those parameters held by several stages that get a gradient on this stage.
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)

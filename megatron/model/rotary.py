@@ -103,8 +103,8 @@ def rotation(
         factor = attention_factor(m)
         return angle.cos() * factor, angle.sin() * factor
 
-    # The cache key contains these settings because two models may receive the same position ids: a teacher and its student, or a
-    # model and the draft model of speculative decoding.
+    # The cache key contains these settings because two models may receive the same ids: a teacher and its student, or
+    # a model and the draft model of speculative decoding.
     angles = m.rotary_size, *[getattr(m, name) for name in OF_ANGLES]
     share = None if context is None else (context.rank, context.size)
     return Rotation(*cached_on(document_ids, ("rotation", length, seen, restart, share, angles), None, make))

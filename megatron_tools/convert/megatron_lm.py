@@ -227,7 +227,7 @@ def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding: separately updated copies of a weight may differ that much."""
+    """Return whether two tensors are equal up to rounding; separately updated copies of a weight may differ so."""
     return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= 1e-3 * a.float().abs().max())
 
 
