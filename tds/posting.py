@@ -27,6 +27,7 @@ from .schedule import (
     ScheduleError,
     SendActivation,
     SendGrad,
+    chunks_of,
 )
 
 # Cost of a pass over all layers of a stage, relative to the forward pass.
@@ -58,7 +59,7 @@ class _Stage:
 
 class _Simulation:
     def __init__(self, plan: Plan, dynamic: bool) -> None:
-        self.chunks = 1 + max((each.chunk for stage in plan for each in stage), default=0)
+        self.chunks = chunks_of(plan)
         self.dynamic, self.now = dynamic, 0.0
         self.stages = [_Stage(deque(instructions)) for instructions in plan]
         for stage in self.stages:

@@ -29,6 +29,7 @@ from .schedule import (
     ScheduleError,
     SendActivation,
     SendGrad,
+    chunks_of,
 )
 
 POSTED_AHEAD = 2  # number of receives posted in advance by a channel on CPUs
@@ -63,16 +64,11 @@ def posted_ahead(device: torch.device) -> int | None:
     return None if in_queues(device) else POSTED_AHEAD
 
 
-def hardware_queues(device: torch.device) -> int | None:
-    """Return how many hardware queues CUDA distributes its streams over; None on other devices."""
-    given = os.environ.get(CONNECTIONS, "")
-    return (int(given) if given.isdigit() else DEFAULT_CONNECTIONS) if device.type == "cuda" else None
-
-
 def share_hardware_queues(device: torch.device) -> bool:
     """Return whether two streams of a rank may share a hardware queue, which starts work in the order of submission."""
-    queues = hardware_queues(device)
-    return queues is not None and queues < STREAMS
+    given = os.environ.get(CONNECTIONS, "")
+    queues = int(given) if given.isdigit() else DEFAULT_CONNECTIONS
+    return device.type == "cuda" and queues < STREAMS
 
 
 def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
@@ -274,7 +270,7 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
     Raises ScheduleError for a deadlock and names its cycle.
     """
     rules, graph = rules or Rules(), Graph()
-    chunks = 1 + max((each.chunk for stage in plan for each in stage), default=0)
+    chunks = chunks_of(plan)
     ends: defaultdict[tuple[int, bool, str, At], dict[bool, tuple[int, int]]] = defaultdict(dict)
     points = receive_points(plan, rules.dynamic) if rules.ahead is None else [{}] * len(plan)
     for number, instructions in enumerate(plan):

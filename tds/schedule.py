@@ -71,6 +71,11 @@ Schedule = Callable[[int, int, int], Iterator[Instruction]]
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
 
+def chunks_of(plan: Plan) -> int:
+    """Return the number of chunks that each stage of a plan has."""
+    return 1 + max((each.chunk for stage in plan for each in stage), default=0)
+
+
 class ScheduleError(ValueError):
     """A schedule that is incomplete or deadlocks; the message names stage and instruction."""
 

@@ -17,6 +17,7 @@ from .schedule import (
     ScheduleError,
     SendActivation,
     SendGrad,
+    chunks_of,
 )
 
 # For each receive, the distance in virtual stages to the sender, and the sender's instruction.
@@ -38,17 +39,13 @@ class Span:
     end: float
 
 
-def _chunks(plan: Plan) -> int:
-    return 1 + max((i.chunk for stage in plan for i in stage), default=0)
-
-
 def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     """Raise ScheduleError unless each chunk runs every micro-batch's passes once, messages match and no stage hangs.
 
     Each chunk must take the micro-batches in rising order. `times` finds deadlocks that do not depend on the transport.
     `queues.finish` finds deadlocks that message queues cause, under `rules`.
     """
-    chunks, kinds = _chunks(plan), {type(i) for stage in plan for i in stage}
+    chunks, kinds = chunks_of(plan), {type(i) for stage in plan for i in stage}
     split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
     backward = split if kinds & {*split} else ()
     for stage, instructions in enumerate(plan):
@@ -104,7 +101,7 @@ def times(
     by default half. message: time that a message takes. seconds: function that returns the time of each pass by stage
     and chunk; it replaces `forward`, `backward` and `weight`.
     """
-    chunks, stages = _chunks(plan), len(plan)
+    chunks, stages = chunks_of(plan), len(plan)
     weight = backward / 2 if weight is None else weight
     cost = {Forward: forward, Backward: backward, BackwardInput: backward - weight, BackwardWeight: weight}
     seconds = seconds or (lambda kind, stage, chunk: cost[kind] / chunks)
