@@ -4,6 +4,7 @@ If torch lacks a name, the code uses a public alternative if there is one; other
 """
 
 import contextlib
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,37 @@ def timed_event(device: torch.device) -> torch.Event:
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
+
+
+def to_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return `values` as a vector `[n]` in fp64 on the device, without waiting for the device."""
+    host = torch.tensor(values, dtype=torch.float64)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def host_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy that can be moved to `device` without waiting: in pinned memory, unless `tensor` is on a device."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.detach().clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
+
+
+def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Any:
+    """Create a process group of these ranks, in a call that only they make. `name` must be unique for these ranks.
+
+    torch derives the group's name from the number of groups that a rank has. This number may differ between ranks,
+    which would then wait for each other forever, so `name` replaces it.
+    """
+    home = dist.distributed_c10d
+    honest = getattr(home, "_hash_ranks_to_str", None)
+    unique = hashlib.sha1(f"{name} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+    if honest is not None:
+        home._hash_ranks_to_str = lambda ranks: unique
+    try:
+        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    finally:
+        if honest is not None:
+            home._hash_ranks_to_str = honest
 
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)

@@ -3,7 +3,6 @@
 PipelineEngine is a subclass.
 """
 
-import math
 from functools import cached_property
 from typing import Any
 
@@ -67,9 +66,10 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         self.known_model.check_weights(self.optimizer)
-        if self.distributed and self.lr_scheduler is not None and self.optimizer.norm is not None:
-            # Without this flag, DeepSpeed would advance the lr schedule for a skipped step.
-            self.optimizer.overflow = not math.isfinite(self.optimizer.norm.item())
+        optimizer = self.distributed
+        if optimizer and self.lr_scheduler is not None and optimizer.norm is not None and optimizer.read_norm is None:
+            # Without `overflow`, DeepSpeed would advance the lr schedule for a skipped step.
+            optimizer.read_norm = optimizer.norm.item
         super()._take_model_step(lr_kwargs)
         if self.distributed:
             self.optimizer.zero_grad()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import trace
+from ._torch import host_copy
 from .boundary import BoundaryError, check_sendable
 from .nested import as_tuple, each_tensor
 
@@ -36,7 +37,8 @@ class Batches:
     takes_inputs, takes_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
-    when it is read. The copy is moved to the device when it is used.
+    when it is read. The copy is moved to the device when it is used; on a host with an accelerator it lies in pinned
+    memory, so that the host need not wait for the move.
     """
 
     read: Callable[[], Any]
@@ -88,7 +90,7 @@ class Batches:
         """Return the DataEnded error that this rank must raise if any replica's data have ended, else None.
 
         All replicas then skip this step, so a loop may continue with the next epoch. replicas: the process
-        group of the replicas; None if there is only one.
+        group of the replicas for tensors in host memory; None if there is only one replica.
         """
         end = None
         try:
@@ -97,7 +99,7 @@ class Batches:
             end = error
         if replicas is None:
             return end
-        ended = torch.tensor(float(end is not None), device=self.device)
+        ended = torch.tensor(float(end is not None))
         dist.all_reduce(ended, op=dist.ReduceOp.MAX, group=replicas)
         if not ended.item():
             return None
@@ -133,7 +135,7 @@ class Batches:
         inputs = as_tuple(batch[0])
         if self.takes_inputs:
             check_sendable(inputs, where)
-            self._inputs[micro] = tuple(t.detach().clone() for t in inputs)
+            self._inputs[micro] = tuple(host_copy(t, self.device) for t in inputs)
         if self.takes_labels:
-            self._labels[micro] = each_tensor(batch[1] if len(batch) > 1 else None, lambda t: t.detach().clone())
+            self._labels[micro] = each_tensor(batch[1] if len(batch) > 1 else None, lambda t: host_copy(t, self.device))
         self._layouts.append(tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor)))

@@ -4,7 +4,7 @@ A header precedes the first activation of a step. The header contains the layout
 flags) and the number of consecutive micro-batches that have this layout, called a run. Later micro-batches of the run
 need no header, so the receiver can post their receives before it computes. Another header precedes the next run. With
 data-dependent shapes, every activation has a header. A gradient needs no header, because it has the shapes of the
-activations of the same micro-batch.
+activations of the same micro-batch. Headers go from host to host, so that no host waits for its device to read one.
 neighbours.py describes which messages share a queue.
 """
 
@@ -57,12 +57,14 @@ class Link:
     """Connection between this rank and a rank of a neighbouring stage, in one direction, for all chunks.
 
     peer: global rank at the other end.
+    group: process group of the messages. hosts: process group of the headers, for tensors in host memory.
     slice_group: the tensor-parallel ranks of this stage, over which split tensors are all-gathered.
     slice_rank, slice_size: this rank's index in that group, and its size.
     """
 
     peer: int
     group: Any
+    hosts: Any
     device: torch.device
     pool: Pool
     slice_group: Any
@@ -112,10 +114,10 @@ class Sender:
         """
         (index, chunk), layout = at, layout_of(tensors)
         run = self._runs[chunk]
-        payload = self._payload(tensors)  # before the header is sent, since packing may synchronize the device
+        payload = self._payload(tensors)
         if index == run.end:
             self._runs[chunk] = LayoutRun(same_until, layout)
-            self._start(self._header([same_until - index, *_as_json(layout)], what))
+            self._start_header([same_until - index, *_as_json(layout)], what)
         elif layout != run.layout:
             raise BoundaryError(
                 f"{what}: outputs of micro-batch {index} differ in number, shape, dtype or requires_grad from those of "
@@ -127,7 +129,7 @@ class Sender:
 
     def send_end(self) -> None:
         """Send a header that means the end of the data, in place of a step's first message; wait until it is sent."""
-        self._start(self._header([0], "the end of the data"))
+        self._start_header([0], "the end of the data")
         self.flush()
 
     def flush(self) -> None:
@@ -138,11 +140,11 @@ class Sender:
     def __str__(self) -> str:
         return f"to rank {self.link.peer}"
 
-    def _start(self, buffer: Tensor) -> None:
+    def _start(self, buffer: Tensor, group: Any = None) -> None:
         size = buffer.numel() * buffer.element_size()
         self.bytes_sent += size
         trace.sent(size)
-        self._pending.append((dist.isend(buffer, self.link.peer, group=self.link.group), buffer))
+        self._pending.append((dist.isend(buffer, self.link.peer, group=group or self.link.group), buffer))
         while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
 
@@ -158,11 +160,12 @@ class Sender:
     def _copy(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts), out=self.link.pool.take(sum(part.numel() for part in parts)))
 
-    def _header(self, content: list[Any], what: str) -> Tensor:
+    def _start_header(self, content: list[Any], what: str) -> None:
         text = json.dumps(content).encode()
         if len(text) > HEADER_SIZE:
             raise BoundaryError(f"{what}: {len(content) - 1} tensors are too many for one boundary; stack some of them")
-        return torch.tensor(list(text.ljust(HEADER_SIZE)), dtype=torch.uint8, device=self.link.device)
+        header = torch.frombuffer(bytearray(text.ljust(HEADER_SIZE)), dtype=torch.uint8)
+        self._start(header, self.link.hosts)
 
     def _slice(self, crossing: BoundaryTensor) -> Tensor:
         """Return the part of a tensor that this rank sends, as a flat tensor."""
@@ -247,9 +250,9 @@ class Receiver:
         """
         index, chunk = at
         if index == self._runs[chunk].end:
-            header = torch.empty(HEADER_SIZE, dtype=torch.uint8, device=self.link.device)
-            dist.recv(header, self.link.peer, group=self.link.group)
-            count, *tensors = json.loads(bytes(header.tolist()))
+            header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
+            dist.recv(header, self.link.peer, group=self.link.hosts)
+            count, *tensors = json.loads(header.numpy().tobytes())
             if not count:
                 raise DataEnded(f"the data of rank {self.link.peer} ended")
             layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)

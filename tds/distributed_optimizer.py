@@ -6,6 +6,7 @@ buckets at a time, and all-gathers the updated weights of a group while it steps
 only starts after the last gradient.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -68,7 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._summed = self._linked = False
         self._counted: list[tuple[Tensor, bool]] | None = None
         self.norm: Tensor | None = None
-        self._limit = 0.0
+        self._limit, self.overflow = 0.0, False
+        self.read_norm: Callable[[], float] | None = None
         self._global_grad_norm: Tensor | None = None  # DeepSpeed's engine reads this attribute
 
     # ------------------------------------------------------------- beginning
@@ -210,9 +212,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ step
 
-    def clip(self, norm: Tensor, limit: float) -> None:
-        """Store the global gradient norm, a scalar, and its limit (0: no clipping) for the next `step()`."""
-        self.norm, self._limit = norm, limit
+    def clip(self, norm: Tensor, limit: float, read_norm: Callable[[], float] | None = None) -> None:
+        """Store the global gradient norm, a scalar, and its limit (0: no clipping) for the next `step()`.
+
+        read_norm: function that returns the norm on the host. If it is given, `step()` calls it after it has given the
+        device all its work, and sets `overflow`, which tells DeepSpeed whether the step was skipped.
+        """
+        self.norm, self._limit, self.read_norm = norm, limit, read_norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -254,6 +260,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket.wait()
         if not self._linked:
             self._lazy_init_hp_params_optimizer_state()
+        if self.read_norm is not None:
+            self.overflow = not math.isfinite(self.read_norm())
 
     def _scale_and_guard(self, norm: Tensor) -> None:
         """Clip the gradients, and make the next step a no-op if `norm` is not finite.

@@ -22,6 +22,7 @@ from .batches import Batches, DataEnded
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
+from .groups import of_hosts
 from .hooks import PipelineHooks
 from .losses import Losses
 from .measure import check_factor
@@ -61,6 +62,7 @@ class PipelineEngine(PipelineHooks):
         super().__init__(*args, **kwargs)
         # Cached, because DeepSpeed computes these again at each call.
         self._is_last, self._replicas = self.is_last_stage(), self.grid.get_data_parallel_group()
+        self._replica_hosts = of_hosts(self._replicas) if self.dp_world_size > 1 else None
         self._reduction = reduction_of(self)
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
@@ -128,10 +130,11 @@ class PipelineEngine(PipelineHooks):
             self._at("reducing gradients over tied layers and replicas")
             self._reduction.finish()
         with trace.span("Loss"):
-            self.agg_train_loss = self._share_losses(self._norm_part())
+            self._share_losses(self._norm_part())
         with self.progress.timed("Step"), quietly():
             self._at("in the optimizer step")
             self._exec_optimizer_step()
+        self.agg_train_loss = self._losses.read()  # after the optimizer step, so that the device has work meanwhile
         self.agg_additional_losses = self._losses.additional or None
         self.total_loss = self._losses.sum if self._is_last else None
 
@@ -165,7 +168,7 @@ class PipelineEngine(PipelineHooks):
             with torch.inference_mode(False), torch.no_grad(), self._watched(), trace.span("eval_batch", "step"):
                 self._begin(micros, compute_loss)
                 self._run(self._plans.plan(self._evaluation, micros))
-                loss = self._share_losses() if compute_loss else None
+                loss = self._share_losses().read() if compute_loss else None
                 found = evaluation.result(self, loss, reduce_output, bcast_loss)
                 logits = in_full(self.outputs) if return_logits else None
         finally:
@@ -359,7 +362,7 @@ class PipelineEngine(PipelineHooks):
         group = self._replicas
         if first or count:
             self._at("reading its first micro-batch")
-            end = batches.end_of_any(group if replicas > 1 else None)
+            end = batches.end_of_any(self._replica_hosts)
             if end and first:
                 self._forward_end(end)
                 raise end
@@ -369,8 +372,7 @@ class PipelineEngine(PipelineHooks):
             self._at("reading its micro-batches to count their targets")
             self._losses.count(count, batches.all_labels(), group)
         if last:
-            factor = self.loss_factor / self.num_targets
-            self._step.scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
+            self._step.scale = self.loss_factor / self._losses.divisor
 
     def _forward_end(self, end: DataEnded) -> None:
         """Inform the next stages that the data ended before the step began."""
@@ -378,17 +380,17 @@ class PipelineEngine(PipelineHooks):
             self._neighbours.to_next.send_end()
         end.everywhere = True
 
-    def _share_losses(self, squared_norm: Tensor | None = None) -> Tensor:
-        """Return the loss over the global batch, a scalar, and broadcast it to all stages.
+    def _share_losses(self, squared_norm: Tensor | None = None) -> Losses:
+        """Sum the losses over the replicas and broadcast them to all stages.
 
         squared_norm: this rank's part of the squared gradient norm; the same all-reduce sums it over the ranks.
         """
         self._at("sharing the loss")
         if self._is_last:
             self._losses.reduce(self._replicas)
-        if self.num_stages > 1:
-            source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
-            speaks = self._is_last and self.grid.get_slice_parallel_rank() == 0
-            model = (speaks, squared_norm, self.grid.get_model_parallel_group()) if squared_norm is not None else None
-            self._squared_norm = self._losses.broadcast(source, self.grid.get_pipe_parallel_group(), model)
-        return self._losses.total
+        source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
+        speaks = self._is_last and self.grid.get_slice_parallel_rank() == 0
+        model = None if squared_norm is None else (speaks, squared_norm, self.grid.get_model_parallel_group())
+        self._losses.share(source, self.grid.get_pipe_parallel_group(), model)
+        self._norm_is_shared = squared_norm is not None
+        return self._losses

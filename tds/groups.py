@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ._deepspeed import deepspeed
-from ._torch import can_split
+from ._torch import can_split, new_local_group
 
 Lines = Sequence[Sequence[int]]
 AXES = ("pipe", "data", "model")
@@ -59,13 +59,24 @@ def of_members(ranks: Sequence[int]) -> Any:
     return _cached(("members", *ranks), lambda: _of_members(ranks))
 
 
-def _of_members(ranks: Sequence[int]) -> Any:
+def of_hosts(group: Any) -> Any:
+    """Return a group of the same ranks for tensors in host memory. Collective over the group.
+
+    Numbers that the hosts know, such as shapes, are exchanged in this group, so that no host waits for its device.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return _cached(("hosts", *ranks), lambda: _of_members(ranks, "gloo"))
+
+
+def _of_members(ranks: Sequence[int], backend: str | None = None) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
     if bound is not None:  # if a device is bound, torch splits the world's communicator, which needs all ranks
         world.bound_device_id = None
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        return new_local_group(ranks, backend or "members", backend)
     finally:
         if bound is not None:
             world.bound_device_id = bound

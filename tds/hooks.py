@@ -25,7 +25,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     _losses: Losses
     _reduction: Reduction
     _saved_state: PipelineState
-    _squared_norm: Tensor | None = None  # summed over all ranks; None if not summed with the loss
+    _norm_is_shared = False  # whether this step's all-reduce of the losses also summed the squared norm
 
     @property
     def has_wrapped_optimizer(self) -> bool:
@@ -55,10 +55,10 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def _norm_part(self) -> Tensor | None:
         """Return this rank's part, a scalar, of the squared gradient norm, to be summed together with the loss.
 
-        None if DeepSpeed computes the norm, the gradients still have a loss scale, or there is only one stage.
+        None if DeepSpeed computes the norm, or the gradients still have a loss scale.
         """
         by_deepspeed = self.has_wrapped_optimizer and not self.distributed
-        if by_deepspeed or self.num_stages == 1 or self.torch_autocast_z0_gradscaler:
+        if by_deepspeed or self.torch_autocast_z0_gradscaler:
             return None
         return self._square_of_this_rank()
 
@@ -76,11 +76,16 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         The all-reduce that shares the loss may already have summed the squared norm over the ranks. If not, this
         method sums it.
         """
-        total, self._squared_norm = self._squared_norm, None
-        if total is None:
-            total = self._square_of_this_rank()
-            dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        if self._norm_is_shared:
+            return self._losses.shared_sum.sqrt()
+        total = self._square_of_this_rank()
+        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
         return total.sqrt()
+
+    def _read_norm(self) -> float:
+        """Return the global gradient norm of this step; the host waits for the device."""
+        self._losses.read()
+        return math.sqrt(self._losses.shared_sum_on_host)
 
     def clip_fp32_gradients(self) -> None:
         """Clip the gradients by the norm over all stages; DeepSpeed's method counts only the first stage's gradients.
@@ -91,7 +96,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         """
         root = self._take_norm()
         clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
-        norm = self._global_grad_norm = root.item()
+        norm = self._global_grad_norm = self._read_norm() if self._norm_is_shared else root.item()
         if self.torch_autocast_z0_gradscaler:
             return
         self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
@@ -100,9 +105,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if self.distributed:
-            norm = self._take_norm()
-            self.optimizer.clip(norm, self.gradient_clipping())
-            self.optimizer.overflow = not math.isfinite(norm.item())  # DeepSpeed counts this as a skipped step
+            self.optimizer.clip(self._take_norm(), self.gradient_clipping(), self._read_norm)
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
             # DeepSpeed calls clip_fp32_gradients only if clipping is on. Without clipping, call it here, because it
             # also skips the step if the norm is not finite. DeepSpeed's optimizer wrappers skip such steps themselves.

@@ -1,4 +1,7 @@
-"""The losses of one step: summed over micro-batches and replicas, divided by targets, broadcast to all stages."""
+"""The losses of one step: summed over micro-batches and replicas, divided by targets, broadcast to all stages.
+
+The host waits for the device only once per step, in `Losses.read`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._torch import to_device
 from .groups import gather_objects
 
-MOST = 16  # maximum number of named and additional losses together
 TRAINED, ADDITIONAL = 0, 1  # kinds of losses
 Key = tuple[int, str]  # kind (TRAINED or ADDITIONAL) and name of a loss
 
@@ -27,29 +30,39 @@ def _check(named: Mapping[str, Any]) -> None:
 
 
 class Losses:
-    """The losses of one step: `add` sums by name in fp64, `reduce` sums over replicas, `broadcast` informs all stages.
+    """The losses of one step.
 
+    Call `begin`, then `add` for each micro-batch, `reduce` on the last stage, and `share` and `read` on all stages.
     A loss that is not in a dict has the name `loss`. Additional losses are only reported, not trained on.
+    `reduce` and `share` send one message each, with a place for every loss that the previous step had. If a loss has a
+    new name, `read` sends all names and values once more.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.targets = 0.0
+        self.targets = 0.0  # divisor of the losses of the last step
         self.dtype = torch.float32  # dtype of the losses that the engine returns
         self._found: dict[Key, Tensor] = {}  # losses of the last step, after the division
         self._sums: dict[Key, Tensor] = {}
-        self._of_replicas: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all replicas
-        self._of_stages: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all stages
-        self._own = self._micros = 1  # micro-batches of this replica, and of all replicas
-        self._counted = False
+        self._known: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all ranks
+        self._own = 1  # micro-batches of this replica
+        self._divisor: Tensor | None = None  # number of targets in the global batch, if they are counted
+        # The numbers that ranks share, fp64: targets, micro-batches of all replicas, whether a loss has a new name,
+        # whether losses are fp64; for each key of `_known`, whether any replica has this loss; the means of these
+        # losses; the sum that `share` may be asked for.
+        self._numbers = torch.zeros(())
+        self._host: list[float] | None = None  # `_numbers` on the host
+        self._reduced = False  # whether this rank has called `reduce` in this step
+        self._replicas: Any = None
+        self._source, self._stages = 0, None
 
     def begin(self, micro_batches: int, replicas: int) -> None:
         """Start a step with `micro_batches` on this replica.
 
         Unless `count` is called, losses are divided by the number of micro-batches on all replicas.
         """
-        self._own, self._micros, self._counted = micro_batches, micro_batches * replicas, False
-        self.targets = float(self._micros)
+        self._own, self._divisor, self._host, self._reduced = micro_batches, None, None, False
+        self.targets = float(micro_batches * replicas)
         self._sums = {}
         self.dtype = torch.float32
 
@@ -59,17 +72,19 @@ class Losses:
         for each in labels:
             total += count_targets(each)
         dist.all_reduce(total, group=replicas)
-        self.targets, self._counted = max(total.item(), 1.0), True
+        self._divisor = total.clamp(min=1.0)
+
+    @property
+    def divisor(self) -> Tensor:
+        """The number by which the losses of this step are divided, a scalar in fp64 on the device."""
+        if self._divisor is None:
+            return torch.full((), self.targets, dtype=torch.float64, device=self.device)
+        return self._divisor
 
     def add(self, loss: Any, additional: Mapping[str, Any]) -> Tensor:
         """Add the losses of a micro-batch, a scalar or a dict of scalars, and return the scalar to train on."""
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
         _check(named)
-        if len(named) + len(additional) > MOST:
-            raise ValueError(
-                f"loss_fn and get_additional_losses() return {len(named) + len(additional)} losses; return at most "
-                f"{MOST}"
-            )
         for kind, given in ((TRAINED, named), (ADDITIONAL, additional)):
             for name, value in given.items():
                 self._sums[kind, name] = self._sums.get((kind, name), 0.0) + value.detach().double().sum()
@@ -82,73 +97,78 @@ class Losses:
 
         Replicas may have different names and different numbers of micro-batches.
         """
-        sums = self._sums if dist.get_world_size(replicas) == 1 else self._over_replicas(replicas)
-        self._found = {
-            key: total / self.targets if key[0] == TRAINED else (total / self._micros).float()
-            for key, total in _trained_first(sums).items()
-        }
-
-    def _over_replicas(self, replicas: Any) -> dict[Key, Tensor]:
-        """Return the losses summed over the replicas.
-
-        One all-reduce sums the losses that the previous step had. The replicas exchange all names and values only if
-        some replica has a loss with a new name.
-        """
-        sums, known = self._sums, self._of_replicas
+        sums, known = self._sums, self._known
+        self._reduced, self._replicas = True, replicas
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        head = [float(not sums.keys() <= {*known}), float(self._own), *(float(key in sums) for key in known)]
-        numbers = torch.cat([
-            torch.tensor(head, dtype=torch.float64).to(self.device),
-            torch.stack([sums.get(key, zero) for key in known]),
-        ])  # fmt: skip
-        dist.all_reduce(numbers, group=replicas)
-        has_new, micros, *counts = numbers[: len(head)].tolist()
-        self._micros = int(micros)
-        if not self._counted:
-            self.targets = micros
-        found = {key: total for key, count, total in zip(known, counts, numbers[len(head) :], strict=True) if count}
-        if has_new:
-            found = self._by_name(replicas)
-        self._of_replicas = tuple(found)
-        return found
+        is_new, is_double = not sums.keys() <= {*known}, self.dtype is torch.float64
+        head = [float(is_new), float(is_double), *(float(key in sums) for key in known), float(self._own)]
+        numbers = torch.cat([to_device(head, self.device), torch.stack([sums.get(key, zero) for key in known])])
+        if dist.get_world_size(replicas) > 1:
+            dist.all_reduce(numbers, group=replicas)
+        flags, micros, totals = torch.split(numbers, [len(head) - 1, 1, len(known)])
+        targets = micros if self._divisor is None else self._divisor.view(1)
+        divisors = torch.cat([targets if kind == TRAINED else micros for kind, _ in known])
+        self._numbers = torch.cat([targets, micros, flags, totals / divisors])
 
-    def _by_name(self, replicas: Any) -> dict[Key, Tensor]:
-        added: dict[Key, float] = {}
-        for each in gather_objects({key: total.item() for key, total in self._sums.items()}, replicas):
-            for key, value in each.items():
-                added[key] = added.get(key, 0.0) + value
-        return _trained_first({k: torch.tensor(v, dtype=torch.float64, device=self.device) for k, v in added.items()})
-
-    def broadcast(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> Tensor | None:
+    def share(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> None:
         """Broadcast the losses from rank `source` to the other stages. Collective over the group `stages`.
 
         with_sum: (whether this rank contributes the losses, a scalar, a group that contains `stages`). If with_sum is
-        given, one all-reduce over its group shares the losses and sums the scalars, and the sum is returned.
+        given, one all-reduce over its group shares the losses and sums the scalars into `shared_sum`.
         """
-        here = dist.get_rank() == source
-        keys = tuple(self._found)
-        header = [self.targets, float(keys != self._of_stages), float(self.dtype is torch.float64)]
-        numbers = torch.zeros(len(header) + MOST + 1, dtype=torch.float64, device=self.device)
-        if with_sum[0] if with_sum else here:
-            numbers[: len(header)] = torch.tensor(header, dtype=torch.float64)
-            values = torch.stack([value.double() for value in self._found.values()]) if here else numbers[:0]
-            numbers[len(header) : len(header) + len(values)] = values
+        self._source, self._stages = source, stages
+        contributes = with_sum[0] if with_sum else dist.get_rank() == source
+        if not contributes:
+            self._numbers = torch.zeros(4 + 2 * len(self._known), dtype=torch.float64, device=self.device)
         if with_sum:
-            numbers[-1] = with_sum[1]
-            dist.all_reduce(numbers, group=with_sum[2])
-        else:
-            dist.broadcast(numbers, source, group=stages)
-        (self.targets, renamed, is_double), found = numbers[: len(header)].tolist(), numbers[len(header) : -1].unbind()
-        if renamed:
-            names = [keys]
-            dist.broadcast_object_list(names, source, group=stages)
-            self._of_stages = names[0]
+            self._numbers = torch.cat([self._numbers, with_sum[1].view(1)])
+            dist.all_reduce(self._numbers, group=with_sum[2])
+        elif dist.get_world_size(stages) > 1:
+            dist.broadcast(self._numbers, source, group=stages)
+
+    def read(self) -> Tensor:
+        """Copy the shared numbers to the host, and return `total`.
+
+        This is the only point of a step at which the host must wait for the device. Further calls in the same step do
+        not wait. Collective over all stages and replicas if a loss has a new name.
+        """
+        if self._host is not None:
+            return self.total
+        host = self._host = self._numbers.tolist()
+        self.targets, micros, is_new, is_double, *present = host[: 4 + len(self._known)]
         self.dtype = torch.float64 if is_double else torch.float32
-        self._found = {
-            key: value if key[0] == TRAINED else value.float()
-            for key, value in zip(self._of_stages, found, strict=False)
-        }
-        return numbers[-1] if with_sum else None
+        if is_new:
+            found = self._by_name(micros)
+        else:
+            means = self._numbers[len(present) + 4 :]
+            found = {key: mean for key, mean, here in zip(self._known, means, present, strict=False) if here}
+        self._known = tuple(found)
+        self._found = {key: mean if key[0] == TRAINED else mean.float() for key, mean in found.items()}
+        return self.total
+
+    def _by_name(self, micros: float) -> dict[Key, Tensor]:
+        """Return the losses of all replicas, which the last stages exchange by name and send to the other stages."""
+        totals: dict[Key, float] = {}
+        if self._reduced:
+            for each in gather_objects({key: total.item() for key, total in self._sums.items()}, self._replicas):
+                for key, value in each.items():
+                    totals[key] = totals.get(key, 0.0) + value
+            totals = {key: totals[key] / (self.targets if key[0] == TRAINED else micros) for key in sorted(totals)}
+        names = [totals]
+        if dist.get_world_size(self._stages) > 1:
+            dist.broadcast_object_list(names, self._source, group=self._stages)
+        return {key: torch.tensor(mean, dtype=torch.float64, device=self.device) for key, mean in names[0].items()}
+
+    @property
+    def shared_sum(self) -> Tensor:
+        """The sum of the scalars that were given to `share` in this step, a scalar in fp64."""
+        return self._numbers[-1]
+
+    @property
+    def shared_sum_on_host(self) -> float:
+        """The same sum as a float. Call `read` first."""
+        assert self._host is not None, "read() comes first"
+        return self._host[-1]
 
     @property
     def means(self) -> dict[str, Tensor]:
@@ -175,7 +195,3 @@ class Losses:
     def named(self) -> dict[str, Tensor]:
         """All losses by name, scalars, for a progress line."""
         return {name: value for (_, name), value in self._found.items()}
-
-
-def _trained_first(losses: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    return dict(sorted(losses.items(), key=lambda item: item[0][0]))

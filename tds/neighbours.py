@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .channel import Link, Receiver, Sender
-from .groups import new_groups
+from .groups import new_groups, of_hosts
 from .memory import Pool
 from .posting import Points
 from .queues import boundary_parity, in_queues, posted_ahead
@@ -111,6 +111,7 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     # Two groups for each parity: down the pipeline, and up.
     groups = [[new_groups(pipelines) for _ in range(2)] for _ in range(parities if in_queues(device) else 1)]
     pool, ahead = Pool(device), posted_ahead(device)
+    hosts = of_hosts(grid.get_pipe_parallel_group()) if in_queues(device) else None
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
     previous = (stage - 1) % stages
     for side, boundary, other in ((NEXT, stage, (stage + 1) % stages), (PREVIOUS, previous, previous)):
@@ -118,8 +119,8 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
             down, up = groups[boundary_parity(boundary, stages) % len(groups)]
             peer = grid.stage_to_global(stage_id=other)
             out, back = (down, up) if side == NEXT else (up, down)
-            found.senders[side] = Sender(Link(peer, out, device, pool, *slices))
-            found.receivers[side] = Receiver(Link(peer, back, device, pool, *slices), ahead)
+            found.senders[side] = Sender(Link(peer, out, hosts or out, device, pool, *slices))
+            found.receivers[side] = Receiver(Link(peer, back, hosts or back, device, pool, *slices), ahead)
     _meet(found, device, parities)
     return found
 

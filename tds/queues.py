@@ -11,11 +11,11 @@ only after both its send and its receive have started. If the graph has no cycle
 the time at which it ends.
 """
 
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -33,8 +33,6 @@ from .schedule import (
 )
 
 POSTED_AHEAD = 2  # number of receives posted in advance by a channel on CPUs
-CONNECTIONS, DEFAULT_CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8, 32
-STREAMS = 12  # CUDA streams of a rank: one for computation, and one for each of its process groups
 
 
 def boundary_parity(boundary: int, stages: int) -> int:
@@ -64,13 +62,6 @@ def posted_ahead(device: torch.device) -> int | None:
     return None if in_queues(device) else POSTED_AHEAD
 
 
-def share_hardware_queues(device: torch.device) -> bool:
-    """Return whether two streams of a rank may share a hardware queue, which starts work in the order of submission."""
-    given = os.environ.get(CONNECTIONS, "")
-    queues = int(given) if given.isdigit() else DEFAULT_CONNECTIONS
-    return device.type == "cuda" and queues < STREAMS
-
-
 def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
     """Return a key of the process group that transports a message: its boundary's parity, and its direction.
 
@@ -86,8 +77,8 @@ class Rules:
     ahead: receives that a channel posts in advance; None: receives are posted at the points of posting.py.
     one_hardware_queue: the device starts all its work in the order of submission. A schedule that ends under this
         rule also ends if only some streams share a hardware queue.
-    dynamic: each activation has a header, for which the host waits. Otherwise only the first activation of each chunk
-        has a header.
+    dynamic: each activation has a header, for which the receiving host waits. Otherwise only the first activation of
+        each chunk has a header.
     queue: function (boundary, number of stages, whether the message goes to the next stage) -> key of the message's
         queue; None if the message does not wait for other messages.
     message: duration of a message, in units of a stage's forward pass.
@@ -156,7 +147,9 @@ class StageGraph:
     def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int, points: Points) -> None:
         self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
         self._points, self._passes = points, 0
-        self.ends: dict[tuple[int, bool, str, At, bool], tuple[int, int]] = {}  # start and end events of messages
+        # Events of messages and headers, by (link, whether this stage sends it). A message has a start and an end.
+        self.ends: dict[tuple[Any, bool], tuple[int, int]] = {}
+        self.headers: dict[tuple[Any, bool], int] = {}
         # Each int below is the number of an event in the graph.
         self._last: dict[Hashable, int] = {}  # for each queue, the event at which its last message ends
         self._computed: int | None = None  # the event that the next computation must wait for
@@ -178,7 +171,7 @@ class StageGraph:
             kind, at = type(each), each.at
             if kind is RecvActivation:
                 if self._has_header(each):
-                    self._host = self._message(kind, at, "header")
+                    self._host = self._header(kind, at)
                     self._known[kind] |= (
                         {at} if self.rules.dynamic else {a for a in self._agenda[kind] if a.chunk == at.chunk}
                     )
@@ -209,7 +202,7 @@ class StageGraph:
         if kind is SendActivation:
             self._known[RecvGrad].add(at)
             if self._has_header(each):
-                self._message(kind, at, "header")
+                self._header(kind, at)
         self._message(kind, at)
 
     def _synchronize(self, name: str) -> None:
@@ -229,16 +222,28 @@ class StageGraph:
         self._since_sync.append(end)
         return start, end
 
-    def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
-        down = kind in (SendActivation, RecvActivation)  # whether the message goes to the next virtual stage
+    def _header(self, kind: type[Instruction], at: At) -> int:
+        """Send or receive a header, which goes from host to host, so that only the receiving host waits."""
+        sends = kind is SendActivation
+        name = f"{kind.__name__}({at.micro}, header) of stage {self.stage}"
+        event = self.graph.add_event(name, 0.0 if sends else self.rules.message, self._host)
+        self.headers[self._link(kind, at), sends] = event
+        return event
+
+    def _link(self, kind: type[Instruction], at: At) -> tuple[int, bool, At]:
+        """Return (boundary, whether the message goes to the next virtual stage, micro-batch and sender's chunk)."""
         boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
         # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
-        queue = self.rules.queue(boundary, self.stages, down)
-        name = f"{kind.__name__}({at.micro}{what and ', ' + what}) of stage {self.stage}"
+        return boundary, kind in (SendActivation, RecvActivation), At(at.micro, sender)
+
+    def _message(self, kind: type[Instruction], at: At) -> int:
+        link = self._link(kind, at)
+        queue = self.rules.queue(link[0], self.stages, link[1])
+        name = f"{kind.__name__}({at.micro}) of stage {self.stage}"
         start, end = self._submit(name, self.rules.message, None if queue is None else self._last.get(queue))
         self._last[queue] = end
-        self.ends[boundary, down, what, At(at.micro, sender), kind in (SendActivation, SendGrad)] = start, end
+        self.ends[link, kind in SENDS] = start, end
         return end
 
     def _take(self, kind: type[Instruction]) -> None:
@@ -271,15 +276,19 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
     """
     rules, graph = rules or Rules(), Graph()
     chunks = chunks_of(plan)
-    ends: defaultdict[tuple[int, bool, str, At], dict[bool, tuple[int, int]]] = defaultdict(dict)
+    ends, headers = dict[tuple[Any, bool], tuple[int, int]](), dict[tuple[Any, bool], int]()
     points = receive_points(plan, rules.dynamic) if rules.ahead is None else [{}] * len(plan)
     for number, instructions in enumerate(plan):
         stage = StageGraph(graph, rules, number, len(plan), chunks, points[number])
         stage.run(instructions)
-        for (*message, sends), events in stage.ends.items():
-            ends[tuple(message)][sends] = events  # type: ignore[index]
-    for both in ends.values():
-        (sent, left), (posted, arrived) = both[True], both[False]
-        graph.after[arrived].append(sent)
-        graph.after[left].append(posted)
+        ends |= stage.ends
+        headers |= stage.headers
+    for link, sends in ends:
+        if sends:
+            (sent, left), (posted, arrived) = ends[link, True], ends[link, False]
+            graph.after[arrived].append(sent)
+            graph.after[left].append(posted)
+    for link, sends in headers:
+        if sends:
+            graph.after[headers[link, False]].append(headers[link, True])
     return graph.finish()

@@ -14,7 +14,7 @@ from .boundary import Contract, check_match, contract_of
 from .distributed_optimizer import DistributedOptimizer
 from .groups import gather_objects
 from .messages import ways
-from .queues import CONNECTIONS, MOST_CONNECTIONS, Rules, in_queues, posted_ahead, share_hardware_queues
+from .queues import Rules, in_queues, posted_ahead
 from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
 
@@ -45,12 +45,9 @@ def raise_if_any_failed(error: Exception | None) -> None:
 
 def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device."""
-    rules = Rules(
-        posted_ahead(engine.device),
-        one_hardware_queue=share_hardware_queues(engine.device),
-        dynamic=engine.dynamic_shape,
-        device_waits=in_queues(engine.device),
-    )
+    # The streams of a device may share hardware queues, and its host may have to synchronize it.
+    on_device = in_queues(engine.device)
+    rules = Rules(posted_ahead(engine.device), on_device, engine.dynamic_shape, device_waits=on_device)
     stages, micros = engine.num_stages, engine.micro_batches
     for each in (schedule, partial(forward_only, chunks=chunks)):
         plan = [list(each(stage, stages, micros)) for stage in range(stages)]
@@ -62,16 +59,10 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
 
 
 def _check_on_device(plan: Plan, micros: int, rules: Rules) -> None:
-    """Raise ScheduleError if a plan may deadlock; give advice if it would not without one of the `rules`."""
+    """Raise ScheduleError if a plan may deadlock; give advice if it would not without dynamic_shape."""
     try:
         check(plan, micros, rules)
     except ScheduleError as error:
-        if rules.one_hardware_queue:
-            check(plan, micros, replace(rules, one_hardware_queue=False))
-            raise ScheduleError(
-                f"{error}. The cause: streams share hardware queues. Set {CONNECTIONS}={MOST_CONNECTIONS}, or "
-                "use another number of micro-batches or another schedule than interleaved"
-            ) from None
         if rules.dynamic:
             check(plan, micros, replace(rules, dynamic=False))
             raise ScheduleError(f"{error}. The cause: dynamic_shape. Use another schedule than interleaved") from None

@@ -47,7 +47,6 @@ SENTENCES = {
     "was_differentiated_before": "was differentiated before",
     "modified_by_an_inplace_operation": "modified by an inplace operation",
     "3_ranks_cannot_be_laid_out": "3 ranks do not form a grid",
-    "cuda_device_max_connections": "CUDA_DEVICE_MAX_CONNECTIONS",
     "cannot_be_divided_by_without_a": "cannot be divided by . without a remainder",
     "leave_the_call_out": "leave the call out",
     "reads_no_data_so_it_has": "no io-parallel group; only ranks \\[0, 2\\] have one",

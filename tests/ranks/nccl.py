@@ -55,12 +55,14 @@ class Work:
 class Device:
     """The emulated device of one rank, with its message queues.
 
-    pending: operations that the next computation waits for. loaded: kernels used so far.
+    pending: operations that the next computation waits for. loaded: kernels used so far. hosts: process groups for
+    tensors in host memory, whose messages do not pass through the device.
     """
 
     def __init__(self, lazy: bool, one_hardware_queue: bool, loading: bool) -> None:
         self.lazy, self.one_hardware_queue, self.loading = lazy, one_hardware_queue, loading
         self.loaded: set[Any] = set()
+        self.hosts: set[Any] = set()
         self._all: list[Work] = []
         self.pending: list[Work] = []
         self._asked: Work | None = None
@@ -143,6 +145,9 @@ def _message(device: Device, raw: Callable[..., Any], waits: bool) -> Callable[.
         given = inspect.signature(raw).bind(tensor, *args, **kwargs)
         group = given.arguments["group"] = given.arguments.get("group") or dist.group.WORLD
         peer = given.arguments["src" if "src" in given.arguments else "dst"]
+        if group in device.hosts:
+            sent = raw(*given.args, **given.kwargs)
+            return sent.wait() if waits else sent
         device.meet(group, peer)
         stream = (group, peer) if device.lazy else group
         work = device.ask(stream, lambda: raw(*given.args, **given.kwargs).wait())
@@ -156,6 +161,8 @@ def _collective(device: Device, raw: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(raw).bind(*args, **kwargs)
         given.apply_defaults()
+        if given.arguments["group"] in device.hosts:
+            return raw(*args, **kwargs)
         asynchronous, given.arguments["async_op"] = given.arguments["async_op"], False
         work = device.ask(given.arguments["group"] or dist.group.WORLD, lambda: raw(*given.args, **given.kwargs))
         return work if asynchronous else (work.wait(), None)[1]

@@ -109,10 +109,10 @@ def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
         copied += 1
         return take(self, parts)
 
-    def counting_messages(self: Any, buffer: Tensor) -> None:
+    def counting_messages(self: Any, buffer: Tensor, *group: Any) -> None:
         nonlocal sent
         sent += buffer.numel() * buffer.element_size() == 4 * WIDTH * 4
-        start(self, buffer)
+        start(self, buffer, *group)
 
     tds.channel.Sender._copy, tds.channel.Sender._start = counting_copies, counting_messages  # type: ignore[method-assign]
     last = [nn.Tanh()] if keeps_outputs else []  # Tanh's backward pass needs its output
@@ -654,6 +654,8 @@ def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
         function = getattr(dist, name)
 
         def call(tensor: Tensor, peer: int, group: Any = None) -> Any:
+            if tensor.numel() == tds.channel.HEADER_SIZE:  # a header, which goes from host to host
+                return function(tensor, peer, group=group)
             number = numbers.setdefault(group, list(_groups(engine)).index(group))
             handed.append((name.removeprefix("i"), (number,), peer, tensor.numel() * tensor.element_size()))
             return function(tensor, peer, group=group)

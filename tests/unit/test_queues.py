@@ -44,28 +44,16 @@ def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", covering(range(2, 65), lambda n: n <= 6 or n == 9))
 def test_every_schedule_ends_wherever_stages_synchronize_their_devices(stages: int) -> None:
-    """No schedule deadlocks, even if all stages synchronize at every allocation and before every pass."""
+    """No schedule deadlocks, even if all stages synchronize at every allocation and before every pass.
+
+    All streams of a device share one hardware queue.
+    """
     for name in SCHEDULES:
         for micros in {1, stages + 1} if stages > 20 else {1, stages - 1, stages, stages + 1, 2 * stages + 1}:
             plan = plan_of(name, stages, micros)
             for dynamic in (False, True):
                 if not dynamic or ("interleaved" not in name and "chunks" not in name):
-                    finish(plan, Rules(ahead=None, device_waits=True, dynamic=dynamic))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_one_hardware_queue_is_enough(name: str) -> None:
-    for stages in (2, 3, 4, 8, 16):
-        for micros in (1, stages, 4 * stages):
-            finish(plan_of(name, stages, micros), Rules(ahead=None, one_hardware_queue=True, device_waits=True))
-
-
-def test_one_group_of_micro_batches_through_chunks_needs_several_hardware_queues() -> None:
-    """Interleaving 5 micro-batches, a single group, on 3 stages deadlocks with one hardware queue."""
-    plan = plan_of("interleaved", 3, 5)
-    finish(plan, Rules(ahead=None, device_waits=True))
-    with pytest.raises(ScheduleError, match=SENTENCES["messages_would_deadlock_which_waits_for"]):
-        finish(plan, Rules(ahead=None, one_hardware_queue=True))
+                    finish(plan, Rules(ahead=None, one_hardware_queue=True, device_waits=True, dynamic=dynamic))
 
 
 def test_chunks_with_a_header_for_each_message_are_refused() -> None:
