@@ -29,7 +29,7 @@ class Drop(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Thresholds of the cleaning rules; `max_repeated` to `max_urls` are fractions of a document's characters."""
+    """Thresholds of the cleaning rules. The fields `max_repeated` to `max_urls` are fractions of all characters."""
 
     min_chars: int = 16
     max_chars: int = 10_000_000
@@ -39,7 +39,7 @@ class Limits:
     max_encoded: float = 0.2
     max_urls: float = 0.5
     script: str = "Han"
-    min_script: float = 0.0  # smallest fraction of letters that belong to `script`; 0 disables the rule
+    min_script: float = 0.0  # smallest allowed fraction of letters that belong to `script`; 0 disables the rule
 
 
 Rule = Callable[[str, Limits], str]
