@@ -96,7 +96,7 @@ def urls(text: str, limits: Limits) -> str:
 
 
 def repeated(text: str, limits: Limits) -> str:
-    """Reduce three or more equal consecutive lines to one, and a phrase that repeats within a line to one copy.
+    """Reduce three or more equal consecutive lines to one; if a line repeats a phrase, keep one copy of the phrase.
 
     In source code, equal lines are kept. Drop the document if repeated phrases make up too large a part of it, or if
     too many repeated lines remain.

@@ -118,7 +118,8 @@ def worker_flags(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=os.cpu_count() or 1, help="number of worker processes (default: one per core)")
     add(
         "--ray", metavar="ADDRESS",
-        help="Ray cluster that runs the workers: auto for this machine's cluster, local to start one on this machine",
+        help="Ray cluster that runs the workers: its address, auto for the cluster that this machine belongs to, or "
+        "local to start a cluster on this machine",
     )  # fmt: skip
 
 

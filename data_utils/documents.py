@@ -45,8 +45,8 @@ class Chunk:
     """Bytes `start` to `start + length` of a file; for compressed files `start` counts decompressed bytes.
 
     content: these bytes if they cannot be read from the file by offset, else None.
-    lines: number (from 1) of the first line, or the numbers of all lines, of `content`; None if the lines of the file
-    are counted when a number is needed.
+    lines: line numbers of `content` in the file, counted from 1: the number of the first line, or a tuple with the
+    number of every line. None: line numbers are found by counting the lines of the file when a message needs one.
     bad: documents found to be unreadable while the file was cut into chunks, as (offset in `content`, error).
     """
 
@@ -265,9 +265,9 @@ def documents(
 
 
 def _unread(path: str, keys: Sequence[str] | Take) -> str:
-    """Return a hint to append to a record's error: the requested parquet columns that contain no text.
+    """Return a hint for the error of a record: it names the requested parquet columns that hold no text.
 
-    Such columns are not read. Returns "" for other file formats.
+    Columns without text are not read. Returns "" for other file formats.
     """
     if kind(path) != ".parquet":
         return ""
