@@ -296,11 +296,11 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         if not is_utf8(source.encoding):
-            raise ValueError(f"not {source.encoding}") from None
+            raise ValueError(f"the text is not {source.encoding}") from None
         place = f"byte {error.start + 1} is 0x{raw[error.start]:02x}"
-        raise ValueError(f"not UTF-8 ({place}){looks_like(raw)}") from None
+        raise ValueError(f"the text is not UTF-8 ({place}){looks_like(raw)}") from None
     if raw.count(0) * 5 > len(raw):
-        raise ValueError(f"not text, but mostly zero bytes{looks_like(raw)}")
+        raise ValueError(f"the document is not text but mostly zero bytes{looks_like(raw)}")
     if kind(source.path) == ".txt":
         if callable(keys):
             raise ValueError("a .txt file contains no records with messages; convert it to .jsonl, .csv or .parquet")
@@ -308,18 +308,18 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
     try:
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(f"the record is not JSON ({error.msg} at column {error.colno})") from None
     except ValueError:  # Python refuses integers of more than 4300 digits
-        raise ValueError("not JSON (a number has more than 4300 digits)") from None
+        raise ValueError("the record is not JSON (a number has more than 4300 digits)") from None
     except RecursionError:
-        raise ValueError("not JSON (nested too deeply)") from None
+        raise ValueError("the record is not JSON (nested too deeply)") from None
     if callable(keys):
         return keys(record)
     found = []
     for key in keys:
         value = record.get(key) if isinstance(record, dict) else None
         if not isinstance(value, str):
-            raise ValueError(f"no text under the key {key!r}")
+            raise ValueError(f"the record has no text under the key {key!r}")
         if "\\u" in text or "\\U" in text:
             _check_pairs(value)
         found.append(value)

@@ -83,7 +83,10 @@ def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
 
 
 class _Search:
-    """Recursive search that yields each file once. duplicates: further paths that links to folders give to a file."""
+    """Recursive search that yields each file once.
+
+    duplicates: paths that were not yielded, because they lead through a linked folder to a file already found.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, Path] = {}
@@ -92,7 +95,7 @@ class _Search:
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
         # Only links to folders are resolved: a link to a file counts as a separate file, as a copy would.
-        # A pattern may match a path with more links than the system follows; the resolved path is readable.
+        # The path that a pattern matches may contain more links than the system can follow, so use the resolved path.
         place = os.path.join(os.path.realpath(path.parent), path.name)
         if not os.path.isdir(place):
             if self._is_new(place, path):

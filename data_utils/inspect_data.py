@@ -96,7 +96,7 @@ def _with_loss(prefix: str) -> list[str]:
 def verify(args: argparse.Namespace) -> None:
     """Run the command `verify`: check all .bin/.idx pairs of a corpus.
 
-    A corpus of conversations has two pairs, a CPM corpus for T5 three, any other corpus one.
+    A corpus of conversations has two pairs (tokens and loss mask), a CPM corpus for T5 has three, any other corpus one.
     Raises DatasetError with a list of all problems.
     """
     whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")

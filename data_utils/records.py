@@ -230,7 +230,11 @@ class _Array:
                 continue
             if wrong or end - self._at > self._largest:
                 long = cut and len(self._held) - self._at > self._largest
-                reason = too_long(self._largest, "the } of its object") if long or not wrong else f"not JSON ({wrong})"
+                reason = (
+                    too_long(self._largest, "the } of its object")
+                    if long or not wrong
+                    else f"the record is not JSON ({wrong})"
+                )
                 yield BadLine(self._path, self._line, reason)
                 self._skip_item(bounded=not long)
                 continue

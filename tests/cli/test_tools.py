@@ -73,10 +73,10 @@ def test_gzip_folders_and_plain_text(tmp_path: Path, vocab_file: str, corpus: Pa
 
 
 BAD = {
-    "json": (b'{"text": "a"}\n{"text": \n{"text": "b"}\n', "line 2: not JSON"),
-    "utf8": (b'{"text": "a"}\n\n{"text": "\xff"}\n{"text": "b"}\n', "line 3: not UTF-8 (byte 11 is 0xff)"),
-    "key": (b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}\n', "line 2: no text under the key 'text'"),
-    "kind": (b'{"text": "a"}\n[1]\n{"text": "b"}\n', "line 2: no text under the key 'text'"),
+    "json": (b'{"text": "a"}\n{"text": \n{"text": "b"}\n', "line 2: the record is not JSON"),
+    "utf8": (b'{"text": "a"}\n\n{"text": "\xff"}\n{"text": "b"}\n', "line 3: the text is not UTF-8 (byte 11 is 0xff)"),
+    "key": (b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}\n', "line 2: the record has no text under the key 'text'"),
+    "kind": (b'{"text": "a"}\n[1]\n{"text": "b"}\n', "line 2: the record has no text under the key 'text'"),
     "surrogate": (
         b'{"text": "a"}\n{"text": "\\ud800"}\n{"text": "b"}\n',
         "line 2: the text contains half of a surrogate pair",
@@ -328,7 +328,7 @@ def test_cleaning(tmp_path: Path) -> None:
         "--dropped",
         str(tmp_path / "d.jsonl"),
     ]
-    assert "line 54: not JSON" in fails("tools/clean_corpus.py", *argv, "--quiet")
+    assert "line 54: the record is not JSON" in fails("tools/clean_corpus.py", *argv, "--quiet")
     assert not (tmp_path / "o.jsonl").exists()
     done = command("python", "tools/clean_corpus.py", *argv, "--quiet", "--on-error", "skip")
     assert done.returncode == 0, done.stderr
