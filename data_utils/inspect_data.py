@@ -158,7 +158,7 @@ def decode(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     for d in args.documents:
         if not 0 <= d < indexed.num_documents:
-            raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, not {d}")
+            raise ValueError(f"there is no document {d}; {args.prefix} has documents 0 to {indexed.num_documents - 1}")
         first, last = indexed.document_index[d : d + 2].tolist()
         ids = [i for s in range(first, last) for i in indexed[s].tolist()]
         print(f"--- document {d}: {len(ids)} tokens")
@@ -197,7 +197,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
             f"the new sidecar records the latest, {dates[-1]}"
         )
     if dates and any(is_undated(about) for about in abouts):
-        print(f"note: the chat template rendered no date in some of the pairs; the new sidecar records {dates[-1]}")
+        print(f"note: some pairs record no date of the chat template; the new sidecar records the date {dates[-1]}")
     builder, *others = (
         merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
     )
@@ -249,7 +249,7 @@ def sample(args: argparse.Namespace) -> None:
     config = relocated(from_file(str(path)), path.parent)
     task = task_of(config)
     if config.data.vocab_file is None:
-        raise ValueError(f"{path} sets no --vocab-file")
+        raise ValueError(f"the run has no tokenizer: {path} does not set --vocab-file")
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
     dataset = task.datasets(config, tokenizer)[0][PARTS.index(args.part)]
     if dataset is None:

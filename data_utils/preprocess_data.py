@@ -286,9 +286,9 @@ class _Output:
         self._journaled = self.count["documents"]
 
     def keep(self, journal: Journal) -> int:
-        """After an error, save all complete chunks for a later run, which resumes; return their number of documents.
+        """After an error, save all complete chunks, so that a later run can resume; return their number of documents.
 
-        If saving fails, only the chunks that the journal already records are kept.
+        If saving fails, only the chunks that the journal already records remain saved.
         """
         with contextlib.suppress(OSError, ValueError):  # saving fails on a full disk, or if files are already closed
             if self._whole:
