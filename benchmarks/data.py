@@ -178,7 +178,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
     train_sentencepiece(sample, models["bpe"], 8000)
     _train_cpm(sample, models["cpm"])
     train_byte_bpe(sample, str(folder / "tokenizer.json"), 8000, "hf")
-    big = folder / "big.jsonl"  # Fast contenders convert more text, so that they can be timed.
+    big = folder / "big.jsonl"  # Fast contenders convert more text, so that timing is precise.
     big.write_bytes(Path(source).read_bytes() * max(1, round(100 / size)))
     medium = folder / "medium.jsonl"
     medium.write_bytes(Path(source).read_bytes() * 3)

@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micros", type=int, default=16)
-    parser.add_argument("--megabytes", type=float, default=1.0, help="size of the tensor between stages, in MB")
+    parser.add_argument("--megabytes", type=float, default=1.0, help="size in MB of the tensor that a stage sends")
     parser.add_argument(
         "--jitter",
         type=float,

@@ -89,7 +89,7 @@ def base64(text: str, limits: Limits) -> str:
 
 
 def urls(text: str, limits: Limits) -> str:
-    """Drop a document in which the share of lines of URLs exceeds `limits.max_urls`."""
+    """Drop a document in which the share of characters in lines of URLs exceeds `limits.max_urls`."""
     if url_characters(text) > limits.max_urls * len(text):
         raise Drop("urls")
     return text

@@ -49,12 +49,12 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
         if path.is_dir():
             found = _readable(name, [path], say)
             if not found:
-                raise InputError(f"the folder {name} contains no file of a supported type: {KINDS}")
+                raise InputError(f"the folder {name} contains no file of a supported type; supported are {KINDS}")
         elif glob.has_magic(name) and not path.exists():
             _check_folders_of(name)
             found = _readable(name, map(Path, glob.glob(name, recursive=True)), say)
             if not found:
-                raise InputError(f"{name} matches no file of a supported type: {KINDS}")
+                raise InputError(f"{name} matches no file of a supported type; supported are {KINDS}")
         else:
             found = [name]
         for each in found:
@@ -173,7 +173,7 @@ def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
     known = [path for path in every if kind(path)]
     others = [path for path in every if not kind(path)]
     if known and others:
-        say(f"{where}: skipped {len(others)} of {len(every)} files: unsupported types ({_abbreviate(others)})")
+        say(f"{where}: skipped {len(others)} of {len(every)} files of unsupported types ({_abbreviate(others)})")
     return known
 
 
@@ -206,7 +206,7 @@ def _check_file(path: str) -> None:
     if not os.path.isfile(path):
         raise InputError(f"there is no file {path}")
     if not kind(path):
-        raise InputError(f"{path} is not of a supported type: {KINDS}")
+        raise InputError(f"{path} is not of a supported type; supported are {KINDS}")
     if not os.access(path, os.R_OK):
         raise InputError(f"cannot read {path}: no permission")
 

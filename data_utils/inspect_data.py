@@ -158,7 +158,7 @@ def decode(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     for d in args.documents:
         if not 0 <= d < indexed.num_documents:
-            raise ValueError(f"there is no document {d}; {args.prefix} has documents 0 to {indexed.num_documents - 1}")
+            raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, but no document {d}")
         first, last = indexed.document_index[d : d + 2].tolist()
         ids = [i for s in range(first, last) for i in indexed[s].tolist()]
         print(f"--- document {d}: {len(ids)} tokens")

@@ -43,7 +43,7 @@ def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterato
 
 
 class _Lines:
-    """Lines of a CSV file, with the state of the current record: its first line, size and open quote."""
+    """Lines of a CSV file, with the state of the current record: its first line, its size, whether a quote is open."""
 
     def __init__(self, path: str, encoding: str, largest: int) -> None:
         self._file, self._largest = open_text(path, encoding), largest
