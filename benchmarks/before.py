@@ -25,8 +25,8 @@ TIME = re.compile(r"\bms\b|%|\bs\b|seconds|\+")
 def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
     """Run the command of a benchmark section in a checkout, and return the rows of the table that it prints.
 
-    The keys are the names of the rows that begin with "ours". The values are the title of the second column and its
-    number. The result is empty if the command fails, for example in a checkout that is older than the benchmark.
+    The result maps the name of each row that begins with "ours" to (title of the second column, first number in this
+    column). The result is empty if the command fails, for example in a checkout that is older than the benchmark.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)

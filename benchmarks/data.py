@@ -4,8 +4,8 @@
     python benchmarks/data.py --sections preprocess startup read
 
 Without --corpus a synthetic Chinese-like text is generated. Contenders take turns within every round. A contender's
-rate is per CPU-second of all its processes; the tables show the median, lowest and highest rate of the rounds. Peak
-memory is that of a contender's largest process.
+rate is its output divided by the CPU-seconds of all its processes. The tables show the median, lowest and highest rate
+of the rounds. Peak memory is that of a contender's largest process.
 """
 
 import argparse
@@ -122,7 +122,10 @@ def run_tool(model: str, kind: str, workers: int, source: str, folder: Path) -> 
 
 
 def run_script(script: str, argv: list[str]) -> Callable[[], tuple[float, int, int]]:
-    """Return a function that runs a peer's script and returns (CPU-seconds without start-up, tokens, peak kB)."""
+    """Return a function that runs another library's script.
+
+    The function returns (CPU-seconds without start-up, tokens, peak kB).
+    """
 
     def run() -> tuple[float, int, int]:
         with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
@@ -175,7 +178,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
     train_sentencepiece(sample, models["bpe"], 8000)
     _train_cpm(sample, models["cpm"])
     train_byte_bpe(sample, str(folder / "tokenizer.json"), 8000, "hf")
-    big = folder / "big.jsonl"  # Fast contenders convert more text, so that they can be timed.
+    big = folder / "big.jsonl"  # Fast contenders convert more text, so that timing is precise.
     big.write_bytes(Path(source).read_bytes() * max(1, round(100 / size)))
     medium = folder / "medium.jsonl"
     medium.write_bytes(Path(source).read_bytes() * 3)
@@ -221,7 +224,7 @@ def preprocess(args: argparse.Namespace, folder: Path) -> None:
 def print_ratios(pairs: list[tuple[str, str]], rates: Rates) -> None:
     for ours, theirs in pairs:
         by_round = [a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]
-        print(f"{ours} / {theirs}: {spread(by_round, '.2f')}")
+        print(f"speed of {ours} / speed of {theirs}: {spread(by_round, '.2f')}")
 
 
 # ------------------------------------------------------------------------------------------------ start-up
@@ -357,7 +360,7 @@ def read(args: argparse.Namespace, folder: Path) -> None:
         500,
         rates,
     )
-    print("\n| samples, random access, warm | samples per CPU-s |\n| --- | --- |")
+    print("\n| samples in random order, files in the page cache | samples per CPU-s |\n| --- | --- |")
     for name, found in rates.items():
         print(f"| {name} | {spread(found, ',.0f')} |")
     names = list(rates)

@@ -1,9 +1,9 @@
-"""Speed of attention that is confined to documents: one document at a time, compared with masking the whole sample.
+"""Speed of attention within documents: attention computed per document, compared with one mask for the whole sample.
 
     python benchmarks/documents.py --tokens 16 100 400
 
 The script times a forward and a backward pass of a small GPT-2, and of a small T5 with relative positions. Passes
-alternate between attention by document and `--reference-ops document-attention`, which applies an attention mask. Peak
+alternate between attention computed per document and `--reference-ops document-attention`, which masks the sample. Peak
 memory is measured in separate processes.
 """
 
@@ -31,7 +31,7 @@ FAMILIES = {"gpt2": GPT2, "t5": T5}
 def step(family: str, length: int, tokens: int, dropout: float, masked: bool) -> Callable[[], None]:
     """Return a function that runs forward and backward on samples packed with documents of about `tokens` tokens.
 
-    masked: attend under one mask for the whole sample, instead of document by document.
+    masked: if True, apply one attention mask to the whole sample; if False, compute attention per document.
     """
     import torch
 
@@ -96,7 +96,7 @@ def main() -> None:
         return
     print(
         "| model, tokens per document | attention with one mask, ms | attention per document, ms | "
-        "time with one mask / time per document, by round | peak MB |"
+        "ratio of these two times, by round | peak MB with one mask to peak MB per document |"
     )
     print("| --- | --- | --- | --- | --- |")
     for family in args.families:

@@ -175,7 +175,7 @@ def measure(model: str, contender: str, seconds: float) -> dict[str, Any] | str:
 def in_turns(model: str, args: argparse.Namespace) -> dict[str, dict[str, Any] | str]:
     """Measure every contender in each turn; return {contender: measurements, or the reason why there are none}.
 
-    A contender's list of seconds covers all turns.
+    The list `seconds` of a contender's measurements contains the step times of all turns.
     """
     end, names = time.monotonic() + 60 * args.minutes, contenders(model, args.no_compile)
     found: dict[str, dict[str, Any] | str] = {}

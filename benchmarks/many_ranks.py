@@ -3,10 +3,11 @@
     python benchmarks/many_ranks.py --ranks 1024 8192
     python benchmarks/many_ranks.py --ranks 1024 --rank 517 --stages 16 --model 8
 
-No other rank is needed: the process is one rank of a simulated world (torch's fake process group), so no message is
-sent. It does everything that a rank does until its engine is built, except for the watchdog and the comparison of
-settings. In the table, "groups at once" counts calls that create all groups of an axis together, as NCCL's split does.
-"one by one" counts calls that create a single group; in a real run, every rank of the world would take part in each.
+No other rank is needed: the process is one rank of a simulated world (torch's fake process group) and sends no message.
+The process does everything that a rank does until its engine is built, except for the watchdog and the comparison of
+settings. The column "calls for all groups of an axis" counts the calls that create all groups of an axis together, as
+NCCL's split does. The column "calls for one group" counts the calls that create a single group; in a real run, every
+rank of the world would take part in each of these calls.
 """
 
 import argparse
@@ -104,8 +105,8 @@ def main() -> None:
         print(json.dumps(measure(args.ranks[0], *sizes)), flush=True)
         os._exit(0)
     print(
-        "| ranks | creating all groups at once | creating groups one by one | building the grid | building the model | "
-        f"building the engine | peak memory | this rank's stage |\n|{' --- |' * 8}"
+        "| ranks | calls for all groups of an axis | calls for one group | building the grid | building the model | "
+        f"building the engine | increase of peak memory | this rank's stage |\n|{' --- |' * 8}"
     )
     for ranks in args.ranks:
         argv = [sys.executable, __file__, "--json", "--ranks", str(ranks)]

@@ -264,7 +264,7 @@ def main() -> None:
     torch.manual_seed(0)  # all ranks draw the same initial weights
     steps = {**found_ours, "alone": alone(args, text), **({} if args.ours_only else peers(args, text))}
     kept = {name: _kept(step) for name, step in steps.items()} if args.kind == "cp" else {}
-    # "ours" enables this after its first step; enable it for the other contenders too.
+    # "ours" lets the allocator keep freed memory after its first step; do the same for the other contenders.
     device_module.keep_freed_memory(torch.device("cpu"))
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:

@@ -5,10 +5,10 @@
     python benchmarks/pipeline.py --stages 4 --schedules all
 
 Contenders are this project's engine ("ours"), stock DeepSpeed's PipelineEngine and the schedules of
-torch.distributed.pipelining, in turn within every round on the same processes. The table shows by how much the time of
-a step exceeds the ideal of 1F1B, (micro-batches + stages - 1) x (forward + backward). The last column shows how far
-the ideal of the contender's own schedule is from the ideal of 1F1B; it is negative for a schedule with a smaller
-bubble.
+torch.distributed.pipelining, in turn within every round on the same processes. The ideal time
+of 1F1B is (micro-batches + stages - 1) x (forward + backward). The table shows by how many percent the measured time
+of a step exceeds this ideal time. The last column shows the difference in percent between the ideal time of the
+contender's own schedule and that of 1F1B; it is negative for a schedule with a smaller bubble.
 """
 
 import argparse
@@ -25,14 +25,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micros", type=int, default=16)
-    parser.add_argument("--megabytes", type=float, default=1.0, help="size of the tensor between stages, in MB")
+    parser.add_argument("--megabytes", type=float, default=1.0, help="size in MB of the tensor that a stage sends")
     parser.add_argument(
         "--jitter",
         type=float,
         default=0.0,
         help="random variation of the time of a pass; 0.5 means 0.5 to 1.5 times the constant time (default: 0)",
     )
-    parser.add_argument("--schedules", choices=["1f1b", "all"], default="1f1b", help='"all" adds interleaved and zb-h1')
+    parser.add_argument(
+        "--schedules",
+        choices=["1f1b", "all"],
+        default="1f1b",
+        help='schedules to measure; "all" adds interleaved and zb-h1 to 1f1b (default: 1f1b)',
+    )
     parser.add_argument("--rounds", type=int, default=5)
     return parser
 
@@ -169,8 +174,8 @@ def main() -> None:
         ideal = ideals(args)
         print(f"{args.stages} stages, {args.micros} micro-batches, {args.megabytes:g} MB, jitter {args.jitter:g}")
         print(
-            "| contender | time / ideal time of 1f1b, median (lowest to highest) | ideal time / that of 1f1b |\n"
-            "| --- | --- | --- |"
+            "| contender | step time above the ideal of 1f1b in %, median (lowest to highest) | "
+            "own ideal time above that of 1f1b |\n| --- | --- | --- |"
         )
         for name, rounds in found.items():
             low = name.lower()

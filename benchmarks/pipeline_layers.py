@@ -162,7 +162,7 @@ def main() -> None:
             print(
                 f"| {name} | {spread([tokens / took for took, _ in rounds], ',.0f')} | {spread(ratio, '.2f')} | {cpu} |"
             )
-        print(f"ours sends {sent.item():,.0f} bytes a step; the tensors and their gradients have {least:,}")
+        print(f"ours sends {sent.item():,.0f} bytes a step; activations and their gradients alone have {least:,} bytes")
     leave()
 
 

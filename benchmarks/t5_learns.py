@@ -149,8 +149,8 @@ def draw(found: dict[str, Any], out: str) -> None:
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=130, layout="constrained")
     print(
-        "| | masked text, nats/token | below unigram | accuracy | largest gradient norm, second half |\n"
-        f"|{' --- |' * 5}"
+        "| | masked text, nats/token | below unigram | accuracy | "
+        f"largest gradient norm in the second half of training |\n|{' --- |' * 5}"
     )
     for name, run in found["runs"].items():
         axes.plot(run["iteration"], run["text_loss"], marker="o", markersize=3.5, label=name, color=COLOURS.get(name))

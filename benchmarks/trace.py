@@ -2,8 +2,9 @@
 
     python benchmarks/trace.py --rounds 21
 
-Prints two ratios, step with recorder / step without: wall-clock time and CPU time. These ratios are noisy, so the last
-row is a finer estimate: the time to record one span, measured separately, times the number of spans in a step.
+Prints two ratios of a step with a recorder to a step without: the ratio of wall-clock times and that of CPU times.
+These ratios are noisy, so the last row is a finer estimate: the time to record one span, measured separately, times the
+number of spans in a step.
 """
 
 import statistics
@@ -54,7 +55,7 @@ def main() -> None:
         print(f"| seconds of a step, by round | {spread([a[0] / b[0] for a, b in pairs], '.3f')} |")
         print(f"| CPU-seconds of both ranks, by round | {spread([a[1] / b[1] for a, b in pairs], '.3f')} |")
         share = spans * each / usual
-        print(f"| {spans} spans of {each * 1e6:.2f} us in a step of {usual * 1e3:.0f} ms | {1 + share:.4f} |")
+        print(f"| estimate: {spans} spans of {each * 1e6:.2f} us in a step of {usual * 1e3:.0f} ms | {1 + share:.4f} |")
     leave()
 
 

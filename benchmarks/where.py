@@ -4,8 +4,8 @@
     python benchmarks/where.py --model llama --ff 2048 --precision bf16
 
 Contenders and flags are those of run.py, except --rounds. torch's profiler records `--steps` steps of each contender,
-one contender after the other. All contenders use the same library for matmuls, so no contender can be faster than these
-matmuls.
+one contender after the other. All contenders use the same library for matmuls, so the time of these matmuls is a lower
+bound for each of them.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 A template writes roles and markup around message contents. Token names in this markup, such as <|im_start|>,
 become single tokens. A token name inside a message is encoded as plain text, so that no message can forge a turn.
 
-Some added tokens, such as <think>, are neither special nor delimit turns. Their names become single tokens in
+Some added tokens, such as <think>, are neither special tokens nor turn delimiters. Their names become single tokens in
 assistant messages. With a Jinja template they become single tokens in messages of every role, because the rendered
 text does not separate markup from contents.
 """
@@ -211,7 +211,7 @@ class JinjaTemplate:
             before = self._render(messages[:number], True)
             after = self._render(messages[: number + 1], False)
             if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
-                raise ValueError("the chat template cannot be trained on: a turn changes the text of earlier turns")
+                raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
             said = after[len(before) :]
             marked = said.rstrip()
             said = marked if len(marked) > len(message.content.rstrip()) else said
@@ -324,7 +324,7 @@ def own_template(vocab_file: str) -> str | None:
 class ChatEncoder:
     """Encoder that turns rendered conversations into token ids and a loss mask.
 
-    append_eod: end conversations whose last turn is the assistant's with the token `eod`, which counts in the loss.
+    append_eod: append the token `eod`, which counts in the loss, to each conversation that ends with an assistant turn.
     """
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:

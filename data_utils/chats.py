@@ -58,7 +58,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Print notes on the chat template: a rendered date, an ignored add_generation_prompt, missing special tokens.
+    """Print a note if the chat template renders a date, ignores add_generation_prompt or needs missing tokens.
 
     Raises ValueError for a --chat-date that the template does not use.
     """

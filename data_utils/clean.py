@@ -29,7 +29,7 @@ class Drop(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Thresholds of the cleaning rules; `max_repeated` to `max_urls` are fractions of a document's characters."""
+    """Thresholds of the cleaning rules. The fields `max_repeated` to `max_urls` are fractions of all characters."""
 
     min_chars: int = 16
     max_chars: int = 10_000_000
@@ -39,7 +39,7 @@ class Limits:
     max_encoded: float = 0.2
     max_urls: float = 0.5
     script: str = "Han"
-    min_script: float = 0.0  # smallest fraction of letters that belong to `script`; 0 disables the rule
+    min_script: float = 0.0  # smallest allowed fraction of letters that belong to `script`; 0 disables the rule
 
 
 Rule = Callable[[str, Limits], str]
@@ -89,14 +89,14 @@ def base64(text: str, limits: Limits) -> str:
 
 
 def urls(text: str, limits: Limits) -> str:
-    """Drop a document in which the share of lines of URLs exceeds `limits.max_urls`."""
+    """Drop a document in which the share of characters in lines of URLs exceeds `limits.max_urls`."""
     if url_characters(text) > limits.max_urls * len(text):
         raise Drop("urls")
     return text
 
 
 def repeated(text: str, limits: Limits) -> str:
-    """Reduce three or more equal consecutive lines to one, and a phrase that repeats within a line to one copy.
+    """Reduce three or more equal consecutive lines to one; if a line repeats a phrase, keep one copy of the phrase.
 
     In source code, equal lines are kept. Drop the document if repeated phrases make up too large a part of it, or if
     too many repeated lines remain.

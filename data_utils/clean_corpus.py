@@ -120,7 +120,7 @@ class Report:
 
 
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
-    """Clean and deduplicate the input; yield each remaining document as a line of JSON, and count in `report`."""
+    """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
     sources = find_files(args.input, args.encoding)
     rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
     limits = Limits(

@@ -107,7 +107,7 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,
-        help="largest document in MiB (default: 8); a worker process needs 30 times this memory with a "
+        help="size limit of a document in MiB (default: 8). A worker process needs 30 times this much memory with a "
         "sentencepiece tokenizer, 60 times with a cpm tokenizer, 120 times with an hf tokenizer",
     )  # fmt: skip
 
@@ -118,7 +118,8 @@ def worker_flags(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=os.cpu_count() or 1, help="number of worker processes (default: one per core)")
     add(
         "--ray", metavar="ADDRESS",
-        help="Ray cluster that runs the workers: auto for this machine's cluster, local to start one on this machine",
+        help="Ray cluster that runs the workers: its address, auto for the cluster that this machine belongs to, or "
+        "local to start a cluster on this machine",
     )  # fmt: skip
 
 

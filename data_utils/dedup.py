@@ -21,7 +21,7 @@ def _beside_letters() -> re.Pattern[str]:
 
 
 def skeleton(text: str) -> str:
-    """Return the text without spaces, punctuation and case."""
+    """Return the text without spaces and punctuation, and with letters that differ only in case made equal."""
     return _beside_letters().sub("", text).casefold()
 
 

@@ -45,8 +45,8 @@ class Chunk:
     """Bytes `start` to `start + length` of a file; for compressed files `start` counts decompressed bytes.
 
     content: these bytes if they cannot be read from the file by offset, else None.
-    lines: number (from 1) of the first line, or the numbers of all lines, of `content`; None if the lines of the file
-    are counted when a number is needed.
+    lines: line numbers of `content` in the file, counted from 1: the number of the first line, or a tuple with the
+    number of every line. None: line numbers are found by counting the lines of the file when a message needs one.
     bad: documents found to be unreadable while the file was cut into chunks, as (offset in `content`, error).
     """
 
@@ -265,9 +265,9 @@ def documents(
 
 
 def _unread(path: str, keys: Sequence[str] | Take) -> str:
-    """Return a hint to append to a record's error: the requested parquet columns that contain no text.
+    """Return a hint for the error of a record: it names the requested parquet columns that hold no text.
 
-    Such columns are not read. Returns "" for other file formats.
+    Columns without text are not read. Returns "" for other file formats.
     """
     if kind(path) != ".parquet":
         return ""
@@ -296,11 +296,11 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         if not is_utf8(source.encoding):
-            raise ValueError(f"not {source.encoding}") from None
+            raise ValueError(f"the text is not {source.encoding}") from None
         place = f"byte {error.start + 1} is 0x{raw[error.start]:02x}"
-        raise ValueError(f"not UTF-8 ({place}){looks_like(raw)}") from None
+        raise ValueError(f"the text is not UTF-8 ({place}){looks_like(raw)}") from None
     if raw.count(0) * 5 > len(raw):
-        raise ValueError(f"not text, but mostly zero bytes{looks_like(raw)}")
+        raise ValueError(f"the document is not text but mostly zero bytes{looks_like(raw)}")
     if kind(source.path) == ".txt":
         if callable(keys):
             raise ValueError("a .txt file contains no records with messages; convert it to .jsonl, .csv or .parquet")
@@ -308,18 +308,18 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
     try:
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(f"the record is not JSON ({error.msg} at column {error.colno})") from None
     except ValueError:  # Python refuses integers of more than 4300 digits
-        raise ValueError("not JSON (a number has more than 4300 digits)") from None
+        raise ValueError("the record is not JSON (a number has more than 4300 digits)") from None
     except RecursionError:
-        raise ValueError("not JSON (nested too deeply)") from None
+        raise ValueError("the record is not JSON (nested too deeply)") from None
     if callable(keys):
         return keys(record)
     found = []
     for key in keys:
         value = record.get(key) if isinstance(record, dict) else None
         if not isinstance(value, str):
-            raise ValueError(f"no text under the key {key!r}")
+            raise ValueError(f"the record has no text under the key {key!r}")
         if "\\u" in text or "\\U" in text:
             _check_pairs(value)
         found.append(value)

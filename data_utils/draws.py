@@ -10,7 +10,7 @@ Draw = Callable[[int, int, int], float]  # (seed, number of the file, offset in 
 
 
 def uniform(seed: int, file: int, offset: int) -> float:
-    """Return a number in [0, 1) that is independent between seeds, files and neighbouring offsets."""
+    """Return a number in [0, 1); the numbers of different seeds, files or offsets are independent."""
     key = f"{seed} {file} {offset}".encode()
     (bits,) = struct.unpack("<Q", hashlib.blake2b(key, digest_size=8).digest())
     return float(bits >> 11) / 2**53
@@ -19,8 +19,8 @@ def uniform(seed: int, file: int, offset: int) -> float:
 def crc32(seed: int, file: int, offset: int) -> float:
     """Return the number in [0, 1) that earlier versions drew; used only to finish jobs that those versions started.
 
-    CRC-32 is linear: a change of the seed flips the same bits of every number, so these draws are not
-    independent.
+    CRC-32 is linear: a change of the seed flips the same bits of every number. So the numbers of different seeds are
+    not independent.
     """
     return zlib.crc32(f"{seed}/{file}/{offset}".encode()) / 2**32
 

@@ -49,12 +49,12 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
         if path.is_dir():
             found = _readable(name, [path], say)
             if not found:
-                raise InputError(f"the folder {name} contains no file of a supported type: {KINDS}")
+                raise InputError(f"the folder {name} contains no file of a supported type; supported are {KINDS}")
         elif glob.has_magic(name) and not path.exists():
             _check_folders_of(name)
             found = _readable(name, map(Path, glob.glob(name, recursive=True)), say)
             if not found:
-                raise InputError(f"{name} matches no file of a supported type: {KINDS}")
+                raise InputError(f"{name} matches no file of a supported type; supported are {KINDS}")
         else:
             found = [name]
         for each in found:
@@ -83,7 +83,10 @@ def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
 
 
 class _Search:
-    """Recursive search that yields each file once. duplicates: further paths that links to folders give to a file."""
+    """Recursive search that yields each file once.
+
+    duplicates: paths that were not yielded, because they lead through a linked folder to a file already found.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, Path] = {}
@@ -92,7 +95,7 @@ class _Search:
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
         # Only links to folders are resolved: a link to a file counts as a separate file, as a copy would.
-        # A pattern may match a path with more links than the system follows; the resolved path is readable.
+        # The path that a pattern matches may contain more links than the system can follow, so use the resolved path.
         place = os.path.join(os.path.realpath(path.parent), path.name)
         if not os.path.isdir(place):
             if self._is_new(place, path):
@@ -170,7 +173,7 @@ def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
     known = [path for path in every if kind(path)]
     others = [path for path in every if not kind(path)]
     if known and others:
-        say(f"{where}: skipped {len(others)} of {len(every)} files: unsupported types ({_abbreviate(others)})")
+        say(f"{where}: skipped {len(others)} of {len(every)} files of unsupported types ({_abbreviate(others)})")
     return known
 
 
@@ -203,7 +206,7 @@ def _check_file(path: str) -> None:
     if not os.path.isfile(path):
         raise InputError(f"there is no file {path}")
     if not kind(path):
-        raise InputError(f"{path} is not of a supported type: {KINDS}")
+        raise InputError(f"{path} is not of a supported type; supported are {KINDS}")
     if not os.access(path, os.R_OK):
         raise InputError(f"cannot read {path}: no permission")
 

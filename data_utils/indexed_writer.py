@@ -233,7 +233,7 @@ def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
     limits = np.iinfo(dtype)
     low, high = int(ids.min()), int(ids.max())
     if low < limits.min or high > limits.max:
-        raise ValueError(f"token id {low if low < limits.min else high} does not fit {dtype} in {where}")
+        raise ValueError(f"token id {low if low < limits.min else high} does not fit the dtype {dtype} of {where}")
     return ids.astype(dtype)
 
 

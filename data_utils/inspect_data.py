@@ -96,7 +96,7 @@ def _with_loss(prefix: str) -> list[str]:
 def verify(args: argparse.Namespace) -> None:
     """Run the command `verify`: check all .bin/.idx pairs of a corpus.
 
-    A corpus of conversations has two pairs, a CPM corpus for T5 three, any other corpus one.
+    A corpus of conversations has two pairs (tokens and loss mask), a CPM corpus for T5 has three, any other corpus one.
     Raises DatasetError with a list of all problems.
     """
     whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
@@ -158,7 +158,7 @@ def decode(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     for d in args.documents:
         if not 0 <= d < indexed.num_documents:
-            raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, not {d}")
+            raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, but no document {d}")
         first, last = indexed.document_index[d : d + 2].tolist()
         ids = [i for s in range(first, last) for i in indexed[s].tolist()]
         print(f"--- document {d}: {len(ids)} tokens")
@@ -197,7 +197,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
             f"the new sidecar records the latest, {dates[-1]}"
         )
     if dates and any(is_undated(about) for about in abouts):
-        print(f"note: the chat template rendered no date in some of the pairs; the new sidecar records {dates[-1]}")
+        print(f"note: some pairs record no date of the chat template; the new sidecar records the date {dates[-1]}")
     builder, *others = (
         merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
     )
@@ -249,7 +249,7 @@ def sample(args: argparse.Namespace) -> None:
     config = relocated(from_file(str(path)), path.parent)
     task = task_of(config)
     if config.data.vocab_file is None:
-        raise ValueError(f"{path} sets no --vocab-file")
+        raise ValueError(f"the run has no tokenizer: {path} does not set --vocab-file")
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
     dataset = task.datasets(config, tokenizer)[0][PARTS.index(args.part)]
     if dataset is None:

@@ -11,7 +11,7 @@ from typing import Any
 SECONDS = 10.0
 MOST_BITS = 1 << 16
 MOST_ITEMS = 1 << 26  # largest number of characters in a string or elements in a list
-BOUNDED = frozenset(("**", "*", "+", "%"))  # operators that `refuse_large` checks; jinja2 never constant-folds them
+BOUNDED = frozenset(("**", "*", "+", "%"))  # operators checked by `refuse_large`; never folded by the compiler
 
 
 class EndlessTemplate(ValueError):
@@ -43,7 +43,7 @@ def refuse_large(operator: str, left: Any, right: Any) -> None:
     The time limit does not suffice, because a timer cannot interrupt an operation that runs in C.
     """
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
-        raise EndlessTemplate(f"the chat template uses the format {left[:40]!r}, whose result may be of any length")
+        raise EndlessTemplate(f"the chat template uses the format {left[:40]!r}, whose result has no length limit")
     bits = max((value.bit_length() for value in (left, right) if isinstance(value, int)), default=0)
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if abs(left) > 1 else 0

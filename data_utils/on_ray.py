@@ -40,7 +40,7 @@ class _Process:
 def connect(address: str) -> Any:
     """Connect to a Ray cluster and return the package ray.
 
-    address: address of a cluster, `auto` for this machine's cluster, or `local` to start a cluster on this machine.
+    address: address of a cluster, `auto` for the cluster that this machine belongs to, or `local` to start one here.
     Raises InputError if Ray is not installed or the cluster is not reachable.
     """
     try:
@@ -73,8 +73,7 @@ def ordered_map_on_ray(
     """Compute `work` for all items in processes of a Ray cluster, and yield the results in the order of the items.
 
     Each of the `workers` processes first calls `start(*settings)`. `work` and `start` must be top-level functions of a
-    module or of the running script. address: address of a cluster, `auto` for this machine's cluster, or `local` to
-    start a cluster on this machine.
+    module or of the running script. address: as for `connect`.
     """
     ray = connect(address)
     script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None

@@ -286,9 +286,9 @@ class _Output:
         self._journaled = self.count["documents"]
 
     def keep(self, journal: Journal) -> int:
-        """After an error, save all complete chunks for a later run, which resumes; return their number of documents.
+        """After an error, save all complete chunks, so that a later run can resume; return their number of documents.
 
-        If saving fails, only the chunks that the journal already records are kept.
+        If saving fails, only the chunks that the journal already records remain saved.
         """
         with contextlib.suppress(OSError, ValueError):  # saving fails on a full disk, or if files are already closed
             if self._whole:
@@ -386,7 +386,7 @@ def build_parser() -> Parser:
     )
     add("--noise-density", type=float, default=0.15, help="share of masked tokens for cpm-t5 (default: 0.15)")
     add("--mean-span-length", type=float, default=3.0, help="mean tokens in a masked span for cpm-t5 (default: 3)")
-    add("--seed", type=int, default=1234, help="seed of masked spans and of FILE@0.5's selection (default: 1234)")
+    add("--seed", type=int, default=1234, help="seed for span masking and for sampling FILE@0.5 (default: 1234)")
     add("--quiet", action="store_true", help="show no progress bar")
     return parser
 

@@ -27,7 +27,7 @@ _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
 EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
 TAGS = 5  # smallest number of tags that counts as markup; texts about HTML may contain a few tags
-PROBE = 8  # to detect repetition, occurrences of substrings of this many characters are counted
+PROBE = 8  # length of the substrings whose occurrences are counted to detect repetition
 MIN_REPEATS = 10
 
 
@@ -66,8 +66,8 @@ def _is_han(text: str, read_as: str, was: str) -> bool:
 def _becomes_common(text: str) -> bool:
     """Return True if the text is probably GB18030 that was decoded as Big5.
 
-    In such a text, common Chinese characters are rare, but become frequent when it is encoded to Big5 and decoded as
-    GB18030.
+    In such a text, common Chinese characters are rare. They become frequent when the text is encoded to Big5 again and
+    decoded as GB18030.
     """
     if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
         return False

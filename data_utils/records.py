@@ -43,7 +43,7 @@ def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterato
 
 
 class _Lines:
-    """Lines of a CSV file, with the state of the current record: its first line, size and open quote."""
+    """Lines of a CSV file, with the state of the current record: its first line, its size, whether a quote is open."""
 
     def __init__(self, path: str, encoding: str, largest: int) -> None:
         self._file, self._largest = open_text(path, encoding), largest
@@ -230,7 +230,11 @@ class _Array:
                 continue
             if wrong or end - self._at > self._largest:
                 long = cut and len(self._held) - self._at > self._largest
-                reason = too_long(self._largest, "the } of its object") if long or not wrong else f"not JSON ({wrong})"
+                reason = (
+                    too_long(self._largest, "the } of its object")
+                    if long or not wrong
+                    else f"the record is not JSON ({wrong})"
+                )
                 yield BadLine(self._path, self._line, reason)
                 self._skip_item(bounded=not long)
                 continue

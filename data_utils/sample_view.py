@@ -23,7 +23,7 @@ def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
 def gpt2_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """Return the tables of tokens and the attention masks of a GPT-2 sample, to be printed.
+    """Return (token tables by name, attention masks by name) of a GPT-2 sample.
 
     A mask is True where a query (row) may attend to a key (column).
     """
@@ -66,7 +66,7 @@ def _causal(documents: Tensor) -> Tensor:
 def sft_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """Return (tables, masks) of a sample that packs several fine-tuning records."""
+    """Return (token tables, attention masks) of a sample that packs several fine-tuning records."""
     documents = sample["document_ids"][None]
     positions = positions_in_documents(documents)[0]
     tokens, labels, loss_mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
@@ -77,7 +77,11 @@ def sft_view(
 def t5_view(
     sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
 ) -> tuple[dict[str, Columns], dict[str, Tensor]]:
-    """Return (tables, masks) of a T5 sample: one table each for encoder and decoder, up to three masks."""
+    """Return (token tables, attention masks) of a T5 sample.
+
+    There are two tables, for the encoder and the decoder. There are masks for the encoder, the decoder and the
+    cross-attention; a mask that would allow everything is omitted.
+    """
     encoder_ids, decoder_ids = sample["encoder_document_ids"], sample["decoder_document_ids"]
     loss = sample["loss_mask"].clone()
     if config.data.eod_mask_loss:

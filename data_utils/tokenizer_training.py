@@ -21,8 +21,9 @@ from megatron.tokenizer.sentencepiece import EOD
 
 LONGEST_LINE = 16384  # characters; longer lines are split, as sentencepiece's trainer silently drops them
 # Unigram scores are rounded to multiples of STEP. Some texts have several segmentations with the same score, such as
-# "==" "=" and "=" "==" for "===". Without rounding, fp32 errors would decide which one a library chooses. Sums of
-# multiples of STEP are exact in fp32 up to 2**20, so libraries with the search of sentencepiece choose the same one.
+# "==" "=" and "=" "==" for "===". Without rounding, fp32 errors would decide which segmentation a library chooses. Sums
+# of multiples of STEP are exact in fp32 up to 2**20, so libraries with sentencepiece's search algorithm all choose the
+# same segmentation.
 STEP = 1 / 16
 BYTES = [byte_piece(b) for b in range(256)]
 
@@ -72,7 +73,7 @@ def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Cut the texts into pieces that, as words joined by spaces, fit into one line of sentencepiece's trainer."""
+    """Cut the texts into pieces so short that the trainer's line length suffices for their words joined by spaces."""
     for text in texts:
         for at in range(0, len(text), LONGEST_LINE // 2):
             yield text[at : at + LONGEST_LINE // 2]

@@ -100,8 +100,8 @@ def build_parser() -> Parser:
     parser.add_argument("--word-borders", choices=SEGMENTERS, help="segmenter whose word boundaries no token may cross")
     parser.add_argument(
         "--special-tokens", nargs="+", default=[], metavar="NAME",
-        help="names of special tokens, such as '<|im_start|>' '<|im_end|>' for chats or '<fim_prefix>'; plain text "
-        "never becomes a special token (only for sentencepiece and hf)",
+        help="names of special tokens to add, such as '<|im_start|>' '<|im_end|>' for chats or '<fim_prefix>'; a text "
+        "that contains such a name is still encoded as plain text. Only for --tokenizer-type sentencepiece and hf",
     )  # fmt: skip
     parser.add_argument("--json-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument(

@@ -83,7 +83,7 @@ SENTENCES = {
     "no_task_nothing": "no task nothing",
     "line_3_a_number_of_5000": "line 3: a number of 5000 digits",
     "the_chat_template": "the chat template",
-    "token_id_70000_does_not_fit": "token id 70000 does not fit uint16",
+    "token_id_70000_does_not_fit": "token id 70000 does not fit the dtype uint16",
     "sequence_2_does_not_exist": "sequence 2 does not exist",
     "tokens_1_to_3_exceed_sequence": "tokens 1 to 3 exceed sequence 0",
     "megatron_s_mmididx_format": "Megatron's MMIDIDX format",

@@ -73,10 +73,10 @@ def test_gzip_folders_and_plain_text(tmp_path: Path, vocab_file: str, corpus: Pa
 
 
 BAD = {
-    "json": (b'{"text": "a"}\n{"text": \n{"text": "b"}\n', "line 2: not JSON"),
-    "utf8": (b'{"text": "a"}\n\n{"text": "\xff"}\n{"text": "b"}\n', "line 3: not UTF-8 (byte 11 is 0xff)"),
-    "key": (b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}\n', "line 2: no text under the key 'text'"),
-    "kind": (b'{"text": "a"}\n[1]\n{"text": "b"}\n', "line 2: no text under the key 'text'"),
+    "json": (b'{"text": "a"}\n{"text": \n{"text": "b"}\n', "line 2: the record is not JSON"),
+    "utf8": (b'{"text": "a"}\n\n{"text": "\xff"}\n{"text": "b"}\n', "line 3: the text is not UTF-8 (byte 11 is 0xff)"),
+    "key": (b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}\n', "line 2: the record has no text under the key 'text'"),
+    "kind": (b'{"text": "a"}\n[1]\n{"text": "b"}\n', "line 2: the record has no text under the key 'text'"),
     "surrogate": (
         b'{"text": "a"}\n{"text": "\\ud800"}\n{"text": "b"}\n',
         "line 2: the text contains half of a surrogate pair",
@@ -142,7 +142,7 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, vocab_file: str, content: by
         (
             ["tools/train_tokenizer.py", "--input", "README.md", "--output", "x"],
             1,
-            "README.md is not of a supported type: .jsonl",
+            "README.md is not of a supported type; supported are .jsonl",
         ),
         (["tools/train_tokenizer.py", "--input", "docs", "--output", "x"], 1, "the folder docs contains no"),
         (["tools/train_tokenizer.py", "--input", "corpus", "--output", "x", "--vocab-size", "9"], 1, "at least 300"),
@@ -305,7 +305,7 @@ def test_inspecting(tmp_path: Path, vocab_file: str, corpus: Path) -> None:
     a, m, t, v = (IndexedDataset(p) for p in (pair, f"{tmp_path}/m", f"{tmp_path}/m_train", f"{tmp_path}/m_valid"))
     assert [m[i].tolist() for i in range(80)] == 2 * [a[i].tolist() for i in range(40)]
     assert [each[i].tolist() for each in (t, v) for i in range(40)] == [m[i].tolist() for i in range(80)]
-    assert "documents 0 to 39, not 40" in fails(tool, "decode", pair, "40", "--vocab-file", vocab_file)
+    assert "documents 0 to 39, but no document 40" in fails(tool, "decode", pair, "40", "--vocab-file", vocab_file)
     assert "is one of the pairs to be merged" in fails(tool, "merge", pair, "--output", pair)
     damaged = bytearray((tmp_path / "m.bin").read_bytes())
     damaged[100:102] = b"\xff\xff"
@@ -328,7 +328,7 @@ def test_cleaning(tmp_path: Path) -> None:
         "--dropped",
         str(tmp_path / "d.jsonl"),
     ]
-    assert "line 54: not JSON" in fails("tools/clean_corpus.py", *argv, "--quiet")
+    assert "line 54: the record is not JSON" in fails("tools/clean_corpus.py", *argv, "--quiet")
     assert not (tmp_path / "o.jsonl").exists()
     done = command("python", "tools/clean_corpus.py", *argv, "--quiet", "--on-error", "skip")
     assert done.returncode == 0, done.stderr

@@ -115,7 +115,7 @@ def test_a_bad_item_of_an_array_is_one_bad_document(tmp_path: Path, kind: str) -
     found, bad = read(tmp_path / "x.json")
     expected = [f"t{i}" for i in range(12) if i != 5]
     assert found == (expected[:5] + expected[-6:] if kind != "an open bracket" else expected[:5])
-    assert bad[0].startswith("line 6: not JSON (")
+    assert bad[0].startswith("line 6: the record is not JSON (")
     assert kind == "an open bracket" or len(bad) == 1
 
 
@@ -126,7 +126,7 @@ def test_what_stands_in_no_array_is_said(tmp_path: Path) -> None:
     path.write_text('[{"text": "a"},\n{"text": "b"}')
     assert read(path) == (["a", "b"], ["line 2: the array is not closed: a ] is missing"])
     path.write_bytes(b'[{"text": "a"},\n{"text": "\xff"}]')
-    assert read(path) == (["a"], ["line 2: not UTF-8 (byte 11 is 0xff)"])
+    assert read(path) == (["a"], ["line 2: the text is not UTF-8 (byte 11 is 0xff)"])
 
 
 def test_a_bad_row_is_one_bad_document(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
     found, bad = read(tmp_path / "x.parquet")
     assert found == rows[:500] + rows[501:]
-    assert bad == ["row 501: no text under the key 'text'"]
+    assert bad == ["row 501: the record has no text under the key 'text'"]
     (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-30])
     with pytest.raises(InputError, match="damaged parquet"):
         read(tmp_path / "x.parquet")
@@ -311,7 +311,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--encoding 'klingon'"):
         find_files([str(path)], "klingon")
     path.write_bytes("好\n\n".encode("gb18030") + b"\xff\xff" + "\n\n好".encode("gb18030"))
-    assert read(path, encoding="gb18030") == (["好", "好"], ["line 3: not gb18030"])
+    assert read(path, encoding="gb18030") == (["好", "好"], ["line 3: the text is not gb18030"])
 
 
 def test_ascii_is_ascii(tmp_path: Path) -> None:

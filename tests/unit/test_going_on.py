@@ -136,7 +136,7 @@ def test_only_success_removes_what_is_done(
 
 def test_a_bad_line_is_left_out_by_the_run_that_goes_on(start: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("".join([*LINES[:BAD], "not JSON\n", *LINES[BAD:]]))
-    with pytest.raises(RuntimeError, match=f"line {BAD + 1}: not JSON"):
+    with pytest.raises(RuntimeError, match=f"line {BAD + 1}: the record is not JSON"):
         start("b")
     kept(tmp_path)
     start("b", "--on-error", "skip")
