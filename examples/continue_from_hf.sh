@@ -26,7 +26,7 @@ LlamaForCausalLM(config).save_pretrained(sys.argv[1])
 PY
 fi
 
-# Import the weights; settings.json describes the model.
+# Import the weights. The import also writes settings.json, which holds the model's settings for the training below.
 [ -d "$run/start" ] || $python tools/convert_checkpoint.py --from-hf "$model" --output "$run/start" --verify
 # Tokenize the text with the tokenizer of the model.
 [ -f "$run/data_text_document.idx" ] ||

@@ -38,7 +38,7 @@ def waves(stage, stages, micros):
 def show(stages):
     """Check the schedule without running it, and print each stage's passes, the bubble and micro-batches in memory."""
     plan = [list(waves(stage, stages, MICROS)) for stage in range(stages)]
-    check(plan, MICROS)  # raises ScheduleError with the stage and instruction of an error
+    check(plan, MICROS)  # raises ScheduleError, which names the stage and instruction of the mistake
     for stage, instructions in enumerate(plan):
         passes = (f"{type(each).__name__[0]}{each.micro}" for each in instructions if type(each) in (Forward, Backward))
         print(f"stage {stage} | {' '.join(passes)}")

@@ -7,7 +7,7 @@ packages therefore do not load torch.
 from pkgutil import extend_path
 from typing import Any
 
-__path__ = extend_path(__path__, __name__)  # megatron-core's `megatron.core` may be installed in another folder
+__path__ = extend_path(__path__, __name__)  # also find `megatron.core` if megatron-core is installed elsewhere
 
 from .compat import moved, names  # noqa: E402  # must follow the change of __path__, which decides where modules are found
 

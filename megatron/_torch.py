@@ -1,7 +1,7 @@
-"""All private or undocumented torch names that this package uses, each with its reason.
+"""All uses of private or undocumented torch names in this package, one function for each.
 
-If torch lacks a name, the function that uses it takes an alternative, where one exists. Otherwise the function's
-docstring says why no public function would do.
+Where a public alternative exists, a function takes it if the installed torch lacks the private name. Where none exists,
+the function's docstring says why.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def will_run(node: Any, otherwise: bool) -> bool:
 
 
 def onednn_is_there() -> bool:
-    """Return whether this build of torch has oneDNN and the operator for matmuls that torch's compiler emits."""
+    """Return whether this build of torch has oneDNN and its private matmul operator, which compiled graphs use."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -170,7 +170,7 @@ def set_timeout_of_groups(timeout: timedelta) -> None:
 
 
 def sum_in_graph(x: Tensor, group: Any) -> Tensor:
-    """All-reduce `x` as an operation of a compiled graph; torch has no public name for these collectives."""
+    """All-reduce `x` as an operation of a compiled graph; torch has no public name for collectives in a graph."""
     from torch.distributed import _functional_collectives as functional
 
     found: Tensor = functional.all_reduce(x.contiguous(), "sum", group)

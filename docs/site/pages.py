@@ -60,7 +60,10 @@ FENCE = re.compile(r"^ *(```+|~~~+)")
 
 
 def chapters() -> dict[tuple[str, str], list[str]]:
-    """Return the pages of each chapter, as paths without `.md` and `_zh`, including pages that no chapter lists."""
+    """Return (English, Chinese title) -> pages for each chapter, the pages as paths without `.md` and `_zh`.
+
+    The chapter "Running" also gets the pages of docs/ that CHAPTERS does not list.
+    """
     named = {page for pages in CHAPTERS.values() for page in pages}
     there = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md") if not path.stem.endswith("_zh")}
     found = {

@@ -25,7 +25,10 @@ def results() -> dict[str, Any]:
 
 
 def _cell(value: Any, language: str) -> str:
-    """Return a cell as text: a number, [median, lowest, highest], or words in the language of the page."""
+    """Return the text of a table cell in the language of the page.
+
+    value: a number, text, or a list [median, lowest, highest], which becomes `median (lowest–highest)`.
+    """
     if isinstance(value, list):
         middle, low, high = (_cell(each, language) for each in value)
         return f"{middle} ({low}–{high})"

@@ -17,8 +17,8 @@ PAGES = {
     "t5": ("docs/t5.md", "docs/t5_zh.md"),
     "llama": ("docs/llama.md", "docs/llama_zh.md"),
 }
-# Patterns of the output lines that a page shows. Each gap between shown lines becomes "...". All lines from SUMMARY to
-# END are shown.
+# Patterns of the output lines that a page shows. Omitted lines between them become "...". From the first line that
+# matches SUMMARY, all lines before the line that matches END are shown, too.
 SHOWN = (
     r"documents, .* tokens ->",
     r"ranks? on ",
@@ -29,7 +29,7 @@ SHOWN = (
     r"\b[35]00 .*valid",
 )
 SUMMARY = re.compile(r"iterations {2,}\d+$")
-END = re.compile(r"settings {2,}")  # first line of the list of files, which a page does not show
+END = re.compile(r"settings {2,}")  # the output ends with a list of files, which pages omit; this is its first line
 
 
 def run(name: str, folder: str, *flags: str) -> list[str]:

@@ -14,8 +14,8 @@ SIZES = (
     "intermediate_size",
     "head_dim",
 )  # fmt: skip
-# These checks accept up to FEW_LAYERS layers and sizes up to SMALL_SIZE, whatever the tensors are. The model is then
-# built without weights, and a later error names the tensor that does not fit. Values above MOST are always refused.
+# Up to FEW_LAYERS layers and sizes up to SMALL_SIZE are accepted without a comparison with the stored tensors: if they
+# are wrong, loading the tensors later raises an error that names the tensor. Values above MOST are always refused.
 FEW_LAYERS, SMALL_SIZE, MOST = 512, 1 << 20, 1 << 40
 
 

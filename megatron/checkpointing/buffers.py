@@ -64,7 +64,7 @@ def savable(buffer: Tensor) -> bool:
 
 
 def _not_savable(model: nn.Module) -> Iterator[str]:
-    """Yield a warning for each buffer or module state of this process that checkpoint files cannot store."""
+    """Yield a warning for each buffer that checkpoints cannot store, and for each module with `get_extra_state`."""
     for name, buffer in global_buffers(model):
         if buffer.numel() and not savable(buffer):
             yield (

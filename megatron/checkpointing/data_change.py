@@ -28,8 +28,8 @@ def describe(saved: Config, config: Config, dataset: Any, consumed: int, in_orde
     dataset: the training data set of `config`.
     consumed: number of samples that the checkpoint has consumed.
     in_order: whether each corpus gives its samples in the same order with `saved` and with `config`. If so, the
-    sentence names the skipped and repeated samples of each corpus: the resumed run continues in each corpus at the
-    sample that a run with `config` from scratch would read next after `consumed` samples.
+    sentence names the skipped and repeated samples of each corpus. The resumed run continues as if it had read the
+    first `consumed` samples of the new data: this determines its next sample in each corpus.
     """
     unknown = (
         f"the {consumed} samples consumed so far differ from what this data, --split and --seed produce, "

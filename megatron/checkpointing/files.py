@@ -39,8 +39,8 @@ def sync(path: Path) -> None:
 def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
     """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
-    If an earlier checkpoint exists, a crash at any moment leaves at least one complete checkpoint: `latest` names it,
-    after a call of `recover` if the crash came between two renames.
+    If an earlier checkpoint exists, a crash at any moment leaves at least one complete checkpoint, and `latest` names
+    it. Only if the crash came between two renames, this checkpoint has a temporary name, until `recover` is called.
     index: text of checkpoint.json.
     sums: the checksum of each tensor file in `temporary`, by name.
     """
@@ -75,7 +75,7 @@ def _aside(checkpoint: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Rename the checkpoint that `latest` names back to its name, if a crash left it under its temporary name."""
+    """Give the checkpoint that `latest` names its name again, if a crash left it under a name ending in .old.tmp."""
     name = latest_name(folder) if folder.is_dir() else None
     if name is not None and not (folder / name).exists() and _aside(folder / name).is_dir():
         _aside(folder / name).rename(folder / name)
@@ -101,7 +101,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint that `latest` names, None if there is no checkpoint yet.
 
     Raises CheckpointError if `latest` is damaged, if it names a checkpoint that does not exist, or if there are
-    checkpoints but no `latest`. A `latest` written by hand may contain only the name.
+    checkpoints but no `latest`. If a user writes `latest` by hand, the checksum may be omitted.
     """
     pointer = folder / "latest"
     if not pointer.exists():

@@ -260,8 +260,8 @@ def _read_once(
     The ranks of a data-parallel group divide the keys: each value is read by one rank, which broadcasts the value to
     the other ranks. A rank that cannot read a value still takes part in all broadcasts, so that no other rank hangs,
     and raises its CheckpointError or OSError at the end. If any rank raises, the values on all ranks are invalid.
-    If all ranks are on the CPUs of one machine, each rank reads all values itself, as the kernel's page cache is
-    faster than a broadcast.
+    If all ranks are on the CPUs of one machine, each rank reads all values itself: repeated reads come from the
+    kernel's page cache, which is faster than a broadcast.
     device: device of the values, the one on which the model is trained.
     """
     axis, problem = mpu.get_mesh().data, None

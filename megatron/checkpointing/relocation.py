@@ -1,7 +1,7 @@
 """Support for moving and copying a run directory.
 
-The tokenizer's files are copied next to the checkpoints, paths in the settings follow the run directory, and a
-fingerprint identifies each corpus wherever its files are.
+The tokenizer's files are copied next to the checkpoints. When a run directory has moved, paths in the settings that
+point into it are replaced by the new ones. A fingerprint identifies each corpus wherever its files are.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ def keep_roles(source: Path, home: Path) -> None:
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
     """Return the path of the tokenizer that was copied into `home`; None if there is no copy.
 
-    The path is that of the copied file if its name is that of `vocab_file`, else that of the folder `home`/tokenizer.
+    If `home`/tokenizer contains a file named like `vocab_file`, return the path of this file, else that of the folder.
     home: a run directory, or its folder of checkpoints. vocab_file: --vocab-file of the run that made the copy.
     """
     folder = home / FOLDER
@@ -100,7 +100,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
 
 
 def relocated(config: Config, run_dir: Path) -> Config:
-    """Return the settings of a run whose directory was moved to `run_dir`: paths inside the directory follow it."""
+    """Return `config` for a run directory that was moved to `run_dir`: replace all paths that point into it."""
     d = config.data
     was = config.log.run_dir
 

@@ -57,8 +57,8 @@ def start_or_resume(
 ) -> tuple[TrainState, Config]:
     """Load the checkpoint that `find_start` returned, if any.
 
-    Returns the state of the run, and `config` with the learning-rate schedule of the checkpoint if the run continues
-    it.
+    Returns the state of the run, and `config`. If the run continues the checkpoint's learning-rate schedule, this
+    schedule replaces the one in `config`.
     Rank 0 checks that the samples consumed so far are those of `dataset`, the training data set.
     If any rank fails, every rank raises RunError.
     """

@@ -12,11 +12,10 @@ from .whole import is_complete
 def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[str]:
     """Delete old checkpoints; return a note for each checkpoint that could not be deleted.
 
-    The checkpoint that the file `latest` names is never deleted. Of the checkpoints up to that iteration, the newest
-    complete one is not deleted either, so that the run can resume even if newer checkpoints are damaged.
-    Checkpoints of later iterations than that of `latest` are neither counted nor deleted: the user has abandoned them
-    by going back to an earlier checkpoint. Each checkpoint is renamed before deletion, so that a crash leaves no
-    partial checkpoint under a valid name.
+    The checkpoint that the file `latest` names is never deleted. If it is damaged, the newest complete checkpoint
+    before it is not deleted either, so that the run can resume. Checkpoints of later iterations than that of `latest`
+    are neither counted nor deleted: the user has abandoned them by going back to an earlier checkpoint. Each checkpoint
+    is renamed before deletion, so that a crash leaves no partial checkpoint under a valid name.
     keep_last: number of newest checkpoints to keep; None keeps all.
     keep_every: also keep checkpoints whose iteration is divisible by this number.
     """

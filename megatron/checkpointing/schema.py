@@ -35,7 +35,7 @@ def read(text: str) -> dict[str, Any]:
     try:
         content = json.loads(text, object_pairs_hook=once, parse_constant=number)
     except RecursionError:
-        raise SchemaError("it is nested too deeply") from None
+        raise SchemaError("the JSON in the file is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise SchemaError(f"line {error.lineno}: {error.msg}") from None
     except SchemaError:
@@ -43,7 +43,7 @@ def read(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise SchemaError(describe_json(text, error)) from None
     if not isinstance(content, dict):
-        raise SchemaError("it is not a JSON object")
+        raise SchemaError("the file is not a JSON object")
     return content
 
 
@@ -139,14 +139,15 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
     shape, dim, pieces = (entry.get(name) for name in ("shape", "dim", "pieces"))
     right = isinstance(shape, list) and bool(shape) and all(map(_is_count, shape)) and math.prod(shape) <= MOST
     _expect(right, f"{where}.shape", f"a list of sizes with a product of {MOST} at most", shape)
-    _expect(_is_count(dim) and dim < len(shape), f"{where}.dim", f"one of the {len(shape)} dimensions", dim)
+    right = _is_count(dim) and dim < len(shape)
+    _expect(right, f"{where}.dim", f"the index of one of the {len(shape)} dimensions", dim)
     _expect(isinstance(pieces, list) and bool(pieces), f"{where}.pieces", "a list", pieces)
     for piece in pieces:
         right = isinstance(piece, dict) and _is_count(piece.get("begin")) and _is_count(piece.get("end"))
         _expect(right, f"each of {where}.pieces", "an object with file, begin and end", piece)
         name = piece.get("file")
         _expect(
-            isinstance(name, str) and name in files, f"the file in {where}.pieces", "one in the list of checksums", name
+            isinstance(name, str) and name in files, f"each file in {where}.pieces", "in the list of checksums", name
         )
     at = 0
     for piece in sorted(pieces, key=lambda piece: (piece["begin"], piece["end"])):

@@ -47,7 +47,7 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
         load[writer[name]] += math.prod(mpu.spec_of(parameter).local_shape)
     parts = []
     for name, parameter in every:
-        _, begin, end = mpu.spec_of(parameter).rows  # no rows if this shard is only vocabulary padding
+        _, begin, end = mpu.spec_of(parameter).rows  # begin == end if this shard is only vocabulary padding
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
             mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
@@ -110,7 +110,7 @@ def write_share(
     """Write this rank's file and return the file's report; None if this rank has nothing to write.
 
     The report has the file's name ("file"), its checksum ("sum"), and each tensor's full shape and stored rows
-    ("tensors"). "learns" has the names of those parameters held by several stages that get a gradient on this stage.
+    ("tensors"). "learns" has names of parameters that several stages hold: those that get a gradient on this stage.
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)
@@ -156,8 +156,8 @@ def _finite(x: Tensor) -> bool:
 def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the reports of all files; return key -> full shape, split dimension and pieces of each tensor.
 
-    A parameter that is not tied, but lies in a tied module or in the PipelineModule itself, is held and written by
-    several stages. The result then names the file of the stage on which the parameter gets gradients.
+    Several stages hold and write the parameters of the PipelineModule itself, and those parameters of a tied module
+    that are not tied. For such a parameter, the result names the file of the stage on which it gets gradients.
     """
     merged: dict[str, Any] = {}
     for report in reports:

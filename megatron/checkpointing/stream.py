@@ -87,7 +87,7 @@ class StreamWriter:
             self._synced = self._syncer.submit(os.fdatasync, self._file.fileno())  # the disk writes in the background
 
     def _check_synced(self) -> None:
-        """Raise the OSError of the last background synchronization, which the kernel reports only once."""
+        """Raise the OSError of the last fdatasync in the background, as a later fdatasync would not report it again."""
         if self._synced is not None:
             self._synced.result()
 

@@ -1,4 +1,4 @@
-"""Completeness checks of a checkpoint from its index and file headers, without reading tensors."""
+"""Checks that a checkpoint is complete, which read only checkpoint.json and the headers of files, no tensors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ def check_complete(
 ) -> None:
     """Raise CheckpointError if a tensor or some of its rows are missing, or if a file's header contradicts `tensors`.
 
-    tensors: key -> shape, dim and pieces, as in checkpoint.json, the index.
+    tensors: key -> shape, dim and pieces, as in checkpoint.json.
     expected: key -> shape of each tensor that must exist. If None, only the files of `tensors` are checked.
     """
     for key, shape in (expected or {}).items():
@@ -43,7 +43,7 @@ def _check_piece(path: Path, file: Any, key: str, dim: int, whole: Sequence[int]
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether a published checkpoint is complete, as far as its index and file headers show."""
+    """Return whether a published checkpoint is complete, judging by checkpoint.json and the file headers."""
     try:
         reader = CheckpointReader(checkpoint)
         check_complete(checkpoint, reader.tensors)

@@ -26,7 +26,8 @@ _RESUMES = "SIGTERM makes a run save and end, and the same command resumes it"
 _TOKENIZERS = "megatron.tokenizer.load_tokenizer(path)"
 _MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans in advance, megatron.data.t5_dataset on reading"
 
-# Module of CPM-Pretrain -> module of this project with the same names. None: HOMES and COUNTERPARTS list the names.
+# Module of CPM-Pretrain -> module of this project with the same names. None: no module has the same names; HOMES and
+# COUNTERPARTS list where each name is.
 MODULES: dict[str, str | None] = {
     "megatron.arguments": None,
     "megatron.data.T5_dataset": "megatron.compat.data",

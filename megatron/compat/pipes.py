@@ -17,7 +17,7 @@ def _refuse_other_topology(topology: Any) -> None:
 
 
 class _TakesMasks:
-    """Mixin for pipeline models: converts attention masks of the script's `_megatron_batch_fn` to document ids."""
+    """Mixin for pipeline models: turns attention masks that `_megatron_batch_fn` returns into document ids."""
 
     _own_batch_fn: BatchFunction | None = None
 

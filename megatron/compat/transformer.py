@@ -25,7 +25,7 @@ class MegatronModule(nn.Module):
 
 
 class ParallelMLP(MegatronModule):
-    """The feed-forward part of a transformer block with the sizes of `get_args()`; calls return (output, bias).
+    """MLP of a transformer block; `get_args()` sets its sizes. A call returns (output, bias).
 
     init_method, output_layer_init_method: functions that fill the first and the second weight in place, by default
     from a normal distribution with standard deviation --init-method-std.

@@ -142,7 +142,7 @@ def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _there_are(path: str) -> str:
-    """Return a hint that lists the existing settings files of the model that `path` names; "" if `path` exists."""
+    """Return a hint that lists files named like `path` up to the last `_`, such as other sizes; "" if `path` exists."""
     wanted = Path(path)
     folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
     beside = sorted(folder.glob(f"{wanted.stem.rpartition('_')[0]}_*.json")) if "_" in wanted.stem else []
@@ -172,7 +172,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def _named(content: Mapping[str, Any], where: str) -> Translation:
-    """Translate the content of a settings file, whose names may be those of this project or of another framework.
+    """Translate a settings file, in which settings may have the names of this project or of another framework.
 
     content: sections that contain settings, settings without a section, or both.
     where: the file's name, for messages.
@@ -273,8 +273,8 @@ def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tup
     """Merge the settings of files and of the command line; return the merged settings and notes on dropped settings.
 
     The command line overrides files, and later files override earlier files. If the command line or a later file
-    changes --rope-scaling, earlier parameters that the new method does not use are dropped instead of refused, as
-    they were meant for the old method.
+    changes --rope-scaling, an earlier file may have set parameters that only the old method uses. Such parameters are
+    dropped with a note, not refused.
     """
     values: dict[str, Any] = {}
     source_of: dict[str, str] = {}

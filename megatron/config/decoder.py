@@ -23,7 +23,7 @@ _READ_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Section):
-    """The decoder settings that belong to the section `model`."""
+    """Settings of a decoder that GPT-2 does not have. `ModelConfig` inherits them, so their section is `model`."""
 
     num_key_value_heads: int | None = opt(
         None,

@@ -55,14 +55,14 @@ class Resolved:
     wall_clock_breakdown: bool
     overlap_grad_reduce: bool  # without ZeRO: tds' GradReducer, instead of DeepSpeed, all-reduces gradients
     distributed_optimizer: bool  # ZeRO 1: use tds' DistributedOptimizer instead of DeepSpeed's optimizer
-    notes: tuple[str, ...] = ()  # one for each value in the file that a flag overrides, if the results stay the same
+    notes: tuple[str, ...] = ()  # notes for the user, on values in the file that flags override
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     """Read `--deepspeed-config` and reconcile it with the flags.
 
     fast_bf16: whether `--precision auto` selects bf16 if the file specifies no precision.
-    Raises ConfigError for unknown keys, and for contradictions, whose message has both values.
+    Raises ConfigError for an unknown key, and for a contradiction; the message then shows both values.
     """
     path = config.train.deepspeed_config
     given = {k: v for k, v in (read_json(path) if path else {}).items() if v not in ("auto", None)}
@@ -107,7 +107,8 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         if zero <= 1:  # without this key, DeepSpeed would reduce these fp32 sums between replicas in bf16
             ds.setdefault("communication_data_type", "fp32")
     overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
-    # tds' ZeRO 1 reads only "stage" of ZeRO and "enabled" of bf16. If the file sets others, use DeepSpeed's ZeRO 1.
+    # tds' ZeRO 1 reads only the keys zero_optimization.stage and bf16.enabled. If the file sets other keys of these two
+    # sections, use DeepSpeed's ZeRO 1.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     overlap &= zero == 0 and p.pipe_parallel_size == 0
@@ -124,7 +125,7 @@ def _refuse_unknown(given: dict[str, Any], path: str) -> None:
 
 
 def _check_sections(given: dict[str, Any], path: str) -> None:
-    """Replace sections that are only true or false by objects, and remove null and "auto" values, in place.
+    """Normalise `given` in place: write sections `true` or `false` as objects; remove null and "auto" values.
 
     Raises ConfigError for invalid sections and values.
     """

@@ -209,8 +209,8 @@ class ModelConfig(DecoderConfig):
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings `values`, by name, with `family` added if it is missing.
 
-    Only old settings files lack `family`: it is t5 if they set enc_seq_length, else gpt2. The settings are then passed
-    through `without_t5s_objective`.
+    Only old settings files lack `family`; the missing family is t5 if the file sets enc_seq_length, else gpt2.
+    An objective that older versions stored by mistake is removed, see `without_t5s_objective`.
     """
     return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 

@@ -14,8 +14,8 @@ class ParallelConfig(Section):
     sequence_parallel: bool | None = opt(
         None,
         "sequence parallelism: also shard hidden states along the sequence over the model-parallel ranks, which saves "
-        "memory without sending more bytes; if not given, on for GPT-2, Llama and T5 on accelerators if the sequence "
-        "length is divisible",
+        "memory without sending more bytes; if not given, on for GPT-2, Llama and T5 on accelerators if "
+        "--model-parallel-size divides the sequence length",
     )
     async_tensor_model_parallel_allreduce: bool = opt(
         True, "all-reduce the gradient of a layer's input while the gradient of its weight is computed"
@@ -47,9 +47,9 @@ class ParallelConfig(Section):
     )
     pipeline_extra_warmup: int = opt(
         0,
-        "with --pipeline-schedule 1f1b: a value of n multiplies the warm-up forward passes of each stage by 1 + n (at "
-        "most to all passes of a step), which hides message latency; this costs memory, which tools/draw_schedule.py "
-        "shows",
+        "with --pipeline-schedule 1f1b: with a value of n, each stage runs 1 + n times as many warm-up forward passes, "
+        "but not more than the micro-batches of a step. This hides message latency, but costs memory, which "
+        "tools/draw_schedule.py shows",
         at_least(0),
     )
     pipeline_timeout: float = opt(
@@ -78,8 +78,8 @@ class ParallelConfig(Section):
     )
     distributed_timeout_minutes: float = opt(
         10.0,
-        "timeout in minutes, from the first step on: if a collective (without a pipeline: a micro-batch) takes longer, "
-        "the run ends with a report",
+        "timeout in minutes, from the first step on: the run ends with a report if a collective takes longer, or, in a "
+        "run without a pipeline, if a micro-batch takes longer",
         at_least(0.01),
     )
 

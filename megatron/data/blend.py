@@ -6,8 +6,8 @@ Steiner and Yeomans (1993) prove that an order with a deviation below one sample
 stored as a table that maps a position in the block to a corpus.
 
 The weights may have too many digits for an exact block. Then the block has about LARGEST_BLOCK samples, and corpora
-with fewer than FEW samples in it form a second blend. If w is the total share of these corpora, the second blend
-provides sample n whenever floor((n + 1) w) > floor(n w).
+with fewer than FEW samples in it form a second blend. If w is the total share of these corpora, sample n is taken from
+the second blend whenever floor((n + 1) w) > floor(n w), else from the block.
 """
 
 import heapq
@@ -144,7 +144,8 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         for i, dataset in enumerate(self.datasets):
             mine = np.flatnonzero(owners == i)
             if len(mine):
-                # places() takes a range. The samples of one corpus in a range of the blend are a range of that corpus.
+                # places() takes a contiguous range: the samples that this part of the blend takes from one corpus are
+                # contiguous in that corpus.
                 k = numbers[mine]
                 found[mine] = dataset.places(int(k[0]), len(k)) * len(self.datasets) + i
         return found

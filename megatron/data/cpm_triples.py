@@ -29,7 +29,7 @@ def is_triple(prefix: str) -> bool:
 
 
 class CPMTripleDataset(T5Samples):
-    """Dataset of T5 samples (see `T5Samples`): windows of `encoder` tokens of the concatenated contexts.
+    """Dataset of T5 samples (see `T5Samples`): the contexts are concatenated and cut into windows of encoder length.
 
     A sample ends before the first span that does not fit into the decoder or for which no sentinel is left. The
     remaining positions of encoder and decoder are padding. So no span is truncated.
@@ -119,7 +119,7 @@ def build_train_valid_test_datasets(
 
 
 def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
-    """Return a warning if the spans of an average window exceed the decoder or the sentinels, else an empty string."""
+    """Return a warning if an average window needs more decoder tokens or sentinels than there are, else ""."""
     tokens, written, offsets = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
     needed, spans = encoder * written / max(tokens, 1) + 1, encoder * offsets / 2 / max(tokens, 1)
     fits = min(decoder / needed, sentinels / max(spans, 1))

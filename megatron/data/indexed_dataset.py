@@ -50,9 +50,9 @@ _checked: ContextVar[dict[str, bool] | None] = ContextVar("checked", default=Non
 
 @contextmanager
 def checked_once(found: dict[str, bool]) -> Iterator[None]:
-    """Within this context, `IndexedDataset` skips the slow check of pairs in `found`; it checks and adds other pairs.
+    """In this context, `IndexedDataset` checks only pairs that `found` lacks, and then adds them to `found`.
 
-    So one process can check a large index, and other processes can reuse the result.
+    The check of a large index is slow. So one process can make the check, and other processes reuse the result.
     found: prefix of a pair -> True if every document of the pair is one sequence.
     """
     token = _checked.set(found)
@@ -83,7 +83,7 @@ class IndexedDataset:
         index_path, data_path = self.prefix + ".idx", self.prefix + ".bin"
         for path in (index_path, data_path):
             if not os.path.isfile(path):
-                raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes such pairs")
+                raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
         size = os.path.getsize(index_path)
         if size < HEADER.size:
             raise DatasetError(

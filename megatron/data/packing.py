@@ -23,7 +23,7 @@ def fit(lengths: Ints, capacity: int) -> Ints:
     """
     window_of = np.empty(len(lengths), dtype=np.int64)
     open_: dict[int, list[int]] = {}  # number of free positions -> windows with this number of free positions
-    rooms: list[int] = []  # keys of open_ that have a window, in ascending order
+    rooms: list[int] = []  # keys of open_ whose list of windows is not empty, in ascending order
     opened = at = 0
 
     def leave(room: int, windows: list[int]) -> None:
@@ -69,7 +69,8 @@ class PackedOrder:
         self._records = np.flatnonzero(lengths)
         if not len(self._records):
             raise ValueError(
-                f"none of {len(lengths)} records has a token that counts in the loss within --seq-length tokens"
+                f"none of {len(lengths)} records has a token that counts in the loss among its first --seq-length "
+                "tokens"
             )
         self._lengths = lengths[self._records]
         window_of = fit(-np.sort(-self._lengths), capacity)

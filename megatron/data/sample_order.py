@@ -180,7 +180,7 @@ class SampleOrder:
     def places(self, first: int, count: int) -> NDArray[np.int64]:
         """Return a unique id for each sample from `first` to `first + count` - 1.
 
-        The id is the position of the sample in the concatenated text of all epochs, in samples.
+        The id is the number of samples that precede the sample in the concatenated text of all epochs.
         """
         found = np.empty(count, dtype=np.int64)
         at = 0

@@ -47,7 +47,7 @@ class ConsecutiveSampler(Sampler[list[int]]):
 
 
 class _Endless(Dataset[Any]):
-    """Wrapper that turns a dataset's IndexError into a message that the dataset must accept any n >= 0."""
+    """Wrapper of a dataset that replaces an IndexError by a ValueError: a dataset must have a sample for any n >= 0."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -74,7 +74,10 @@ def _corpora(task: Task, config: Config) -> Iterator[str]:
         files = [f"{prefix}.idx", f"{prefix}.bin"]
         absent = [each for each in files if not Path(each).is_file()]
         if absent and not is_triple(prefix):
-            yield f"there is no {' and no '.join(absent)}; tools/preprocess_data.py writes such pairs{_beside(prefix)}"
+            yield (
+                f"there is no {' and no '.join(absent)}; tools/preprocess_data.py writes the .bin and .idx of a corpus"
+                f"{_beside(prefix)}"
+            )
 
 
 def _beside(prefix: str) -> str:

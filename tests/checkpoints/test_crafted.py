@@ -70,8 +70,8 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put("config", "model", 3), "config.model must be an object"),
     (put("config", "optim", "optimizer", None), "config.optim.optimizer must be a text"),
     (put("tensors", [1]), "tensors must be an object"),
-    (put(*T, "dim", -1), "dim must be one of the 2 dimensions, not -1"),
-    (put(*T, "dim", 2), "dim must be one of the 2 dimensions"),
+    (put(*T, "dim", -1), "dim must be the index of one of the 2 dimensions, not -1"),
+    (put(*T, "dim", 2), "dim must be the index of one of the 2 dimensions"),
     (put(*T, "shape", [3, 2**60]), "shape must be a list of sizes with a product of"),
     (put(*T, "shape", [3, "2"]), "shape must be"),
     (put(*T, "shape", []), "shape must be"),
@@ -80,8 +80,8 @@ CRAFTED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put(*T, "pieces", [PIECES[0], PIECES[0], PIECES[1]]), "expected a piece from row 2 on"),
     (put(*T, "pieces", [PIECES[0]]), "must be 3, the size in"),
     (put(*T, "pieces", 1, "end", 2**70), "must be an object with file, begin and end"),
-    (put(*T, "pieces", 1, "file", "../b.safetensors"), 'must be one in the list of checksums, not "../b.safetensors"'),
-    (put(*T, "pieces", 1, "file", None), "must be one in the list of checksums"),
+    (put(*T, "pieces", 1, "file", "../b.safetensors"), 'must be in the list of checksums, not "../b.safetensors"'),
+    (put(*T, "pieces", 1, "file", None), "must be in the list of checksums"),
 ]
 
 
@@ -101,7 +101,7 @@ def test_an_index_that_cannot_be(tmp_path: Path, change: Callable[[dict[str, Any
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "it is not a JSON object"),
+        ("[]", "the file is not a JSON object"),
         ("[" * 100000, "nested too deeply"),
         ('{"format": 3, "format": 3}', "the key 'format' occurs twice"),
         ('{"format": 3}', "the key 'state' is missing"),

@@ -28,7 +28,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 NAMES = (
     "(grad, bool, float)",
-    "an encoder-decoder: the tuple changes in the middle",
+    "an encoder-decoder whose two halves send different tuples",
     "token ids as inputs, a tied embedding and two more tied layers",
     "a weight as an output, tied over stages",
     "another size each step",
@@ -36,7 +36,7 @@ NAMES = (
     "dynamic_shape, another size each micro-batch",
     "an output that is the same memory each time",
     "a data iterator that fills the same tensors again",
-    "one tensor of a message changed in place",
+    "layers that change one of several tensors in place",
 )
 BY_NAME = {case.name: case for case in CASES}
 

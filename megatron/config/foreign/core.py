@@ -44,7 +44,7 @@ ROWS = (
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
     Row(
         "--overlap-param-gather",
-        NoEffect("it does not change the loss; --zero-stage 1 gathers weights at the end of a step"),
+        NoEffect("the flag does not change the loss; --zero-stage 1 gathers weights at the end of a step"),
     ),
     Row(
         "--tp-comm-overlap",

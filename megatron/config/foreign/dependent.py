@@ -20,17 +20,17 @@ def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
     """Translate a global batch size of `total` samples to --gas, given --batch-size."""
     each, replicas = config.train.batch_size, _replicas(config, ranks)
     if total < 1 or total % (each * replicas):
-        return Refused(f"it must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
+        return Refused(f"the value must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
     return Means({"gas": total // (each * replicas)}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
 
 
 def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
-    """Return a function that translates a number of samples: it sets `setting` to the number of iterations."""
+    """Return a function that translates a number of samples to a number of iterations, the value of `setting`."""
 
     def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
         batch = config.train_batch_size(ranks)
         if samples < batch:
-            return Refused(f"it is less than one global batch of {batch} samples")
+            return Refused(f"the value is less than one global batch of {batch} samples")
         return Means({setting: samples // batch}, f"a global batch has {batch} samples")
 
     return on
@@ -38,7 +38,7 @@ def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
 
 def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | Refused:
     if not 0 <= rising <= of:
-        return Refused(f"it must lie between 0 and the {of} {unit} of the learning-rate decay")
+        return Refused(f"the value must lie between 0 and the {of} {unit} of the learning-rate decay")
     return Means({"warmup": rising / of}, f"{rising} of the {of} {unit} of the learning-rate decay")
 
 
@@ -57,7 +57,8 @@ def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
     stages, total = config.parallel.stages, config.model.num_layers
     if layers < 1 or total % (stages * layers) or total == stages * layers:
         return Refused(
-            f"--num-layers {total} must be 2, 3 or more times --pipe-parallel-size {stages} x {layers} layers"
+            f"--num-layers {total} must be a multiple of --pipe-parallel-size {stages} x {layers} layers, and larger "
+            "than this product"
         )
     return Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
 

@@ -84,7 +84,7 @@ MEGATRON = (
     Row("--no-contiguous-buffers-in-local-ddp", NoEffect("--overlap-grad-reduce sets how replicas reduce gradients")),
     Row(
         "--no-scatter-gather-tensors-in-pipeline",
-        NoEffect("it does not change the loss; each rank always sends only its slice of a tensor"),
+        NoEffect("the flag does not change the loss; each rank always sends only its slice of a tensor"),
     ),
     Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", SAME_LOSS),
     Row("--empty-unused-memory-level", NoEffect("a run never releases the memory that torch's allocator caches"), int),
@@ -155,7 +155,7 @@ MEGATRON = (
                 "rope": _ROPE,
                 "learned_absolute": Means({"position_embedding": "learned"}),
                 "relative": Means({"position_embedding": "relative"}),
-                "yarn": Refused("use --position-embedding rope --rope-scaling yarn and the settings of yarn"),
+                "yarn": Refused("use --position-embedding rope --rope-scaling yarn, and set yarn's other flags"),
                 **dict.fromkeys(
                     ("mrope", "none"),
                     Refused("this value is not supported; see --position-embedding for the supported values"),
@@ -205,7 +205,7 @@ MEGATRON = (
     Row("--deepspeed-activation-checkpointing", NoEffect("--checkpoint-activations alone turns recomputation on")),
     Row("--contigious-checkpointing", NoEffect("checkpointed inputs are not copied into one buffer")),
     Row("--checkpoint-in-cpu", Refused("use --offload-activations instead of --checkpoint-activations")),
-    Row("--synchronize-each-layer", NoEffect("it would only slow the run down")),
+    Row("--synchronize-each-layer", NoEffect("the flag would only slow the run down")),
     Row(
         "--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures the backward pass')
     ),
@@ -329,7 +329,7 @@ MEGATRON = (
 ROWS = (*MEGATRON, *foreign_core.ROWS, *foreign_keys.ROWS)
 FLAGS = {name: row for row in ROWS for name in row.names.split()}
 
-# Setting -> other frameworks' values of the flag of the same name -> this project's values.
+# Flags that other frameworks have under the same name but with other values: name -> (their value -> our value).
 VALUES: Mapping[str, Mapping[str, str]] = {
     "tokenizer_type": {
         "GPT2BPETokenizer": "auto",

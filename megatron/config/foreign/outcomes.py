@@ -17,9 +17,9 @@ class Means:
     """Translation to settings of this project.
 
     settings: setting -> its value: a constant, or a function of the value that the user gave.
-    unless: like `settings`, for further settings, each of which applies unless the user has changed it from its
-    default. A function receives the dict of all settings.
-    but: note for the user on `unless`, if there are such settings, else on the difference from the other framework.
+    unless: further settings that the flag implies. Each is set unless the user has changed it from its default. The
+    values are constants, or functions of the dict of all settings.
+    but: note for the user. It explains `unless` if `unless` is not empty, else the difference from the other framework.
     """
 
     settings: Mapping[str, Any]
@@ -91,5 +91,5 @@ def in_json(section: str, key: str) -> Refused:
 
 
 SAME_LOSS = NoEffect(
-    "it does not change the loss; attention is always one fused kernel, and --compile fuses other operations"
+    "the flag does not change the loss; attention is always one fused kernel, and --compile fuses other operations"
 )

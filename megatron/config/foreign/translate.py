@@ -62,8 +62,9 @@ def flag_of(key: str) -> str | None:
 def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
     """Return `; did you mean --x?` for an unknown flag, or an empty string if no known flag is similar.
 
-    The closest flag among `ours` and the foreign flags is suggested; for a foreign flag, this project's replacement.
-    ours: flags of this project to choose from.
+    Candidates are the flags `ours` and the foreign flags. If a foreign flag is closest, its replacement in this project
+    is suggested.
+    ours: flags of this project.
     strange: also consider foreign flags whose replacement is not in `ours`.
     """
     dashed = "--" + name.lstrip("-").replace("_", "-")
@@ -83,7 +84,7 @@ def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
 
 
 def _flags_for(theirs: str) -> set[str]:
-    """Return the flags of this project that replace a foreign flag; if there are none, {""}, which is no flag."""
+    """Return the flags of this project that replace a foreign flag; {""} if there are none, so that no flag matches."""
     return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
 
 
@@ -163,9 +164,9 @@ class Translation:
         return list(self._waiting)
 
     def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
-        """Return the settings that translated flags imply (`Means.unless`), and add a note on each flag.
+        """Return the further settings that translated flags imply (`Means.unless`), and add a note for each such flag.
 
-        values: all settings so far. Settings in it that differ from their defaults are not overridden.
+        values: all settings so far. Those that differ from their defaults are not overridden.
         said: names of settings that a source of higher precedence gives. They are not overridden, either.
         """
         found: dict[str, Any] = {}
@@ -186,7 +187,7 @@ class Translation:
         return found
 
     def settle(self, config: Config, ranks: int, change: Change) -> Config:
-        """Apply the deferred flags to `config`, in the order of the table, and return the result.
+        """Apply the deferred flags to `config`, in the order of the table FLAGS, and return the result.
 
         change: function that returns a Config with some settings replaced.
         """
