@@ -1,7 +1,7 @@
 """Multi-head attention with its heads sharded over the model-parallel ranks.
 
-Shapes: s, q sequence of the queries, k of the keys, b batch, h hidden, n heads, d width of a head, t
-model-parallel ranks, g key-value heads of a rank: n/t, or fewer, each shared by a group of queries.
+Shapes: s or q query tokens, k key tokens, b batch, h hidden, n heads, d width of a head, t model-parallel ranks,
+g key-value heads of a rank: n/t, or fewer if each is shared by a group of query heads.
 """
 
 import math
