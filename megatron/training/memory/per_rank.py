@@ -44,8 +44,8 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
     """Return the maximum number of forward passes whose activations a stage keeps at the same time.
 
     A forward pass takes one micro-batch through one of the `chunks` groups of layers on the stage. The function builds
-    the schedule and counts its forward passes without a backward pass. For many micro-batches, it uses a shorter
-    schedule with the same steady state.
+    the schedule of the stage and finds the maximum in it. For many micro-batches, it uses a shorter schedule with the
+    same steady state.
     name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
     """
     if stages == 1:
