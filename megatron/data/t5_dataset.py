@@ -6,7 +6,7 @@ from epoch to epoch, so each epoch masks different tokens.
 
     text      A B C D E F G H
     encoder   A B <1> E F <2> H             convention t5 appends an end token
-    decoder   <1> C D <2> G                 convention t5 puts a start token before the input, an end token after labels
+    decoder   <1> C D <2> G                 convention t5: start token before the inputs, end token after the labels
 """
 
 from dataclasses import dataclass

@@ -116,7 +116,7 @@ class VocabParallelEmbedding(_Sharded):
             raise IndexError(f"the token id {lowest if lowest < 0 else highest} {words}") from None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute this rank's logits [..., v/t], also of padding rows, of hidden [..., h] or its shard [s/t, b, h]."""
+        """Compute this rank's logits [..., v/t], including padding, from hidden [..., h] or its shard [s/t, b, h]."""
         return linear(hidden, self.weight, None, self.axis, self.options)
 
     def deferred_logits(self, hidden: Tensor, chunk: int) -> DeferredLogits:

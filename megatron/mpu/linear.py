@@ -213,7 +213,7 @@ def needs_grad(ctx: Any, i: int) -> bool:
     A pipeline may compute gradients of inputs and of weights separately (Qi et al. 2023).
     """
     if torch.compiler.is_compiling():
-        # torch.compile (2.11) cannot trace `next_functions`, but it removes the computation of unused gradients itself.
+        # The compiler of torch 2.11 cannot trace `next_functions`, but the compiler itself removes unused gradients.
         return bool(ctx.needs_input_grad[i])
     # A bias of None has no entry in `next_functions`.
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None

@@ -79,7 +79,7 @@ class Options:
 
 
 class Share(NamedTuple):
-    """The samples of an iteration that a rank reads: one of `of` equal parts, the one with the index `number`."""
+    """Part of an iteration's samples that a rank reads: `number` is its index, `of` the number of equal parts."""
 
     number: int
     of: int

@@ -62,7 +62,7 @@ class Holder:
         """Return True if the process `me` can be sure that this holder of the lock `path` has ended.
 
         There are three such cases. The holder is no longer in the process table of `me`. The holder belonged to an
-        earlier start of the same SLURM job. The holder's advisory lock is free, and `me` would see the lock otherwise.
+        earlier start of the same SLURM job. The advisory lock is free, although `me` would see a lock of the holder.
         """
         if self.is_visible(me):
             now = started(self.pid)
@@ -90,7 +90,7 @@ class Holder:
 class RunLock:
     """Lock of a directory, held from construction until `release`.
 
-    notes: sentences for the user. There is one for each lock that this object took over from a process that had ended.
+    notes: sentences for the user, one for each lock that this object took over from another process.
     """
 
     def __init__(self, folder: Path, override: bool = False, what: str = "the run directory") -> None:

@@ -74,7 +74,7 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     elif is_undated(abouts[0]):
         notes.append(
             "chat_template.jinja inserts the current date; the run was trained without a date, because its corpus was "
-            "made by a version that did not offer strftime_now to templates"
+            "made by an older version of this project, which offered no strftime_now to templates"
         )
     try:
         end = turn_end(template_of_corpus(abouts[0], tokenizer, vocab_file), tokenizer)

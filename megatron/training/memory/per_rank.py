@@ -1,4 +1,4 @@
-"""Peak memory of a rank of each stage, by kind: permanent tensors, and temporary tensors at the peak of a step."""
+"""Peak memory of one rank of each stage, divided into weights, gradients, activations and other kinds of tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
