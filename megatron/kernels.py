@@ -38,7 +38,7 @@ def _chosen(kernels: str, module: str, name: str) -> Any:
 
 
 def norm_class(kernels: str, rms: bool) -> type[nn.Module] | None:
-    """Return apex's `FusedLayerNorm` or `FusedRMSNorm`, called with (hidden size, eps=); None for torch's."""
+    """Return apex's norm class, which takes the arguments (hidden size, eps=), or None if torch's norm is chosen."""
     return _chosen(kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")  # type: ignore[no-any-return]
 
 

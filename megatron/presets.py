@@ -26,9 +26,9 @@ def folder(kind: str) -> Path:
 
 
 def find(name: str, kind: str) -> Path:
-    """Return the file that `name` means: an existing file, else a bundled one, else the path `name` itself.
+    """Return the path of the preset `name`: an existing file, or else a bundled preset.
 
-    A bundled file is named NAME or configs/<kind>/NAME.json.
+    The user may write a bundled preset as NAME or configs/<kind>/NAME.json. If neither exists, return `name` as a path.
     """
     path = Path(name)
     ours = folder(kind) / f"{path.name.removesuffix('.json')}.json"

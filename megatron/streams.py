@@ -64,7 +64,7 @@ class Guarded:
 
 
 class Named:
-    """Wrapper of standard output, for tools that print a result; its OSErrors name the stream."""
+    """Wrapper of standard output, for tools that print a result. An OSError names standard output as its file."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

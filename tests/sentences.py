@@ -7,7 +7,7 @@ SENTENCES = {
     "does_not_hold": "does not hold",
     "no_rank_has_written_weight_x": "no rank has written 'weight.x'",
     "closed_by_peer": "closed by peer",
-    "300_tokens_more_than_the_model": "300 tokens, more than the model's 270",
+    "300_tokens_more_than_the_model": "300 tokens, more than the model's vocabulary of 270",
     "window_25_must_be_from_1": "--window 25 must be from 1 to 24",
     "is_not_the_same_model_its": "is not the same model: its logits differ by",
     "qwen3_does_not_support_qkv_bias": "Qwen3 does not support --qkv-bias",

@@ -1,8 +1,9 @@
 """Window lengths for short documents with the convention `cpm`, in which every document ends with a masked span.
 
-With T5's masking rates, a window has one span for every 20 tokens. If documents are shorter than this, more documents
-end in a window than it has spans, and the text after the last span would be unused. In a corpus of single lines, most
-of the text would be unused. So windows become shorter, and a window may have one span for each document end in it.
+With T5's masking rates, a window has one span for every 20 tokens. If most documents have fewer than 20 tokens, more
+documents end in a window than the window has spans. The text after the last span would then be unused; in a corpus of
+single lines, this would be most of the text. So this module makes windows shorter and lets a window have more spans:
+one for each document that ends in it.
 """
 
 from collections.abc import Sequence
@@ -36,8 +37,8 @@ def _unused(ends: NDArray[np.int64], plan: SpanPlan) -> float:
     windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
     if not windows:
         return 0.0
-    # `first` is the index of each window's first document end, `last` the index of the document end that needs the
-    # window's last available span. Text after `last` is unused.
+    # For each window, `first` is the index in `ends` of the first document end in the window. Every document end takes
+    # one span; `last` is the index of the document end that takes the last one. Text after this document is unused.
     first = ends.searchsorted(np.arange(windows) * plan.tokens)
     last = first + max(plan.spans, plan.room) - 1
     over = (last + 1 < len(ends)) & (ends[np.minimum(last + 1, len(ends) - 1)] < (np.arange(windows) + 1) * plan.tokens)
@@ -66,7 +67,7 @@ def fit_documents(
     tokens = plan.tokens
     while True:
         most = max(_most_ends(ends, tokens) for ends in every)
-        room = most + -(-most // 8)  # More documents may end in a window if their order changes.
+        room = most + -(-most // 8)  # 1/8 more, because in another order more documents may end in one window
         noise = max(round(tokens * density), 1)
         spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
         room = min(max(room, spans), tokens)
@@ -88,7 +89,7 @@ def fit_documents(
 
 
 def _longer(made: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:
-    """Return a hint that names the flag that keeps windows from being longer, or an empty string."""
+    """Return a hint that names the flag to raise for longer windows, or an empty string."""
     if made.encoder > 0.95 * plan.encoder:
         return ""
     if made.room + max(made.room // 16, 2) >= sentinels:

@@ -19,8 +19,8 @@ class SpanPlan(NamedTuple):
     """Numbers of tokens and spans in a sample.
 
     tokens: text tokens of the window. noise: masked tokens. spans: number of spans. encoder, decoder: tokens of the
-    encoder and of the decoder. room: maximum number of spans if more than `spans` documents end in a window; 0 means
-    that the maximum is `spans` (see short_documents.py).
+    encoder and of the decoder. room: number of spans that a window may have if more than `spans` documents end in it
+    (see short_documents.py); with 0, a window never has more than `spans` spans.
     """
 
     tokens: int
@@ -59,7 +59,8 @@ def plan_spans(
     if needed > sentinels:
         raise DatasetError(
             f"a sample of {encoder} encoder tokens has {best.spans} masked spans and needs {needed} sentinels; raise "
-            f"--num-sentinels {sentinels} or --mean-span-length {mean_span:g}, or lower --noise-density {density:g}"
+            f"--num-sentinels (now {sentinels}) or --mean-span-length (now {mean_span:g}), or lower --noise-density "
+            f"(now {density:g})"
         )
     return best
 
@@ -96,7 +97,8 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
     ends: mask of the last tokens of documents [l].
     Returns (mask of tokens in spans [l], mask of first tokens of spans [l], n). The sample consists of the first n
     tokens of the window. n is less than l in two cases: more than max(plan.spans, plan.room) documents end in the
-    window, or short documents allow so few masked tokens that the other tokens exceed the encoder.
+    window; or the documents are so short that fewer than plan.noise tokens can be masked, and the unmasked tokens do
+    not all fit into the encoder.
     """
     boundaries = np.flatnonzero(ends)
     used, most = plan.tokens, max(plan.spans, plan.room)

@@ -1,12 +1,12 @@
 """T5 dataset over a corpus of plain text; spans are masked when a sample is read.
 
-A sample is a window of concatenated documents. Its length is chosen so that it fills encoder and decoder. The corpus,
-the seed and the number of the sample determine the masked tokens. So every epoch masks different tokens, and no mask is
-stored.
+A sample is a window of concatenated documents. The length of the window is chosen so that it fills encoder and decoder.
+The corpus, the seed and the sample number determine which tokens are masked. No mask is stored. Sample numbers continue
+from epoch to epoch, so each epoch masks different tokens.
 
     text      A B C D E F G H
     encoder   A B <1> E F <2> H             convention t5 appends an end token
-    decoder   <1> C D <2> G                 convention t5 inserts a start token before and appends an end-token label
+    decoder   <1> C D <2> G                 convention t5: start token before the inputs, end token after the labels
 """
 
 from dataclasses import dataclass

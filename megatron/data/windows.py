@@ -51,7 +51,7 @@ class Windows:
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
 
     def _release_pages(self) -> None:
-        """Release memory-mapped pages: each position read in a file adds 64 kB or more to this process's memory."""
+        """Release memory-mapped pages, because reading one place of a file keeps 64 kB or more of it in memory."""
         self._read = 0
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):

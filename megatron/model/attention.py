@@ -1,7 +1,7 @@
 """Multi-head attention with its heads sharded over the model-parallel ranks.
 
-Shapes: s, q sequence of the queries, k of the keys, b batch, h hidden, n heads, d width of a head, t
-model-parallel ranks, g key-value heads of a rank: n/t, or fewer, each shared by a group of queries.
+Shapes: s or q query tokens, k key tokens, b batch, h hidden, n heads, d width of a head, t model-parallel ranks,
+g key-value heads of a rank: n/t, or fewer if each is shared by a group of query heads.
 """
 
 import math
@@ -108,9 +108,9 @@ class Attention(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> Tensor:
         """Compute attention: query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
-        mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may
-        attend, or None. With context parallelism, `key` and `value` hold this rank's tokens only, but the mask covers
-        the keys of all ranks.
+        mask: `Documents` if tokens may attend only within their document; or a bool mask [1 or b, 1, q, k], True where
+        a query may attend; or None. With context parallelism, `key` and `value` hold this rank's tokens only, but the
+        mask covers the keys of all ranks.
         bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0

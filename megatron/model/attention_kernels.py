@@ -27,8 +27,9 @@ Mask = Documents | Views | Tensor | None  # see `Call`
 class Call(NamedTuple):
     """One attention call: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
 
-    mask: the documents to restrict attention to, or bool [1 or b, 1, q, k], True where a query may attend, or None.
-    With context parallelism, `key` and `value` hold this rank's tokens only, but the mask covers the keys of all ranks.
+    mask: `Documents` if tokens may attend only within their document; or a bool mask [1 or b, 1, q, k], True where a
+    query may attend; or None. With context parallelism it is a `Views`: `key` and `value` hold this rank's tokens only,
+    but the mask covers the keys of all ranks.
     bias: tensor [1, n, q, k] to add to the scores, or None. p: dropout probability.
     causal: if there is no mask, a query sees the keys up to its own position. scale: factor of the scores.
     by_document, fused_bias: whether --reference-ops permits the kernels for documents and for a bias.

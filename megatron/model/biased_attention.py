@@ -21,10 +21,10 @@ from .pieces import Piece, Pieces
 
 
 def serves(query: Tensor, bias: Tensor) -> bool:
-    """Return whether `biased_attention` saves memory, since torch's attention would save the probabilities.
+    """Return whether `biased_attention` needs less memory than torch's attention.
 
-    On a CPU, torch saves the probabilities for the backward pass if the bias requires a gradient. Accelerators have a
-    fused kernel that computes the bias's gradient without saved probabilities.
+    It does on a CPU if the bias requires a gradient, because torch then keeps the attention probabilities for the
+    backward pass. Accelerators have a fused kernel that computes the bias's gradient without kept probabilities.
     query: [b, n, q, d]. bias: [1, n, q, k].
     """
     return query.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad

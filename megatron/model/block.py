@@ -122,7 +122,7 @@ class TransformerLayer(nn.Module):
 class Block(TransformerLayer):
     """Layer of a decoder-only model. `name` is its name in the whole model.
 
-    role: what document ids do: restrict attention, restart positions, or both; by default they restrict attention.
+    role: whether document ids restrict attention, restart positions, or both. By default they restrict attention.
     """
 
     def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:

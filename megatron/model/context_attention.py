@@ -20,8 +20,8 @@ from .masks import Documents, cached_on, causal_window
 class Views(NamedTuple):
     """Keys to which this rank's queries may attend: all earlier tokens, unless a window or documents hide some.
 
-    ids: document number of each token of the sequence, int [b, s]. If `apart` is False, only the device of this tensor
-    is used.
+    ids: document number of each token of the sequence, int [b, s]. If `apart` is False, the numbers are ignored, and
+    masks are created on the device of `ids`.
     apart: whether a query attends only to tokens of its own document.
     window: number of last tokens that a query sees, None for all.
     slices: begin and end of each slice of the sequence that this rank holds.
@@ -50,10 +50,10 @@ class Views(NamedTuple):
         return 0 if self.window is None else max(begin - self.window + 1, 0), end
 
     def mask(self, at: int) -> Tensor | None:
-        """Return the mask of slice number `at`, bool [1 or b, 1, q, k], or None.
+        """Return the mask of slice number `at`, bool [1 or b, 1, q, k], or None if only later tokens are hidden.
 
-        The mask is True where a query may attend to one of `keys(at)`, and None if only later tokens are hidden.
-        Layers that receive the same ids share the mask.
+        The mask covers the keys in the range `keys(at)` and is True where a query may attend to a key. Layers that
+        receive the same ids share the mask.
         """
         if not self.masked:
             return None

@@ -40,7 +40,7 @@ class WordEmbedding(nn.Module):
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
     def output(self, hidden: Tensor) -> Tensor | mpu.DeferredLogits:
-        """Return logits [s, b, v/t] of hidden [s, b, h], padding included.
+        """Return logits [s, b, v/t] of hidden [s, b, h], including the logits of the vocabulary's padding.
 
         With more tokens than --logits-chunk-size, return `DeferredLogits`, which compute the logits in chunks.
         """
@@ -51,7 +51,7 @@ class WordEmbedding(nn.Module):
 
     @staticmethod
     def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
-        """Return the logits [s, b, v/t] of inputs (hidden [s, b, h], ...), or DeferredLogits where `output` does."""
+        """Return `embedding.output(hidden)`: logits [s, b, v/t] or DeferredLogits. inputs: (hidden [s, b, h], ...)."""
         return embedding.output(inputs[0])
 
 
@@ -87,9 +87,9 @@ class ModelStart(nn.Module):
 class DecoderStart(ModelStart):
     """Start of a decoder-only model: learned positions and dropout. Rotary positions are applied later, in the blocks.
 
-    role: whether document ids restrict attention or restart positions. If document ids only restart rotary positions,
-    the caller passes an empty tensor of document ids, and this layer computes the ids from the position ids: a document
-    begins at each position id of 0. A rotary model does not use position ids otherwise.
+    role: whether document ids restrict attention, restart positions, or both. If they only restart rotary positions,
+    the caller must pass an empty tensor of document ids. This layer then computes document ids from the position ids: a
+    document begins at each position id of 0. A rotary model uses position ids for nothing else.
     """
 
     def __init__(self, config: ModelConfig, positions: int, name: str, role: DocumentRole) -> None:
@@ -108,8 +108,8 @@ class DecoderStart(ModelStart):
         elif not self.role.attention:
             if document_ids.numel():
                 raise ValueError(
-                    "document ids limit attention, but --reset-position-ids is given without --reset-attention-mask; "
-                    "give both flags, or no document ids"
+                    "the document ids restrict attention, but --reset-position-ids is given without "
+                    "--reset-attention-mask; give both flags, or pass no document ids"
                 )
             document_ids = (position_ids == 0).cumsum(1).int()
         return self.dropout(hidden), document_ids

@@ -1,8 +1,9 @@
-"""Flash attention on a CPU, one block of queries and keys at a time: within documents and over context ranks.
+"""Flash attention on a CPU, computed for one block of queries and keys after another.
 
-The blocks are the `Pieces` of pieces.py. A query's results from several blocks are combined by their log-sum-exps
-(Milakov and Gimelshein 2018). The backward pass of a block needs only the combined result. Gathered keys and values are
-not saved; the backward pass gathers them again.
+It serves attention within documents and attention with context parallelism. The blocks are the `Pieces` of pieces.py.
+A query's results from several blocks are combined by their log-sum-exps (Milakov and Gimelshein 2018). The backward
+pass of a block needs only the combined result. Keys and values gathered from the context ranks are not saved; the
+backward pass gathers them again.
 
 Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this rank, d width of a head, c context
 ranks.
@@ -26,7 +27,7 @@ def flash_attention(
 ) -> Tensor:
     """Compute attention piece by piece: query [b, n, q, d], key, value [b, g, k, d] -> [b, n, q, d].
 
-    g: number of key/value heads. pieces: the pairs of a block of queries and a block of keys to compute.
+    g: number of key-value heads. pieces: each piece is a block of queries with the block of keys that they attend to.
     axis: the c context-parallel ranks, or None. With an axis, key and value are this rank's shards [b, g, k/c, d], and
     all ranks of the axis must run the forward and the backward pass together.
     """

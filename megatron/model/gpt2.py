@@ -2,8 +2,8 @@
 
         tokens, positions -> embedding -> Block x num_layers -> norm -> (tied) logits
 
-GPT-2 adds a learned vector for each position after its embedding. Llama, Qwen and Mistral rotate queries and keys in
-their blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
+GPT-2 adds a learned position vector to each token's embedding. Llama, Qwen and Mistral instead rotate queries and keys
+in their blocks (`rotary.py`; Touvron et al. 2023, Jiang et al. 2023).
 
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
@@ -55,7 +55,8 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
 def role_of(config: Config) -> DocumentRole:
     """Return whether document ids restrict attention and whether they restart positions.
 
-    In a rotary model, --reset-position-ids alone makes document ids only restart positions.
+    In a rotary model with --reset-position-ids but without --reset-attention-mask, document ids restart positions and
+    do not restrict attention.
     """
     d, rotary = config.data, config.model.position_embedding == "rope"
     apart = d.reset_attention_mask or config.objective != "lm"

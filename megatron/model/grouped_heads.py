@@ -97,7 +97,8 @@ def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, on
 def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
     """Yield a view [s, b, g, part, d] of each part.
 
-    Each view is created only when it is requested, because autograd permits in-place writes to a newly created view.
+    The backward pass writes into the views in place. Autograd permits this for a newly created view, so each view is
+    created only when it is requested.
     """
     for part, end in zip(parts, accumulate(parts), strict=True):
         yield by_group.narrow(3, end - part, part)

@@ -21,10 +21,10 @@ class Layer:
     """Layer that is not built yet.
 
     name: global name of the layer, a dotted path. `cls(*args)` builds it.
-    tied: layers with the same key share one module, which has the first layer's name.
-    call: replaces the call of the module by `call(module, inputs)`.
-    puts_out: names of the tensors that the layer returns, for the stage boundary after it.
-    repeated: True for each of the equally built layers of a stack, whose activations may be recomputed.
+    tied: key of tied layers, or None. Layers with the same key share one module, which has the first layer's name.
+    call: function that runs the layer as `call(module, inputs)`; None calls the module itself.
+    puts_out: names of the tensors that the layer returns. A stage boundary after the layer needs them.
+    repeated: True for transformer layers, of which a stack has many; their activations may be recomputed.
     prelude: True for a layer that is recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
     work: number of multiply-adds in the layer's forward pass over one sample, see work.py.
     """
@@ -97,7 +97,7 @@ def _elsewhere(inputs: Any, *more: Any) -> Any:
 
 
 def global_names(layers: Sequence[Layer]) -> list[str]:
-    """Return the global name of each layer's module; tied layers have the name of the first layer they are tied to."""
+    """Return the global name of each layer's module; layers that share a module have the name of the first of them."""
     first = {layer.tied: layer.name for layer in reversed(layers)}
     return [first[layer.tied] if layer.tied else layer.name for layer in layers]
 

@@ -53,7 +53,7 @@ class TokenLoss:
 
     @classmethod
     def by(cls, config: Config, vocab_size: int, is_text: IsText | None = None) -> "TokenLoss":
-        """Build the loss that the settings define, for a model whose logits have no other use."""
+        """Build the loss that the settings define; its backward pass overwrites the logits."""
         fused = "cross-entropy" not in config.model.reference_ops
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 

@@ -18,9 +18,9 @@ Found = TypeVar("Found")
 
 
 class Documents(NamedTuple):
-    """Restriction of attention to documents: ids of the queries, int [b, q], and of the keys, [b, k].
+    """Restriction of attention to documents: document ids of the queries, int [b, q], and of the keys, [b, k].
 
-    keys: None if keys and queries are of the same tokens. causal: a token attends to no later token.
+    keys: None in self-attention, where keys and queries have the same ids. causal: a token attends to no later token.
     """
 
     queries: Tensor
@@ -89,7 +89,7 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
     """Return the mask of document ids [b, q] and [b, k]: bool [b, 1, q, k], True where a query may attend, or None.
 
     None means that every query sees all keys.
-    keys: None if keys and queries are of the same tokens. causal: a query also attends to no later token.
+    keys: None in self-attention, where keys and queries have the same ids. causal: later tokens are hidden, too.
     A query may have no visible key because of padding. It then sees all keys, and its result is not used.
     Raises ValueError if the caller passed an attention mask instead of ids.
     """
@@ -113,8 +113,8 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: C
     if torch.compiler.is_compiling():  # torch.compile fuses `make` into one kernel, so a cache is not needed.
         return make()
     found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
-    # The cache keeps a reference to `other`, so that no new tensor can get the same Python id. It keeps no reference to
-    # `owner`, because the cache is an attribute of `owner`, so that would be a reference cycle.
+    # The key contains the Python id of `other`. The cache keeps a reference to `other`, because a new tensor could
+    # otherwise get the same id. A reference to `owner` would be a cycle, because the cache is an attribute of `owner`.
     kept = None if other is owner else other
     key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
     if key not in found:
@@ -142,11 +142,12 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 def window_mask(
     document_ids: Tensor, queries: int, seen: int, window: int, mask: Documents | None
 ) -> Documents | Tensor | None:
-    """Restrict a causal `mask` (None: no documents) to the last `window` tokens, the query's own token included.
+    """Restrict a causal `mask` to the last `window` tokens, the query's own token included.
 
-    Returns a bool mask [1 or b, 1, q, k], True where a query may attend.
-    queries: q. seen: number of cached tokens before the queries, k - q. Returns `mask` itself if the window covers
-    all keys. Layers that receive the same ids share the result.
+    mask: None if attention is not restricted to documents. queries: q. seen: number of cached tokens before the
+    queries, k - q.
+    Returns `mask` itself if the window covers all keys, otherwise a bool mask [1 or b, 1, q, k], True where a query
+    may attend. Layers that receive the same ids share the result.
     """
     keys = seen + queries
     if keys <= window:

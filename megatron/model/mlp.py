@@ -81,10 +81,11 @@ UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ParallelMLP(nn.Module):
-    """MLP h -> f, activation, f -> h; the first matmul is column-parallel, the second row-parallel: one all-reduce.
+    """MLP h -> f, activation, f -> h, with a column-parallel first and a row-parallel second matmul.
 
-    With a gate the first matmul has 2 f outputs, the rows of gate and value alternating, so that a contiguous
-    shard holds gate and value of a feature. Hugging Face's gate_proj and up_proj are rows [::2] and [1::2].
+    So the forward pass needs one all-reduce.
+    With a gate the first matmul has 2 f outputs. The rows of gate and value alternate, so that a contiguous shard
+    holds gate and value of a feature. Hugging Face's gate_proj is rows [::2] of this weight, its up_proj rows [1::2].
     """
 
     def __init__(self, config: ModelConfig, output_std: float) -> None:

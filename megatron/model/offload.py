@@ -84,7 +84,7 @@ class OffloadedStorage:
     def __init__(self, storage: torch.UntypedStorage, streams: CopyStreams) -> None:
         everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # [bytes]
         self.up, self.host = streams.up, streams.down.down(everything)
-        # Numbers of the tensors saved from this storage and not requested yet.
+        # Each tensor saved from this storage has a number. These are the numbers of the tensors not yet requested.
         self.tensors: set[int] = set()
         self._there: PendingCopy | None = None
 
@@ -113,7 +113,7 @@ class LayerActivations:
         self.in_backward = False
 
     def begin_backward(self) -> None:
-        """Start copying back this layer's activations, needed now, then the previous layer's, needed next."""
+        """Start copying back this layer's activations and then those of the layer before it, whose turn comes next."""
         if self.in_backward:
             return
         self.in_backward = True

@@ -4,8 +4,8 @@ The pieces are found once per batch for all layers.
 
 Attention within documents takes one piece per document, so work falls from the square of a row's length to the
 sum of the squares of its documents' lengths, and no [b, 1, q, k] mask is built. Tiny documents share a piece.
-With context parallelism, a slice of the sequence cuts the document in which it begins. The document's queries then have
-two pieces: the slice itself, and the document's keys before the slice.
+With context parallelism, a slice of the sequence may begin inside a document. Then this document's queries in the slice
+have two pieces: one with the document's keys in the slice, and one with its keys before the slice.
 
 Shapes: b batch, q queries, k keys, s sequence, n heads, d width of a head. Document ids: see masks.py.
 """

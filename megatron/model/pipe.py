@@ -45,8 +45,8 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
     ) -> None:
         """Build this stage's layers.
 
-        tied_weights: for each key of tied layers, the path of the shared weight in their module. example: inputs of
-        the first layer.
+        tied_weights: maps the key of tied layers to the name of the shared weight in their module. example: example
+        inputs of the first layer.
         """
         p = config.parallel
         # tds has another name for the method that --partition-method calls "measured".
@@ -122,7 +122,7 @@ def _boundaries_after(layer: Layer) -> list[Boundary]:
     return [replace(b, split=False) for b in found] if whole else found
 
 
-# Key of tied layers -> path of the shared weight in their module.
+# Key of tied layers -> name of the shared weight in their module.
 TIED_WEIGHTS = {
     "embedding": "word_embeddings.weight",
     "encoder_positions": "weight",

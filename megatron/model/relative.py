@@ -32,8 +32,9 @@ def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor
 
 
 class RelativePositions(nn.Module):
-    """Table of relative positions: one per stack, tied and placed before each layer of the stack, or one per layer.
+    """Table of relative positions, as a layer before each transformer layer.
 
+    Either the transformer layers of a stack share one table (the table's layers are tied), or each has its own.
     weight: [r, n/t], for r buckets and this rank's heads.
     """
 

@@ -69,7 +69,7 @@ def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
 
 
 def attention_factor(m: ModelConfig) -> float:
-    """Return the factor of queries and keys by which YaRN sharpens attention in long contexts, or 1 without YaRN."""
+    """Return the factor of queries and keys: 1, or with YaRN a factor that sharpens attention in long contexts."""
     if m.rope_scaling != "yarn":
         return 1.0
     if m.rope_attention_factor is not None:

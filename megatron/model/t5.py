@@ -83,8 +83,8 @@ class StackStart(ModelStart):
 class EncoderBlock(TransformerLayer):
     """Encoder layer, in which every token attends to all tokens of its document.
 
-    Inputs and outputs are the tensors that ENCODING names: hidden states, decoder tokens and document ids. A table of
-    relative positions may follow the inputs.
+    Inputs and outputs are the tensors that ENCODING names: hidden states, decoder tokens and document ids. With
+    relative positions, their table is one more input, the last.
     """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -104,10 +104,10 @@ class EncoderBlock(TransformerLayer):
 
 
 class DecoderBlock(TransformerLayer):
-    """Decoder layer, with causal self-attention and cross-attention, both within each token's document.
+    """Decoder layer, with causal self-attention and cross-attention, both restricted to the token's own document.
 
-    Inputs and outputs are the tensors that DECODING names: hidden states, encoder output and document ids. A table of
-    relative positions may follow the inputs.
+    Inputs and outputs are the tensors that DECODING names: hidden states, encoder output and document ids. With
+    relative positions, their table is one more input, the last.
     """
 
     def __init__(self, config: ModelConfig, name: str) -> None:
@@ -129,7 +129,7 @@ class DecoderBlock(TransformerLayer):
 
 
 class DecoderNorm(StackNorm):
-    """Norm after the decoder, which passes only the hidden states on."""
+    """Norm after the decoder. It returns only the hidden states and drops its other inputs."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Normalise the hidden states: (hidden [q, b, h], ...) -> (hidden,)."""

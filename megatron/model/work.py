@@ -1,6 +1,7 @@
-"""Work of each layer in multiply-adds of its forward pass over a sample, by which stages are balanced (pipe.py).
+"""Work of each layer: the number of multiply-adds of its forward pass over one sample.
 
-Attention matmuls are counted without regard to masks. Norms, activations and look-ups are not counted.
+pipe.py uses these numbers to give all pipeline stages about the same work. Attention matmuls are counted without regard
+to masks. Norms, activations and look-ups are not counted.
 """
 
 from megatron.config import Config, ModelConfig

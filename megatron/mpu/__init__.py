@@ -163,7 +163,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of ranks on the data axis, context-parallel ranks included; all hold the same weights."""
+    """Return the number of ranks on the data axis, including context-parallel ranks."""
     return _mesh.current().data.size
 
 

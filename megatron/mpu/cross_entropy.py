@@ -28,7 +28,7 @@ CHUNK, CPU_CHUNK = 1 << 24, 1 << 20
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Return slices of the n tokens of logits [n, v/t] such that each slice has at most CHUNK (CPU_CHUNK) logits."""
+    """Cut the n tokens of logits [n, v/t] into slices of at most CHUNK logits each, or CPU_CHUNK logits on a CPU."""
     step = max(1, (CPU_CHUNK if logits.device.type == "cpu" else CHUNK) // max(1, logits.shape[-1]))
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 

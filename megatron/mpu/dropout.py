@@ -59,7 +59,7 @@ class Stream:
         return self.draw(shape, p, device, dtype)
 
     def draw(self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Draw a mask as `keep_mask` does, [*shape], but always eagerly, outside of any compiled graph."""
+        """Draw a mask [*shape] for `keep_mask`. In a compiled graph, a custom operation calls this function."""
         generator = _generators.get(device)
         if generator is None:
             generator = _generators[device] = torch.Generator(device)

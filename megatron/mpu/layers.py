@@ -116,11 +116,11 @@ class VocabParallelEmbedding(_Sharded):
             raise IndexError(f"the token id {lowest if lowest < 0 else highest} {words}") from None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute this rank's logits [..., v/t], padding included, of hidden [..., h] (or its shard [s/t, b, h])."""
+        """Compute this rank's logits [..., v/t], including padding, from hidden [..., h] or its shard [s/t, b, h]."""
         return linear(hidden, self.weight, None, self.axis, self.options)
 
     def deferred_logits(self, hidden: Tensor, chunk: int) -> DeferredLogits:
-        """Defer the logits of hidden [s, b, h] (or its shard) to a loss that computes `chunk` tokens at a time."""
+        """Return logits of hidden [s, b, h] or its shard that the loss will compute for `chunk` tokens at a time."""
         return defer_logits(hidden, self.weight, self.axis, self.options, chunk)
 
 

@@ -49,8 +49,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
 def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
     """Return the weight's `ParamSpec.accumulate_wgrad`, or None if autograd must accumulate the weight's gradient.
 
-    Autograd accumulates under autocast, torch.compile and oneDNN. It also accumulates for a weight tied to an
-    embedding, because it must first sum the gradients of look-up and matmul.
+    Autograd must accumulate with autocast, with torch.compile and with oneDNN. It must do so, too, for a weight that is
+    also an embedding, because it first has to sum the gradients of the look-up and of the matmul.
     """
     if torch.compiler.is_compiling() or options.onednn:
         return None
@@ -213,9 +213,9 @@ def needs_grad(ctx: Any, i: int) -> bool:
     A pipeline may compute gradients of inputs and of weights separately (Qi et al. 2023).
     """
     if torch.compiler.is_compiling():
-        # The compiler of torch 2.11 cannot trace `next_functions`, but it removes unused gradients itself.
+        # The compiler of torch 2.11 cannot trace `next_functions`, but the compiler itself removes unused gradients.
         return bool(ctx.needs_input_grad[i])
     # A bias of None has no entry in `next_functions`.
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
-    # If torch cannot tell, compute the gradient: autograd discards it if it is not needed.
+    # If torch cannot tell whether the gradient is needed, compute it: autograd discards an unneeded gradient.
     return node is not None and will_run(node, otherwise=True)

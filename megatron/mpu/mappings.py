@@ -5,7 +5,7 @@
     reduce       all-reduce              identity        Megatron's g
     scatter      keep own part           all-gather
     gather       all-gather              keep own part
-    partial      all-gather              sum, keep own part    later computation differs between ranks
+    partial      all-gather              sum, keep own part    for ranks that use the gathered tensor differently
 
 Shapes: ... any leading dimensions, n last dimension, t model-parallel ranks.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .mesh import Axis, current
 
-AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, its Axis or, in a compiled graph, its group's name) -> tensor
+AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, Axis or, in a compiled graph, group name) -> tensor
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -117,7 +117,7 @@ def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Te
 def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [..., n/t] -> [..., n]; the backward pass sums the ranks' gradients and keeps this rank's part.
 
-    Use it where each rank computes something different from the gathered tensor.
+    Use it where the ranks do different computations with the gathered tensor.
     """
     return _apply(x, axis, all_gather, _own_part_of_sum)
 

@@ -74,12 +74,12 @@ class Options:
     onednn: bool = False
 
     def sequence_axis(self, axis: Axis) -> Axis:
-        """Return the ranks over which a sequence is sharded between layers: those of `axis`, or this rank alone."""
+        """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""
         return axis if self.sequence_parallel else ALONE
 
 
 class Share(NamedTuple):
-    """The samples of an iteration that a rank reads: part `number`, counted from 0, of `of` equal parts."""
+    """Part of an iteration's samples that a rank reads: `number` is its index, `of` the number of equal parts."""
 
     number: int
     of: int
@@ -166,7 +166,7 @@ class _Current:
 
 
 def enter(context: ParallelContext | None) -> None:
-    """Make `context` the current one, which layers built from now on copy; None removes the current context."""
+    """Make `context` the current context, which each layer copies when it is built; None removes the current one."""
     _Current.context = context
 
 

@@ -33,7 +33,7 @@ _BY_NUMBER = (
     nn.init.uniform_,
     nn.init.trunc_normal_,
 )
-AT_ONCE = 1 << 20  # elements of a block of rows drawn from one seed; a longer row forms its own block
+AT_ONCE = 1 << 20  # number of elements of a block of rows that is drawn from one seed; a longer row is a block itself
 
 
 def normal(std: float) -> InitMethod:
@@ -100,7 +100,7 @@ class ParamSpec:
         return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
 
     def without_padding(self, part: Tensor) -> Tensor:
-        """Return a view of `part`, this rank's part in any shape, without padding rows -> [rows, ...]."""
+        """Return a view [rows, ...], without padding rows, of `part`, this rank's part (perhaps flattened)."""
         dim, begin, end = self.rows
         return part.view(self.local_shape).narrow(dim, 0, end - begin)
 
@@ -120,10 +120,11 @@ class ParamSpec:
         parameter.narrow(dim, 0, end - begin).copy_(whole.narrow(dim, begin, end - begin))
 
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
-        """Draw the initial values of `parameter`, this rank's part, from `seed` or (None) from torch's generator.
+        """Draw the initial values of `parameter`, this rank's part.
 
-        A draw from a seed leaves torch's generator unchanged and is skipped inside `skip_init`. Does nothing if no
-        initialiser was declared or the parameter is on the meta device.
+        seed: seed of the values; None draws them from torch's generator. A draw from a seed leaves torch's generator
+        unchanged and is skipped inside `skip_init`. Does nothing if no initialiser was declared or the parameter is on
+        the meta device.
         """
         if self.init_method is None or parameter.is_meta or (seed is not None and parallel_context().skip_init):
             return

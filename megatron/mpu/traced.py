@@ -20,7 +20,7 @@ def is_traced(axis: Axis) -> bool:
 
 
 def traced_gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    """Return the input [s, ...] of a column-parallel matmul: x itself, or if `sequence` the all-gathered [s/t, ...]."""
+    """Return the input [s, ...] of a column-parallel matmul: x, all-gathered from shards [s/t, ...] if `sequence`."""
     forward, backward = (gather_in_graph, scatter_sum_in_graph) if sequence else (keep, sum_in_graph)
     return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 

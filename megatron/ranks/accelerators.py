@@ -14,7 +14,7 @@ def may_have_accelerator() -> bool:
     """Return whether torch was built for accelerators (CUDA, ROCm, XPU) or a package adds a backend (NPU)."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return True  # the import of torch will then report what is wrong
+        return True  # torch is missing or broken; its import in `count` will raise an error that says so
     build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return any(build.get(kind) for kind in ("cuda", "hip", "xpu")) or bool(entry_points(group="torch.backends"))
 

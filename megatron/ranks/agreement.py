@@ -164,7 +164,7 @@ def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key,
 
 
 def _ties(model: nn.Module) -> dict[str, Key]:
-    """Return {global name: key} of this stage's tied weights."""
+    """Return the tied weights of this stage as {global name: key}, with keys as in `_fingerprints`."""
     tied = set(map(id, tied_weights(model)))
     rank = mpu.get_mesh().model.rank
     return {

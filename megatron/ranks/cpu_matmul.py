@@ -75,7 +75,7 @@ def cache_file() -> Path:
         try:
             folder = own_folder("megatron-cache")
         except ValueError:
-            folder = Path(os.devnull)  # without a usable folder, reads and writes fail and each run measures again
+            folder = Path(os.devnull)  # no folder is usable: cache reads and writes fail, so each run measures again
     return folder / "megatron-cpu-matmul.json"
 
 

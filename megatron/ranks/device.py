@@ -43,10 +43,10 @@ def backend(device: torch.device) -> str:
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Return whether bf16 is faster than fp32 on `device` for models of any size: among CPUs, on those with AMX tiles.
+    """Return whether bf16 is faster than fp32 on `device` for models of any size.
 
-    On CPUs with AVX512_BF16 but without AMX, bf16 is faster only for large models (docs/benchmarks.md). On CPUs
-    without AVX512_BF16 and AMX, bf16 is never faster.
+    Of CPUs, this is true for those with AMX tiles. On CPUs with AVX512_BF16 but without AMX, bf16 is faster only for
+    large models (docs/benchmarks.md). On CPUs without AVX512_BF16 and AMX, bf16 is never faster.
     """
     if device.type == "cpu":
         return amx_tiles()

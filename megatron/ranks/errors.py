@@ -33,8 +33,8 @@ def complaint(error: BaseException) -> str:
 def exit_now(code: int) -> NoReturn:
     """Flush the standard streams, kill worker processes and end the process at once.
 
-    This skips Python's shutdown, during which a gloo thread that frees a tensor aborts the process in about one of
-    thirty exits.
+    This skips Python's shutdown. In about one of thirty shutdowns, a gloo thread frees a tensor, which aborts the
+    process.
     """
     for worker in multiprocessing.active_children():
         worker.kill()

@@ -19,7 +19,7 @@ from .agreement import same_everywhere, settings_and_versions
 from .cpu_matmul import by_onednn
 
 AFTER_THE_WATCHDOG = 30.0  # seconds by which the timeout of collectives exceeds the time limit of the watchdogs
-FLAGS = {  # flags that error messages of `tds` advise, instead of the ds_config keys in tds/messages.py
+FLAGS = {  # error messages of `tds` advise these flags; without this table they would advise keys of a ds_config
     "overlap": "--no-overlap-grad-reduce",
     "no ZeRO": "--zero-stage 0",
     "no pipeline": "--pipe-parallel-size 0",

@@ -115,9 +115,10 @@ class StopSignals:
         """Return (greatest request of any rank, whether all ranks are done); the result is the same on all ranks.
 
         done: whether this rank has finished the work that all ranks wait for, such as writing its part of a checkpoint.
-        With several ranks, the result comes from the arguments and requests of the previous call. Those of this call
-        are all-reduced asynchronously on the default process group while the ranks compute, so that no iteration waits.
-        On an accelerator, the host waits only for the all-reduce that the previous call has queued.
+        With several ranks, the result comes from the arguments and requests of the previous call. The argument and the
+        request of this call are all-reduced asynchronously on the default process group while the ranks compute, so
+        that no iteration waits. On an accelerator, the host waits only for the all-reduce that the previous call has
+        queued.
         """
         request, self._request = self._request, StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:

@@ -52,7 +52,7 @@ def slowest(every: list[tuple[float, int]], iteration: float) -> Straggler | Non
     peers: defaultdict[int, list[float]] = defaultdict(list)
     for seconds, stage in every:
         peers[stage].append(seconds)
-    # With one rank per stage, compare all ranks. But of two stages, the slower one may just have more layers.
+    # With one rank per stage, compare all ranks. Do not compare two stages: the slower one may just have more layers.
     if len(every) == len(peers) > 2:
         peers = defaultdict(lambda: [seconds for seconds, _ in every])
     found = []

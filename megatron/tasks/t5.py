@@ -28,10 +28,10 @@ def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
 
 
 def _without_needless_ids(data: Batch) -> Batch:
-    """Return `data` with document ids 1 for all tokens and 0 for padding, or empty document ids without padding.
+    """Return `data` with the document id 1 for every token and 0 for padding; if there is no padding, with empty ids.
 
-    Padding is rare, and empty ids need not be sent to other ranks. The rank that reads the data checks its CPU tensors
-    for padding. A check on an accelerator would synchronise the accelerator in every micro-batch.
+    Padding is rare, and empty ids need not be sent to other ranks. The rank that reads the data looks for padding while
+    the tensors are on the CPU, because the same check on an accelerator would synchronise it in every micro-batch.
     """
     names = ["encoder_document_ids", "decoder_document_ids"]
     ids = {name: data[name].clamp(max=1) for name in names}

@@ -114,9 +114,9 @@ def fingerprint(kind: str, *contents: bytes) -> str:
 def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | None) -> str:
     """Return a message if a corpus and `tokenizer` use different end-of-document tokens, else "".
 
-    about: metadata of the corpus (PREFIX.json). The fingerprints of corpus and tokenizer must be equal. This proves
-    that the tokenizer.json is the same. But the end-of-document token may come from tokenizer_config.json, which often
-    differs between a base model and its chat model.
+    about: metadata of the corpus (PREFIX.json). Call this function only if corpus and tokenizer have equal
+    fingerprints. Then their tokenizer.json is the same, but they may still have different end-of-document tokens: the
+    token may come from tokenizer_config.json, which often differs between a base model and its chat model.
     """
     theirs = about.get("eod")
     if not isinstance(theirs, int) or theirs == tokenizer.eod or not about.get("append_eod", True):
@@ -127,7 +127,7 @@ def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | 
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the names, the longest possible one first.
+    """Return a pattern that matches any of the names, and where several match, the longest.
 
     The pattern is a group, so `pattern.split(text)` keeps the names in its result.
     """

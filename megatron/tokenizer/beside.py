@@ -42,7 +42,7 @@ def token_beside(path: Path, key: str) -> str | None:
 
 
 def named_beside(path: Path) -> set[str]:
-    """Return the token names under keys of tokenizer_config.json such as eos_token or extra_special_tokens."""
+    """Return the names of the tokens that tokenizer_config.json lists as eos_token, extra_special_tokens and so on."""
     settings = settings_beside(path)
     found: list[Any] = [token for key, token in settings.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):

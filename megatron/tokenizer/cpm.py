@@ -175,7 +175,7 @@ def read_vocabulary(vocab_file: str, content: bytes) -> dict[str, int]:
             return {token: i for i, token in enumerate(text.removesuffix("\n").split("\n"))}
         found = json.loads(text)
         if not isinstance(found, dict) or not all(isinstance(i, int) and i >= 0 for i in found.values()) or not found:
-            raise ValueError("it is not a JSON object that maps tokens to ids")
+            raise ValueError("the file is not a JSON object that maps tokens to ids")
     except ValueError as error:
         raise TokenizerError(f"{vocab_file} is not a vocabulary: {error}") from None
     return found

@@ -173,7 +173,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
-    """Return a copy of the tokenizer in which the tokens `names` are special and so are not matched in a text."""
+    """Return a copy of the tokenizer that encodes the names of special tokens and of `names` as plain text."""
     description = json.loads(tokenizer.to_str())
     for token in description["added_tokens"]:
         token["special"] = token["special"] or token["content"] in names

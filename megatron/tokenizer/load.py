@@ -63,8 +63,8 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
     """
     if (found.vocab_size, found.eod) != (expected.vocab_size, expected.eod):
         raise TokenizerError(
-            f"{what}: it has {found.vocab_size} tokens and end-of-document id {found.eod}, "
-            f"not {expected.vocab_size} and {expected.eod}"
+            f"{what}: the former has {found.vocab_size} tokens and end-of-document id {found.eod}, "
+            f"the latter {expected.vocab_size} and {expected.eod}"
         )
     ours, theirs = ({i: name for name, i in each.specials.items()} for each in (found, expected))
     for i in range(found.vocab_size):
@@ -72,7 +72,7 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
         # tokenizers decode a special token to its name, others to nothing, and sentencepiece decodes <unk> to "⁇".
         written, wanted = {found.decode([i]), ours.get(i)}, {expected.decode([i]), theirs.get(i)}
         if not (written & wanted) - {None}:
-            raise TokenizerError(f"{what}: its token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")
+            raise TokenizerError(f"{what}: token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")
     for text in PROBES:
         if found.encode(text) != expected.encode(text):
             raise TokenizerError(f"{what}: the two tokenizers encode {text!r} to different ids")

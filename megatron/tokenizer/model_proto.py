@@ -96,7 +96,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (field number, start of the value, end of the value) of each field; a varint's number is negated."""
+    """Yield (field number, start of the value, end of the value) of each field; a varint has minus its field number."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

@@ -7,8 +7,9 @@ whole block of Han characters, letters and digits:
 
 - A dictionary word contains a letter (T恤, C++).
 - The dictionary splits several adjacent Han characters into single characters. jieba segments such a sequence again
-  with its HMM, unless the sequence is a dictionary word. Adjacent letters belong to the sequence, so with letters it is
-  not a dictionary word. rjieba does not see the letters, and its output does not show where such a sequence begins.
+  with its HMM, unless the sequence is a dictionary word. To jieba, letters next to the characters belong to the
+  sequence, which is then not a dictionary word. rjieba gets no letters, so to rjieba the sequence may be a dictionary
+  word. The output of rjieba does not show where such a sequence begins.
 
 Differences are still possible where two segmentations have nearly equal scores. So a tokenizer with rjieba has another
 fingerprint than the same tokenizer with jieba.
@@ -173,11 +174,11 @@ class _RjiebaSegmenter:
             into += [run] if run else []
 
     def _could_differ(self, run: str, before: str, after: str) -> bool:
-        """Return True if jieba could segment a sequence of Han characters differently because of adjacent letters.
+        """Return True if jieba could segment a sequence of Han characters differently because of letters next to it.
 
-        That is possible if `run` begins or ends with single-character words next to a letter, and if these characters
-        together are a dictionary word.
-        run: the sequence with SEPARATOR between the words. before, after: text before and after the sequence.
+        run: the sequence as rjieba segments it, with SEPARATOR between the words. before, after: text before and after
+        the sequence. A difference is possible if `run` begins or ends with single-character words next to a letter,
+        and if these characters together are a dictionary word.
         """
         first = _FIRST_SINGLES.search(run) if run[1:2] == SEPARATOR and before and before[-1] in _LETTERS else None
         last = _LAST_SINGLES.search(run) if run[-2:-1] == SEPARATOR and after and after[0] in _LETTERS else None

@@ -90,9 +90,9 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
 
     def _llama_differences(self, has_bytes: bool) -> list[str]:
-        """Return the differences from the ids of the bare `.model` that tokenizer_config.json causes.
+        """Return descriptions of how tokenizer_config.json makes ids differ from those of the `.model` alone.
 
-        They are texts that become part of the fingerprint.
+        The fingerprint includes these descriptions.
         """
         ways = ["marks of spaces are spaces"] if has_bytes else []
         ways += ["user-defined symbols cut a text"] if self._symbols else []

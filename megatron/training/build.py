@@ -57,8 +57,8 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Token
     with all_ranks(), tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
         model = checked_model(task, config, tokenizer)
     if cut is not None:
-        # Also partition the user's modules outside the layers of megatron.model: DeepSpeed casts and moves either all
-        # parameters or none.
+        # The user's own modules outside the layers of megatron.model must be partitioned, too: DeepSpeed casts and
+        # moves either all parameters of a model or none.
         cut(model)
     return model
 

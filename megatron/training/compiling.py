@@ -34,7 +34,7 @@ def compile_layers(model: Any, config: Config) -> None:
 
 @functools.cache
 def _keep_outside() -> None:
-    """Exclude some functions from compilation.
+    """Exclude the functions in `kept`, such as recomputation and eager collectives, from compilation.
 
     Call this function only with --compile, because importing PyTorch's compiler takes seconds.
     """

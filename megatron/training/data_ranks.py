@@ -98,7 +98,7 @@ def read(
     """Return an iterator over this rank's micro-batches, or None on a rank that reads no data.
 
     consumed_samples: number of samples that earlier iterations have used.
-    skips: function of the number of an iteration's first sample; if it returns True, the iteration is skipped.
+    skips: function that gets the number of an iteration's first sample and returns True to skip the iteration.
     """
     if not reads():
         return None

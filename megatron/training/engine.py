@@ -1,4 +1,4 @@
-"""Common interface of the training loop to DeepSpeed: PipeEngine with a pipeline, NoPipeEngine without one.
+"""Engines with a common interface, by which the training loop uses DeepSpeed with a pipeline or without one.
 
 The loss is the sum over all targets of a global batch, divided by the number of these targets. The targets are counted
 before the first backward pass, so the gradients of all micro-batches have the right scale.
@@ -65,14 +65,14 @@ class Engine(Protocol):
         ...
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return the seconds since the last call in which this rank worked without waiting for other ranks.
+        """Return how many seconds this rank worked since the last call of `busy`, without waiting for other ranks.
 
         The sum omits times that are not measured or that may include waiting. timed: the result of `Timers.take`.
         """
         ...
 
     def times(self) -> dict[str, float]:
-        """Return name -> seconds since the last call, for the parts of a step that `Timers` does not measure."""
+        """Return name -> seconds since the last call of `times`, for parts of a step that `Timers` does not measure."""
         ...
 
 
@@ -122,7 +122,7 @@ class PipeEngine:
         return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aux}
 
     def busy(self, timed: Mapping[str, float]) -> float:
-        """Return the seconds since the last call in which this stage worked; always 0 on accelerators."""
+        """Return how many seconds this stage worked since the last call of `busy`; always 0 on accelerators."""
         progress = self.deepspeed.progress
         seconds, progress.busy = progress.busy, 0.0
         return float(seconds)
@@ -282,9 +282,10 @@ class NoPipeEngine:
         return {}
 
     def _read(self, batches: Batches | None) -> tuple[list[Any], Tensor]:
-        """Return (micro-batches of a step, number of targets of the global batch, at least 1).
+        """Return (micro-batches of a step, number of targets of the global batch).
 
-        The number of targets stays on the device, so that the host does not wait for the device.
+        A batch without targets counts as 1 target. The number stays on the device, so that the host does not wait for
+        the device.
         """
         with self.timers("data"):
             read = [next(batches) if batches is not None else None for _ in range(self.gas)]

@@ -42,7 +42,10 @@ def evaluate(run: Run, part: str) -> float | None:
 
 
 def evaluate_once(run: Run, part: str) -> None:
-    """Evaluate `part` unless metrics.jsonl already holds the result, e.g. in a restarted finished run. A collective."""
+    """Evaluate `part`, unless metrics.jsonl already holds the result because a finished run was started again.
+
+    All ranks must call this.
+    """
     if from_rank_0(run.metrics.holds(part, run.state.iteration)):
         print_rank_0(
             f"note: {run.run_dir}/metrics.jsonl already holds the {part} loss of iteration {run.state.iteration}, so "

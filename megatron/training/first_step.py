@@ -17,7 +17,7 @@ from .run_state import Run
 
 
 class FirstStep(Hook):
-    """Hook that acts after the first step: it warns about parameters without gradient, and keeps freed memory."""
+    """Hook that acts after the first step: it warns about parameters without gradient, and calls keep_freed_memory."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -55,7 +55,7 @@ class Fault(NamedTuple):
 
     Skipped steps are a reason if too many occur in a row, or if the loss scale of fp16 is at its minimum.
 
-    samples: number and samples of the last iteration.
+    samples: the last iteration's number and its range of samples.
     streak: number of skipped steps in a row. Steps that fp16 skips at first to find its loss scale do not count.
     loss: the loss of the last iteration.
     """
@@ -88,14 +88,15 @@ class Health:
     def add(self, step: Step, samples: SampleRange, state: TrainState) -> None:
         """Store the result of a step.
 
-        samples: number and samples of the iteration. state: training state after the step.
+        samples: the iteration's number and its range of samples. state: training state after the step.
         """
         self._unread.append((step, samples, replace(state)))
 
     def skip(self, state: TrainState) -> None:
         """Record an iteration that a --skip-* flag skipped.
 
-        state: training state after the iteration. This state may be saved unless the last optimizer step was skipped.
+        state: training state after the iteration. `state_to_save` returns it if the last optimizer step before the
+        iteration was not skipped.
         """
         self.read()
         if not self._streak:
@@ -141,7 +142,7 @@ class Health:
             self.fault = Fault(samples, self._streak, loss, self._least if at_the_end else None)
 
     def _spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
-        """Return [spike] if `loss` is far above the median of recent losses compared with their noise, else [].
+        """Return [spike] if `loss` exceeds the median of recent losses by much more than their noise, else [].
 
         The noise is estimated by the median absolute deviation (Hampel 1974), which single spikes hardly affect.
         """

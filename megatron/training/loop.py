@@ -83,7 +83,7 @@ class ReplicaChecks(Hook):
 
 
 def _advance(run: Run) -> SampleRange:
-    """Add the current iteration to the training state, and return its samples; skipped iterations count, too."""
+    """Count the current iteration, even a skipped one, in the training state; return its number and samples."""
     state, count = run.state, run.global_batch
     state.iteration += 1
     samples = SampleRange(state.iteration, state.consumed_samples, count)

@@ -72,7 +72,7 @@ def release(locks: Sequence[RunLock]) -> None:
 
 
 def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> None:
-    """Raise ValueError if an earlier start of this run saved checkpoints after `iteration` in another folder."""
+    """Raise ValueError if an earlier start of this run saved a checkpoint newer than `iteration` in another folder."""
     try:
         saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
     except (OSError, ValueError, KeyError, TypeError):

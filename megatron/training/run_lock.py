@@ -62,7 +62,7 @@ class Holder:
         """Return True if the process `me` can be sure that this holder of the lock `path` has ended.
 
         There are three such cases. The holder is no longer in the process table of `me`. The holder belonged to an
-        earlier start of the same SLURM job. The holder's advisory lock is free, and `me` would see the lock otherwise.
+        earlier start of the same SLURM job. The advisory lock is free, although `me` would see a lock of the holder.
         """
         if self.is_visible(me):
             now = started(self.pid)
@@ -76,8 +76,8 @@ class Holder:
         """Return True if the process `me` can be sure that this holder still runs. Call it if `is_gone` is False."""
         if self.is_visible(me):
             return True
-        # `is_gone` has found the advisory lock held. If the lock is free now, another process only tested it, and the
-        # next call of `is_gone` will return True.
+        # `is_gone` has just found the advisory lock held. If the lock is free by now, another process held it only to
+        # test it, and the next call of `is_gone` will return True.
         return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
 
     def _same_kernel(self, me: "Holder") -> bool:
@@ -90,7 +90,7 @@ class Holder:
 class RunLock:
     """Lock of a directory, held from construction until `release`.
 
-    notes: a sentence for the user about each lock of an ended process that was taken over.
+    notes: sentences for the user, one for each lock that this object took over from another process.
     """
 
     def __init__(self, folder: Path, override: bool = False, what: str = "the run directory") -> None:

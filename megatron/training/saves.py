@@ -28,8 +28,8 @@ class Saves(Hook):
         saver, c = self._run.saver, self._run.config.checkpoint
         asked, written = self._signals.agree(saver.pending and not saver.busy)
         self.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
-        # `agree` returns the reports of its previous call. So one iteration after a save began, `written` is not yet
-        # about this save.
+        # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
+        # `written` is still a report from before this save.
         if saver.pending and written and samples.iteration > self._began + 1:
             saver.finish()
         if self.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):

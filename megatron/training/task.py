@@ -29,7 +29,7 @@ class Task:
     defaults: Mapping[str, Any] = {}
     reads_alone = False  # True if only ranks that read data call `datasets`
     shares_out_tokens = False  # True if `batch` shards tokens over context-parallel ranks and the model supports this
-    makes_batches = True  # True: `batch` makes the batches; False: the model's _megatron_batch_fn makes them
+    makes_batches = True  # True if `batch` makes the batches, False if the model's `_megatron_batch_fn` makes them
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer of the task, e.g. `tokenizer` with additional special tokens."""
@@ -40,8 +40,8 @@ class Task:
 
         `dataset[n]` must return a dict of tensors for any n >= 0. All ranks call this method at the same time.
         With `reads_alone = True`, only ranks that read data call it, and rank 0 calls it first. So a large corpus is
-        opened and checked only where it is needed. Then the method must not communicate with other ranks, and must not
-        set attributes of the task.
+        opened and checked only where it is needed. With `reads_alone = True`, the method must not communicate with
+        other ranks, and must not set attributes of the task.
         """
         raise NotImplementedError
 

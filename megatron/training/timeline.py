@@ -60,7 +60,7 @@ class Recording(Hook):
 def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder | None]:
     """Context that records iterations with --trace or --profile; yields the recorder, or None without these flags.
 
-    iteration: number of iterations before this start of the run.
+    iteration: number of iterations that the run has done before this start.
     With one of these flags, entering and leaving the context are collectives.
     """
     if not config.log.profile:

@@ -18,7 +18,7 @@ from ..rows import NUMBERS
 
 # Default project of Weights & Biases and experiment of MLflow; WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME override it.
 PROJECT = "pretraining"
-# Columns of metrics.csv, in order. In a row, columns of metrics that its split does not have are empty.
+# Columns of metrics.csv, in order. A row has an empty cell for each metric that its split does not have.
 COLUMNS = ("split", "iteration", *NUMBERS)
 PACKAGES = "tensorboard", "wandb", "mlflow"  # each package has a flag of the same name
 

@@ -122,7 +122,7 @@ def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
-    """Return the model's tokenizer, or None if the model came without one.
+    """Return the model's tokenizer, or None if the model was imported without a tokenizer.
 
     Raises ValueError if the tokenizer's file is missing, or if it is not the tokenizer used in training.
     """
@@ -137,7 +137,8 @@ def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None)
     reader.check_tokenizer(tokenizer.fingerprint)
     if tokenizer.vocab_size > (rows := config.model.vocab_size or 0):
         raise ValueError(
-            f"{reader.path}: the tokenizer has {tokenizer.vocab_size} tokens, more than the model's {rows}"
+            f"{reader.path}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"more than the model's vocabulary of {rows}"
         )
     return tokenizer
 
@@ -244,13 +245,15 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
     rows, fingerprint = settings["vocab_size"], ""
     print(
-        f"the rows of query, key and value are read in the order of checkpoint version {theirs.version:g} "
+        f"the rows of query, key and value are assumed to be ordered as in checkpoint version {theirs.version:g} "
         f"({theirs.version_source})"
     )
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file)
         if tokenizer.vocab_size > rows:
-            raise ValueError(f"{args.vocab_file} has {tokenizer.vocab_size} tokens, more than the model's {rows}")
+            raise ValueError(
+                f"{args.vocab_file} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of {rows}"
+            )
         fingerprint = tokenizer.fingerprint
         # Embedding rows beyond the tokenizer's vocabulary are padding and are not imported.
         settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}
@@ -360,7 +363,7 @@ def build_parser() -> Parser:
     add(
         "--num-layers",
         type=int,
-        help="number of layers of the --from-megatron model, if it has one file per layer and does not record it",
+        help="number of layers of the --from-megatron model, if there is one file per layer and no file records it",
     )
     add(
         "--checkpoint-version",

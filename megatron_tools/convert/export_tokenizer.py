@@ -68,13 +68,13 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
         return Chat(own, None, tuple(notes))
     source, date, end = str(abouts[0]["chat_template"]), abouts[0].get("chat_date"), None
     if any(about["chat_template"] != source for about in abouts):
-        notes.append("the corpora of this run have different chat templates; the first corpus's is exported")
+        notes.append("the corpora of this run have different chat templates; that of the first corpus is exported")
     if date:
         notes.append(f"chat_template.jinja inserts the current date; the run was trained with {date}")
     elif is_undated(abouts[0]):
         notes.append(
-            "chat_template.jinja inserts the current date; the run was trained without one, because templates had no "
-            "strftime_now when its corpus was made"
+            "chat_template.jinja inserts the current date; the run was trained without a date, because its corpus was "
+            "made by an older version of this project, which offered no strftime_now to templates"
         )
     try:
         end = turn_end(template_of_corpus(abouts[0], tokenizer, vocab_file), tokenizer)
@@ -155,7 +155,10 @@ def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> d
 def _write_json(
     folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write tokenizer.json, for a T5 with its sentinels. Return entries for tokenizer_config.json that name them."""
+    """Write tokenizer.json; for a T5, the file also contains the padding token and the sentinels.
+
+    Returns entries for tokenizer_config.json that name these tokens of a T5, else {}.
+    """
     from tokenizers import AddedToken
 
     described: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Conversion of Hugging Face's config.json: each key is converted, ignored as one without effect, or refused.
+"""Conversion of Hugging Face's config.json: each key is converted, is ignored because it has no effect, or is refused.
 
 The tables list each model family's default values, because a config.json may omit them.
 """
@@ -116,7 +116,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     wanted = family.defaults["is_encoder_decoder"]
     if values["is_encoder_decoder"] not in (wanted, None):
         raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {kind} needs {wanted}")
-    # A null in the file means false. None now means that the file lacks the key; see `_scales_logits`.
+    # A null in the file means false. After these lines, None means that the file lacks the key; see `_scales_logits`.
     if "scale_decoder_outputs" in given:
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}

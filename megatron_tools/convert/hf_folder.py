@@ -117,8 +117,8 @@ class FolderReader:
     def unread(self, ignored: Sequence[str]) -> list[str]:
         """Return the names of tensors that neither `shape` nor `read` has used so far, except redundant tensors.
 
-        Redundant are copies of the embedding, constants that old versions of transformers saved, and tensors whose name
-        matches a pattern in `ignored`.
+        Redundant tensors are copies of the embedding, constants that old versions of transformers saved, and tensors
+        whose name matches a pattern in `ignored`.
         """
         known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
         left = sorted(set(self._where) - self._asked - known)

@@ -93,7 +93,7 @@ MUST: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
-# Keys found in re-uploaded models. Some match COMPUTES, but no class of these families reads them.
+# Keys found in re-uploaded models. Some match COMPUTES, but no Hugging Face class of a supported family reads them.
 UNREAD = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
     r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
@@ -144,7 +144,7 @@ def is_off(key: str, value: Any) -> bool:
 
 
 def changes_nothing(key: str) -> bool:
-    """Return whether the name of a key shows that it has no effect, if the family's class does not declare the key."""
+    """Return whether a key has no effect, judged by its name. Call this for keys that the family does not support."""
     return UNREAD.fullmatch(key) is not None or COMPUTES.search(key.lower()) is None
 
 

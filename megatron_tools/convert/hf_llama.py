@@ -13,8 +13,7 @@ from megatron.config import ModelConfig
 from .hf_keys import ACTIVATIONS, DTYPES, Family, refuse
 from .hf_rope import rope_settings, their_rope
 
-# Upper limit of the --seq-length that an import sets for further training. Below it, --seq-length is the model's number
-# of positions.
+# An import sets --seq-length for further training to the model's number of positions, but at most to this number.
 LONGEST = 4096
 _ALL = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6,

@@ -79,8 +79,8 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
     if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
         key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
         raise ValueError(
-            f"{where}: rope_scaling and rope_parameters must be equal, but {key} is {here.get(key)!r} and "
-            f"{there.get(key)!r}; remove one of them from the file"
+            f"{where}: rope_scaling and rope_parameters must be equal, but {key} is {here.get(key)!r} in the former "
+            f"and {there.get(key)!r} in the latter; remove one of them from the file"
         )
     return (old, "rope_scaling") if old else (new, "rope_parameters")
 

@@ -152,8 +152,8 @@ class RankFiles:
                 raise ValueError(f"{path}: {name} has dtype {tensor.dtype}; save it as floating point")
             layer = re.match(r"layers\.(\d+)\.", ours)
             top = max(top, int(layer[1]) + 1) if layer else top
-            # The last pipeline stage has a second copy of the word embedding, for the logits, and of the position
-            # embedding, which is unused. The first copies are imported.
+            # The last pipeline stage has second copies of both embeddings: it computes the logits with its copy of the
+            # word embedding, and does not use that of the position embedding. The first copies are imported.
             first = self._parts.setdefault(ours, {}).setdefault(rank, tensor)
             if ours == _EMBEDDING and first is not tensor and not _same(first, tensor):
                 raise ValueError(
@@ -227,7 +227,7 @@ def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding; separately updated copies of a weight may differ so."""
+    """Return whether two tensors are equal up to rounding, like two copies of a weight that were updated separately."""
     return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= 1e-3 * a.float().abs().max())
 
 

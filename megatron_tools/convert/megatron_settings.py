@@ -1,4 +1,4 @@
-"""Conversion of the arguments that Megatron-LM saves in a checkpoint to our settings. Refuses unsupported arguments."""
+"""Conversion of the arguments in a Megatron-LM checkpoint to our settings; unsupported arguments are refused."""
 
 from collections.abc import Mapping
 from typing import Any

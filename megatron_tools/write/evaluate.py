@@ -82,7 +82,8 @@ def hugging_face(args: argparse.Namespace) -> Subject:
         refuse_other_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, more than the model's {model.config.vocab_size}"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"more than the model's vocabulary of {model.config.vocab_size}"
         )
     longest = model.config.max_position_embeddings
     return Subject(lambda tokens: model(tokens).logits, tokenizer, _window(args, longest, longest), here)

@@ -384,7 +384,7 @@ def test_what_an_export_cannot_say_is_named(tmp_path: Path, vocab_file: str) -> 
     for data, notes in (
         ("a", ["are text in this tokenizer", "not exported: rag"]),
         ("b", ["trained with 2024-07-26"]),
-        ("b a", ["different chat templates; the first corpus's"]),
+        ("b a", ["different chat templates; that of the first corpus"]),
     ):
         folder = tmp_path / f"out {data}"
         folder.mkdir()

@@ -199,7 +199,7 @@ def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus:
 @pytest.mark.parametrize(
     ("code", "more", "message"),
     [
-        (1, ["--num-sentinels", "1"], "raise --num-sentinels 1"),
+        (1, ["--num-sentinels", "1"], "raise --num-sentinels (now 1)"),
         (2, ["--span-convention", "bert"], "--span-convention bert must be one of t5, cpm"),
         (2, ["--pipeline-schedule", "interleaved"], "interleaved needs 2 or more"),
         (2, ["--pipeline-schedule", "zb-h1", "--checkpoint-activations"], "use 1f1b with --checkpoint-activations"),

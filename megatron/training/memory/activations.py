@@ -14,7 +14,7 @@ from ...model.work import lengths
 from .sizes import padded_vocabulary
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-# Number of logits that mpu/cross_entropy.py converts to fp32 at a time: on an accelerator, on a CPU.
+# Numbers of logits that mpu/cross_entropy.py converts to fp32 at a time, on an accelerator and on a CPU.
 CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20
 
 
@@ -85,7 +85,7 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     if m.checkpoint_attention:
         return kept
     if m.attention_dropout and not x.accelerated:
-        # attention probabilities, dropout mask, product of both; scaled queries
+        # It keeps the attention probabilities, the dropout mask, the product of both, and the scaled queries.
         return kept + 3 * scores * e + queries * inner * e
     if causal_bias:
         kept += heads * length * seen * e  # the bias, which all samples of the batch share

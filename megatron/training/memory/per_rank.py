@@ -1,4 +1,4 @@
-"""Peak memory of a rank of each stage, by kind: permanent tensors, and temporary tensors at the peak of a step."""
+"""Peak memory of one rank of each stage, divided into weights, gradients, activations and other kinds of tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -44,7 +44,8 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
     """Return the maximum number of forward passes whose activations a stage keeps at the same time.
 
     A forward pass takes one micro-batch through one of the `chunks` groups of layers on the stage. The function builds
-    the schedule and counts. For many micro-batches, it uses a shorter schedule with the same steady state.
+    the schedule of the stage and finds the maximum in it. For many micro-batches, it uses a shorter schedule with the
+    same steady state.
     name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
     """
     if stages == 1:
@@ -59,7 +60,7 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
 def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
     """Return the bytes of (weights, gradients, optimizer states) that one rank keeps between passes.
 
-    The gradients are those that a rank holds while later micro-batches of the step run.
+    The bytes of gradients are those that a rank keeps after one micro-batch, for the later micro-batches of the step.
     numbers: number of parameters of the rank before ZeRO shards them.
     replicas: number of ranks over which ZeRO shards.
     """
@@ -112,7 +113,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
     ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
-    later = config.train.gas > flying / p.virtual_pipeline_size  # True if earlier micro-batches left gradients
+    later = config.train.gas > flying / p.virtual_pipeline_size  # True if gradients of earlier micro-batches exist
     waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
     talk = _communication(stage, config, resolved, replicas, x, flying)
