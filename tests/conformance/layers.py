@@ -51,7 +51,7 @@ def _size(t: Tensor) -> Tensor:
 
 
 class Middle(nn.Module):
-    """Layer that transforms tensors with gradients; it adds the sum of the others, which it returns unchanged."""
+    """Layer that transforms tensors with gradients. It adds the other tensors' sums to them, and returns the others."""
 
     def __init__(self) -> None:
         super().__init__()
