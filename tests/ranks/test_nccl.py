@@ -59,7 +59,10 @@ def _may_be_refused(rules: str, pipeline: dict[str, Any]) -> bool:
 
 @contextmanager
 def _told_of_one_queue(rules: str) -> Iterator[None]:
-    """Make the engine communicate as over NCCL; if `rules` are "one queue", the engine sees one hardware queue."""
+    """Make the engine follow its rules for NCCL, although the backend is gloo.
+
+    If `rules` is "one queue", also make it assume a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    """
     with pytest.MonkeyPatch.context() as patch:
         for home in (tds.engine, tds.neighbours, tds.queues, tds.start):
             patch.setattr(home, "in_queues", lambda device: True)
