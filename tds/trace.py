@@ -174,7 +174,7 @@ class Tracer:
         os.replace(aside, self.path)
 
 
-TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # rows of a rank in Perfetto
+TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # kind of span -> row in Perfetto
 
 
 def _event(piece: Piece, rank: int, iteration: int) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def stop() -> None:
 
 
 def _noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective so that each call is recorded as a span; for asynchronous calls, the span is the launch."""
+    """Wrap a collective so that each call is recorded as a span; for an asynchronous call, this is only the launch."""
 
     @functools.wraps(collective)
     def noted(*args: Any, **kwargs: Any) -> Any:

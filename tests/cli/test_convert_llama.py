@@ -321,7 +321,7 @@ def test_a_folder_of_2023_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path) -> None:
-    """A Llama tokenizer.model that adds no leading space is exported as tokenizer.json and keeps its start token."""
+    """A Llama tokenizer.model that adds no leading space is exported as a tokenizer.json with its start token."""
     pytest.importorskip("google.protobuf")
     about = {**LLAMA, "add_bos_token": True, "add_prefix_space": False}
     folder, config = llama_folder(tmp_path / "theirs", about, add_dummy_prefix=False), parse(["--family", "gpt2"])

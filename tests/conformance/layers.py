@@ -51,7 +51,7 @@ def _size(t: Tensor) -> Tensor:
 
 
 class Middle(nn.Module):
-    """Layer that transforms tensors with gradients. It adds the other tensors' sums to them, and returns the others."""
+    """Layer that transforms tensors with gradients and adds the sum of all other tensors, which it leaves unchanged."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""In every layout, fine-tuning on packed records has the losses of plain torch on the records one by one."""
+"""In every layout, fine-tuning on packed records has the losses of plain torch, which processes records one by one."""
 
 from functools import partial
 from pathlib import Path

@@ -54,7 +54,7 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
     during = []
     for step in range(4):
         inputs = [torch.randn(4, 6).to(dtype) + dist.get_rank() for _ in range(2)]
-        for name, grad in expected_sums(model, inputs).items():  # Cast like the gradients of `model`.
+        for name, grad in expected_sums(model, inputs).items():  # The sums have the dtype of `model`.
             exact.get_parameter(name).grad = grad.to(exact.first.weight.dtype)
         before = len(reduced)
         for micro, x in enumerate(inputs):

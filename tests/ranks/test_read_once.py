@@ -160,8 +160,8 @@ def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
 def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
     """Check that ranks on one machine have the losses of ranks on several machines.
 
-    On one machine, each rank reads the elements that it needs itself, so the ranks together read at least twice as many
-    elements as on several machines, where one rank reads and sends them to others.
+    On one machine, each rank itself reads all elements that it needs. The ranks together read at least twice as many
+    elements as on several machines, where each element is read once and sent to the other ranks.
     """
     losses = losses_of(folder)
     shutil.rmtree(folder / "checkpoints")
