@@ -231,7 +231,7 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
         raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join([*NAMES, *_ADDED])}")
     if not isinstance(extra, int) or extra < 0 or (extra and name != "1f1b"):
         raise ValueError(
-            f"the schedule {name} does not support extra_warmup {extra!r}: "
+            f"extra_warmup {extra!r} is not supported by the schedule {name}: "
             f"1f1b supports 0, 1, 2 ..., every other schedule only 0"
         )
     if name == "interleaved":
