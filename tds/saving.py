@@ -128,7 +128,7 @@ def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
     was = f"cut at {there['cuts']} with {there['chunks']} chunks a stage" if there else "written by DeepSpeed itself"
     raise ValueError(
         f"the checkpoint {path} was {was}, but this model is cut at {here['cuts']} with {here['chunks']} chunks a "
-        f"stage, so optimizer states would go to the wrong layers: cut the model the same way, or pass "
+        f"stage, so optimizer states would go to the wrong layers: cut the model as in the checkpoint, or pass "
         f"load_module_only=True"
     )
 

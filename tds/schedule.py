@@ -93,7 +93,7 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
 
     In classic 1F1B every stage waits for a message that has only just been sent. With more micro-batches in flight,
     the next message has already arrived. The price is memory: stage s keeps the activations of
-    (stages - 1 - s)(1 + n) + 1 micro-batches, or of all if there are fewer.
+    (stages - 1 - s)(1 + n) + 1 micro-batches, or of all micro-batches if a step has fewer.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
@@ -119,8 +119,8 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
 
     Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through chunk
     1 ..., then the next group. A pass over one chunk takes 1/chunks of the time of a pass in 1F1B, so the idle time
-    at the start and end of a step shrinks by this factor. The price is `chunks` times as many messages. If `stages`
-    does not divide the number of micro-batches, the groups are larger and a stage keeps more activations.
+    at the start and end of a step is 1/chunks of that in 1F1B. The price is `chunks` times as many messages. If
+    `stages` does not divide the number of micro-batches, the groups are larger and a stage keeps more activations.
     """
     forward, backward = _through_chunks(stages, micros, chunks)
     group = -(-micros // max(micros // stages, 1))
@@ -216,7 +216,7 @@ def register(name: str, schedule: Schedule) -> None:
     the name of a built-in schedule.
     """
     if name in NAMES:
-        raise ValueError(f"{name!r} is a schedule of tds: give yours another name")
+        raise ValueError(f"{name!r} is the name of a built-in schedule: register your schedule under another name")
     _ADDED[name] = schedule
 
 
@@ -231,7 +231,8 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
         raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join([*NAMES, *_ADDED])}")
     if not isinstance(extra, int) or extra < 0 or (extra and name != "1f1b"):
         raise ValueError(
-            f"extra_warmup {extra!r} does not fit the schedule {name}: 1f1b supports 0, 1, 2 ..., others only 0"
+            f"extra_warmup {extra!r} is not supported by the schedule {name}: "
+            f"1f1b supports 0, 1, 2 ..., every other schedule only 0"
         )
     if name == "interleaved":
         return partial(interleaved, chunks=chunks)

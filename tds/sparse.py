@@ -19,7 +19,7 @@ def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_sparse(module: nn.Module, optimizer: object) -> None:
-    """Raise ValueError if a weight has sparse gradients and `optimizer` is a torch optimizer that lacks support."""
+    """Raise ValueError if a weight has sparse gradients, which `optimizer`, a torch optimizer, does not support."""
     weights = sparse_weights(module)
     takes = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
     if weights and not takes and type(optimizer).__module__.startswith("torch.optim."):

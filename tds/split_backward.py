@@ -25,7 +25,7 @@ COMPILED, REENTRANT = "CompiledFunctionBackward", "CheckpointFunctionBackward"  
 
 
 class Fork(NamedTuple):
-    """An operation `node` where paths to inputs and to weights part, and the weights that only it leads to."""
+    """A fork: an operation `node`, and those `weights` whose only use in the graph is through this operation."""
 
     node: Node
     weights: list[Tensor]
@@ -97,13 +97,13 @@ def backward_input(
 
 
 def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[list[Fork], list[Tensor]]:
-    """Return the forks, and the weights whose gradients cannot be deferred, because not exactly one fork leads to them.
+    """Return the forks, and the weights whose gradients cannot be deferred, because no fork or several lead to them.
 
     order: all nodes, each after the nodes that its edges lead to.
     """
     wanted = {id(t) for t in inputs}
     leads: set[Node] = set()  # nodes from which a path leads to the inputs
-    below: dict[Node, dict[int, Tensor]] = {}  # weights that a node leads to, except through nodes in `leads`
+    below: dict[Node, dict[int, Tensor]] = {}  # weights that a node leads to without passing a node in `leads`
     for node in order:
         leaf = getattr(node, "variable", None)
         children = [child for child, _ in node.next_functions if child is not None]

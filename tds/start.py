@@ -59,13 +59,13 @@ def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
 
 
 def _check_on_device(plan: Plan, micros: int, rules: Rules) -> None:
-    """Raise ScheduleError if a plan may deadlock; give advice if it would not without dynamic_shape."""
+    """Raise ScheduleError if a plan may deadlock; if only dynamic_shape causes this, the message gives advice."""
     try:
         check(plan, micros, rules)
     except ScheduleError as error:
         if rules.dynamic:
             check(plan, micros, replace(rules, dynamic=False))
-            raise ScheduleError(f"{error}. The cause: dynamic_shape. Use another schedule than interleaved") from None
+            raise ScheduleError(f"{error}. The cause is dynamic_shape. Use another schedule than interleaved") from None
         raise
 
 
@@ -86,8 +86,8 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
         )
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING=1 would deadlock, as a stage waits for a message before it sends the one that its "
-            f"peer waits for: unset the variable, or debug without a pipeline ({ways['no pipeline']})"
+            "CUDA_LAUNCH_BLOCKING=1 would deadlock the pipeline, because two stages would each wait for a message "
+            f"before they send theirs: unset the variable, or debug without a pipeline ({ways['no pipeline']})"
         )
     config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:
@@ -100,8 +100,8 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
 def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: Any = None, **_: Any) -> None:
     """Raise ValueError, on all ranks, if a stage has nothing to train under ZeRO or half precision.
 
-    Also raise ValueError if stages differ in their number of parameter groups, because ZeRO sums the norm group by
-    group over the stages and would hang. Call this function before an engine is made.
+    Also raise ValueError if stages differ in their number of parameter groups: ZeRO computes the gradient norm with one
+    all-reduce over the stages per group, and would hang. Call this function before an engine is made.
     """
     if config_class is None or not dist.is_initialized():
         return

@@ -16,7 +16,7 @@ from .split_backward import DeferredWeightGrads
 
 @dataclass(eq=False)
 class Microbatch:
-    """One micro-batch on one chunk of this stage; the instruction that uses a field last empties it.
+    """One micro-batch on one chunk of this stage. Each field is emptied by the last instruction that uses it.
 
     received: the inputs, from RecvActivation to SendGrad, or to Forward in evaluation.
     to_send: the outputs, from Forward to SendActivation; afterwards their memory is freed unless autograd needs

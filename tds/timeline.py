@@ -105,7 +105,10 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
 
 
 def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[Any, ...]:
-    """Return a key that is equal for a send and its receive. hop: virtual stages from `event` to the receive."""
+    """Return a key that is equal for a send and the matching receive.
+
+    name: the name of the receive. hop: the receiver's virtual stage minus that of `event`.
+    """
     a, args = rank.about, event["args"]
     stage = args["chunk"] * a["stages"] + a["stage"] + hop
     return args["iteration"], a["replica"], a["model"], name, stage, args["micro"]

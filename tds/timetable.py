@@ -134,7 +134,7 @@ def times(
 
 
 def most_in_flight(instructions: Sequence[Instruction]) -> int:
-    """Return the largest number of micro-batches (of one chunk each) whose activations a stage keeps at once."""
+    """Return the largest number of micro-batches whose activations a stage keeps at once, summed over its chunks."""
     alive = most = 0
     for each in instructions:
         alive += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))

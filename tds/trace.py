@@ -38,14 +38,18 @@ COLLECTIVES = (
 
 
 class Mark(NamedTuple):
-    """The start of a span: host time (ns) or device event, and thread time (ns)."""
+    """The start of a span: host time (ns) or device event, and the thread's CPU time (ns; 0 on an accelerator)."""
 
     at: Any
     thread: int
 
 
 class Piece(NamedTuple):
-    """One recorded span. kind: pass, message, collective, part or step; micro: -1 if there is none."""
+    """One recorded span.
+
+    kind: "pass", "message", "collective", "step", or "part" for any other part of a step.
+    micro: the micro-batch, or -1 if the span belongs to none.
+    """
 
     begin: Any
     end: Any
@@ -170,7 +174,7 @@ class Tracer:
         os.replace(aside, self.path)
 
 
-TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # rows of a rank in Perfetto
+TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # kind of span -> row in Perfetto
 
 
 def _event(piece: Piece, rank: int, iteration: int) -> dict[str, Any]:
@@ -213,7 +217,7 @@ def span(name: str, kind: str = "part") -> Iterator[None]:
 
 
 def sent(size: int) -> None:
-    """Add `size` bytes to the size of the message span that ends next."""
+    """Count `size` sent bytes; the span of kind "message" that ends next records the total."""
     if _on and _on[0].on:
         _on[0].size += size
 
@@ -234,7 +238,7 @@ def stop() -> None:
 
 
 def _noted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective so that each call is recorded as a span; for asynchronous calls, the span is the launch."""
+    """Wrap a collective so that each call is recorded as a span; for an asynchronous call, this is only the launch."""
 
     @functools.wraps(collective)
     def noted(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_filters = list(warnings.filters)  # for ranks: the filters of a new interpreter, before the launcher adds any
+_filters = list(warnings.filters)  # the filters before the launcher adds its own; forked ranks get these
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -67,7 +67,7 @@ def _be(argv: list[str], env: Mapping[str, str]) -> None:
     os.setsid()
     atexit._clear()
     for number in SIGNALS:
-        if signal.getsignal(number) == signal.SIG_IGN:  # keep it ignored, as a new interpreter would
+        if signal.getsignal(number) == signal.SIG_IGN:  # a new interpreter would ignore this signal, too
             continue
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     warnings.filters[:] = _filters  # type: ignore[index]

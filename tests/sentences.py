@@ -12,7 +12,7 @@ SENTENCES = {
     "is_not_the_same_model_its": "is not the same model: its logits differ by",
     "qwen3_does_not_support_qkv_bias": "Qwen3 does not support --qkv-bias",
     "and_is_not_loaded": "and is not loaded",
-    "is_a_schedule_of_tds_give": "is a schedule of tds: give yours another name",
+    "is_a_schedule_of_tds_give": "is the name of a built-in schedule: register your schedule under another name",
     "stage_0_3_backward_of_chunk": "stage 0: chunk 0 has 3 Backward instructions instead of 4",
     "there_is_no_pipeline_schedule_other": "there is no pipeline schedule 'other'; choose one of .*zb-h1, .*lazy",
     "a_model_with_2_chunks_a": "a model with 2 chunks a stage needs the schedule interleaved, not lazy",

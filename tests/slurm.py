@@ -100,7 +100,7 @@ def sbatch(words: list[str]) -> int:
         if name in options:
             env[f"SLURM_{name.upper().replace('-', '_')}"] = options[name]
     where, number = re.fullmatch(r"(B:)?(\w+)@\d+", options["signal"]).groups()  # type: ignore[union-attr]
-    limit = os.environ.get("FAKE_SLURM_LIMIT")  # the first start's time is over once its log matches this regex
+    limit = os.environ.get("FAKE_SLURM_LIMIT")  # the first start reaches its time limit once its log matches this regex
     for start in range(5):
         if start:
             env["SLURM_RESTART_COUNT"] = str(start)

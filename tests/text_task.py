@@ -13,8 +13,8 @@ from megatron.training.task import Task
 class TextTask(Task):
     """A task that trains GPT-2 or T5 without a pipeline on batches of token ids, which every rank reads.
 
-    A batch for GPT-2 is {"text": [b, s + 1]}; one for T5 is {"text": [b, k], "wanted": [b, q + 1]}, the encoder's
-    tokens and those that the decoder learns.
+    A batch for GPT-2 is {"text": [b, s + 1]}. A batch for T5 is {"text": [b, k], "wanted": [b, q + 1]}: the encoder's
+    tokens, and the tokens that the decoder learns to predict.
     """
 
     def model(self, config: Config, tokenizer: Any) -> nn.Module:

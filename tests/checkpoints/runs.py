@@ -85,7 +85,10 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, NDArray[Any]]:
-    """Return key -> full tensor of a checkpoint, joined from the shards in its index without CheckpointReader."""
+    """Return key -> full tensor of a checkpoint.
+
+    The function joins the shards that checkpoint.json lists. It does not use this project's CheckpointReader.
+    """
     index: dict[str, Any] = json.loads((checkpoint / "checkpoint.json").read_text())["tensors"]
     files = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
     whole = {}

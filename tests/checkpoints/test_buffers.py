@@ -1,4 +1,4 @@
-"""Checkpoints contain buffers, the weights of a loss function, and the tensors that a PipelineModule itself owns."""
+"""Checkpoints contain buffers, the weights of a loss function, and tensors of a PipelineModule outside its layers."""
 
 import contextlib
 import io

@@ -50,7 +50,7 @@ def _write(folder: Path) -> Path:
 
 
 def test_without_blake3_checkpoints_have_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of checkpoints can be read, and damage to either kind is found."""
+    """Checkpoints with BLAKE3 and with SHA-256 checksums can be read, and damage to either is found."""
     new = _write(tmp_path / "new")
     monkeypatch.setitem(sys.modules, "blake3", None)
     old = _write(tmp_path / "old")
@@ -66,7 +66,7 @@ def test_without_blake3_checkpoints_have_sha256(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("call", ["fdatasync", "fsync"])
 def test_an_error_of_the_disk_ends_the_save(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of a background synchronization is raised, although the kernel reports it only once."""
+    """If fdatasync in the background or the final fsync fails, the save raises the error and leaves no checkpoint."""
 
     def fails(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")

@@ -34,7 +34,7 @@ class Kill(NamedTuple):
     """A planned kill of one or all ranks.
 
     moment: the operation at which a rank kills itself, e.g. a sync or rename of a file ("files"). At the moment "time",
-    the test kills the ranks after a random delay. count: with a larger count, the rank dies at a later operation.
+    the test kills the ranks after a random delay. count: how many such operations the rank reaches before it dies.
     """
 
     moment: str
@@ -56,7 +56,7 @@ def _die_at(count: int, target: Any, name: str) -> None:
 
 
 def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
-    """Train on a rank that kills itself at the planned moment."""
+    """Train on this rank; if `kill` names the rank, it kills itself at the planned moment."""
     from megatron.checkpointing import stream
     from megatron.training import loop
 

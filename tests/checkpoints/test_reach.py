@@ -1,4 +1,4 @@
-"""A run may change a checkpoint's RoPE base and scaling, sliding window and maximum length with --finetune only."""
+"""Only a run with --finetune may change a checkpoint's RoPE base and scaling, sliding window and maximum length."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A run that stops between two log lines prints one more line, so that each iteration is logged exactly once."""
+"""A run that stops between two log lines logs the iterations since the last line before it ends."""
 
 import json
 from pathlib import Path

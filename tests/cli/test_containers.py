@@ -31,7 +31,7 @@ DOCKERFILES = pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cud
 
 @DOCKERFILES
 def test_what_is_copied_before_the_installation_suffices_for_it(name: str, tmp_path: Path) -> None:
-    """The files that a Dockerfile copies before it runs setup.sh suffice for setup.sh; a stub replaces Python."""
+    """setup.sh needs no file that the Dockerfile copies only later. In the test, a shell script replaces Python."""
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
     (install,) = (at for at, line in enumerate(lines) if line.startswith("RUN") and "setup.sh" in line)
     for line in lines[:install]:

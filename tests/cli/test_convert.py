@@ -297,7 +297,7 @@ def test_mistakes(tmp_path: Path) -> None:
 def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_corpus: Path) -> None:
     """A tokenizer that needs jieba is not exported, since transformers would split text differently.
 
-    Exported sentencepiece tokenizers give identical ids.
+    A sentencepiece tokenizer is exported, and the exported tokenizer gives the same token ids.
     """
     from data_utils.documents import texts
     from data_utils.tokenizer_training import train_cpm, train_sentencepiece

@@ -162,7 +162,7 @@ def test_a_text_goes_on_with_its_spaces() -> None:
 
 @pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 1), ("$A", 0)])
 def test_what_begins_a_text(template: str, expected: int, tmp_path: Path) -> None:
-    """A token that tokenizer.json puts before a text starts every text; one after a text only ends documents."""
+    """A token that tokenizer.json adds before a text is the start token; a token that it adds after a text is not."""
     made, named = tokenizer_of("llama2")
     ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
     made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ids)
@@ -204,9 +204,9 @@ def test_over_ranks_the_text_is_the_same(kind: str, size: int, tmp_path: Path) -
 
 
 def test_evaluation_is_theirs(tmp_path: Path) -> None:
-    """tools/evaluate.py puts a start token before each text and gives the loss of transformers.
+    """tools/evaluate.py puts a start token before each text and gives the same loss as transformers.
 
-    It loads the Hugging Face folder with --hf and with --load, and this project's checkpoint with --load.
+    The test passes the Hugging Face folder as --hf and as --load, and the imported checkpoint as --load.
     """
     folder = folder_of(tmp_path / "theirs", "Llama")
     convert("--from-hf", str(folder), "--output", str(tmp_path / "c"))
@@ -230,8 +230,8 @@ def test_evaluation_is_theirs(tmp_path: Path) -> None:
 def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
     """Two commands continue the training of a Llama: one tokenizes with the Llama's tokenizer, the other trains.
 
-    The first loss equals the transformers model's. The run keeps a copy of the chat template and the end tokens, so
-    it can be exported even if the original folder is gone.
+    The first loss equals that of the transformers model. The run keeps a copy of the chat template and the end tokens,
+    so it can be exported even if the original folder is gone.
     """
     folder = folder_of(tmp_path / "theirs", "Llama")
     template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
@@ -321,7 +321,7 @@ def test_a_folder_of_2023_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path) -> None:
-    """A Llama tokenizer.model that adds no leading space is exported as tokenizer.json, which adds the start token."""
+    """A Llama tokenizer.model that adds no leading space is exported as a tokenizer.json with its start token."""
     pytest.importorskip("google.protobuf")
     about = {**LLAMA, "add_bos_token": True, "add_prefix_space": False}
     folder, config = llama_folder(tmp_path / "theirs", about, add_dummy_prefix=False), parse(["--family", "gpt2"])
@@ -336,7 +336,7 @@ def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
 def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path) -> None:
-    """After fine-tuning on ChatML, the exported chat template gives the ids of training; answers end at <|im_end|>."""
+    """A chat model's exported template gives the token ids of training, and <|im_end|> is an exported end token."""
     pytest.importorskip("jinja2")
     vocab_file = str(tmp_path / ("tokenizer.json" if kind == "hf" else "t.model"))
     words = ["What is the capital of France? system user assistant. The river runs slowly to the sea. "] * 20

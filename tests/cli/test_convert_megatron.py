@@ -169,7 +169,7 @@ def save_layers(folder: Path, w: Mapping[str, Tensor], version: int, ranks: int,
     for rank in range(ranks):
         mine = of_rank(w, rank, ranks, version)
         words = {"word_embeddings.weight": mine["embedding.word_embeddings.weight"]}
-        # Layers 0 and 2 have no weights, so no files. The last layer's position embeddings are not read: any values do.
+        # Layers 0 and 2 have no weights, so no files. The converter ignores the last layer's position embeddings.
         items: dict[int, dict[str, Tensor]] = {
             1: words | {"position_embeddings.weight": mine["position_embedding.weight"]},
             LAYERS + 4: {kind: mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")},
@@ -396,5 +396,5 @@ def test_folders_that_do_not_fit_together(tmp_path: Path) -> None:
     save_megatron(tmp_path / "later", w, 2)
     for path in (tmp_path / "later").rglob("*.pt"):
         torch.save({"model": torch.load(path, weights_only=False)["model"]}, path)
-    # Megatron-LM with these names always recorded a version, so a missing version does not mean version 0.
+    # Every Megatron-LM that used these weight names saved a version, so a missing version does not mean version 0.
     refused(tmp_path / "later", None, "give --checkpoint-version 0")

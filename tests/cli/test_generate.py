@@ -224,7 +224,7 @@ def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
 @FULL
 @pytest.mark.timeout(1500)
 def test_the_demo_of_t5_learns(tmp_path: Path) -> None:
-    """scripts/run_t5.sh trains a T5 to half a nat below the unigram entropy; its predictions fit the context."""
+    """scripts/run_t5.sh trains a T5 to a loss 0.5 nats below the unigram entropy; its predicted words fit the text."""
     done = command("bash", "scripts/run_t5.sh", env={"RUN_DIR": str(tmp_path / "t5")}, timeout=1200)
     assert done.returncode == 0, done.stderr
     text = float(re.findall(r"masked text only, first and last +[\d.]+, ([\d.]+)", done.stdout)[0])

@@ -1,4 +1,4 @@
-"""docs/launching.md has the same commands in both languages, names existing files, and its `bash` blocks run."""
+"""docs/launching.md and its Chinese version have the same commands and name existing files; the `bash` blocks run."""
 
 import os
 import re
@@ -88,11 +88,11 @@ while True:
     [(signal.SIGTERM, 143, 143), (signal.SIGINT, 130, 130), (signal.SIGTERM, 0, 143), (signal.SIGHUP, 1, 1)],
 )
 def test_a_script_passes_signals_on_and_waits(number: int, code: int, left: int, tmp_path: Path) -> None:
-    """The shell of run_*.sh forwards a signal, e.g. of `docker stop`, to the launcher and ends after the launcher."""
+    """A run_*.sh script forwards signals, e.g. SIGTERM from `docker stop`, to the launcher and ends after it."""
     (tmp_path / "python").write_text(LAUNCHER.replace("CODE", str(code)))
     (tmp_path / "python").chmod(0o755)
     script = RANKS.format(root=ROOT, folder=tmp_path)
-    # --default-signal, as a shell cannot trap a signal that its parent ignores, e.g. SIGHUP under nohup.
+    # env resets all signals, since a shell cannot trap a signal that its parent ignores, e.g. SIGHUP under nohup.
     shell = subprocess.Popen(["env", "--default-signal", "bash", "-c", script], stdout=subprocess.PIPE, text=True)
     assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
     shell.send_signal(signal.SIGUSR1)

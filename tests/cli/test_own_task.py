@@ -53,7 +53,7 @@ class Numbers:
 
 
 class Own(Task):
-    """A task that predicts the next number; targets that are divisible by 3 have no loss."""
+    """A task that predicts the next number; the loss leaves out targets that are divisible by 3."""
 
     name = "own"
 

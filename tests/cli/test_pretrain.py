@@ -373,7 +373,7 @@ def test_generation_continues_the_prompt(tmp_path: Path, flags: list[str], vocab
 
 @FULL
 def test_a_blend_goes_on_in_another_layout(tmp_path: Path, flags: list[str], tiny_data: str, vocab_file: str) -> None:
-    """A run on a blend of corpora resumes in another layout with the right samples; with other data, it is refused."""
+    """A run on a blend of corpora resumes in another layout with the right samples; other data are refused."""
     eod = load_tokenizer(vocab_file).eod
     with IndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
         for i in range(40):

@@ -130,9 +130,9 @@ def test_the_report_compares_like_with_like(tmp_path: Path, flags: list[str], ti
 
 
 def test_beforehand_masked_corpora_train_and_fill(tmp_path: Path, sample_corpus: Path, vocab_file: str) -> None:
-    """A corpus that was masked by preprocess_data.py --objective cpm-t5 can be trained on.
+    """A T5 trains on a corpus that preprocess_data.py --objective cpm-t5 has masked.
 
-    Generation gives the same text on one process and on two tensor-parallel ranks.
+    The trained model generates the same text in one process and on two tensor-parallel ranks.
     """
     prefix = str(tmp_path / "corpus")
     made = command(

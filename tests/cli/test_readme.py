@@ -86,7 +86,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
     said = ["\n".join(printed)]
     for page in SHORT:
         for block in blocks(page):
-            if "NODE_RANK" not in block and block not in blocks("README.md"):  # test_two_nodes.py covers NODE_RANK
+            if "NODE_RANK" not in block and block not in blocks("README.md"):  # test_two_nodes.py runs several nodes
                 said.append(run(block, tmp_path, Path(page).stem))
     assert all("unigram entropy" in text for text in said)
     other = command(

@@ -1,4 +1,4 @@
-"""scripts/run_slurm.sh starts, saves at the time limit, requeues and resumes; tests/slurm.py simulates SLURM."""
+"""A job of scripts/run_slurm.sh saves at its time limit, is requeued and resumes; tests/slurm.py simulates SLURM."""
 
 import json
 import os

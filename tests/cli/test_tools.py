@@ -262,7 +262,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, vocab_file: str, sample_corpus: Pa
 
 
 def test_a_chunk_without_documents(tmp_path: Path, vocab_file: str) -> None:
-    """A chunk of the input that has only bad lines adds no document to the corpus with --objective cpm-t5."""
+    """With --objective cpm-t5, a chunk of the input in which all lines lack the key adds no document to the corpus."""
     bad = "".join(json.dumps({"txt": "x" * 1000}) + "\n" for _ in range(1200))
     good = json.dumps({"text": "春眠不觉晓，处处闻啼鸟。" * 3}) + "\n"
     (tmp_path / "x.jsonl").write_text(bad + good)

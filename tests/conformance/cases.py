@@ -44,7 +44,7 @@ def size_loss(out: Tensor, labels: Tensor) -> Tensor:
 
 
 class CountedLoss:
-    """A loss of two named sums over the elements with positive labels. The engine divides both by their number."""
+    """A loss of two named sums over the elements with positive labels. The engine divides both by `count_targets`."""
 
     def __call__(self, out: Tensor, labels: Tensor) -> dict[str, Tensor]:
         kept = labels > 0
@@ -70,7 +70,7 @@ class Tie:
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD, the default: with SGD, unlike Adam, a wrong factor in the gradients changes the later losses."""
+    """Return SGD, the default of a Case. With SGD, unlike Adam, a wrong gradient scale changes the later losses."""
     return torch.optim.SGD(parameters, lr=0.3)
 
 
@@ -105,9 +105,9 @@ class Case:
     layers: builds the modules, after seeding. ties: (layer index, its Tie). rows: for each step, the batch sizes of
     its micro-batches. feed: `fresh` batches are new tensors; `refilled` ones are the same tensors with new values;
     `dataset` yields the same tensors with the same values, which must not be modified. frozen: indices of frozen
-    layers. optimizer: for the reference, and for the pipeline unless `config` names one. module: further arguments of
-    PipelineModule. prepare: is called with the PipelineModule. probe: a check after training (probes.py). only: dtypes
-    for which the case is meaningful. slow: needs compiling.
+    layers. optimizer: the optimizer of the reference, and of the pipeline unless `config` names one. module: further
+    arguments of PipelineModule. prepare: is called with the PipelineModule. probe: a check after training (probes.py).
+    only: dtypes for which the case is meaningful. slow: whether the case compiles something, which takes long.
     """
 
     name: str

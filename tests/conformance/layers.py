@@ -51,7 +51,7 @@ def _size(t: Tensor) -> Tensor:
 
 
 class Middle(nn.Module):
-    """Layer that transforms tensors with gradients; it adds the sum of the others, which it returns unchanged."""
+    """Layer that transforms tensors with gradients and adds the sum of all other tensors, which it leaves unchanged."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checks of a trained engine's features that scripts use; each function returns whether the result is right."""
+"""Checks of engine features that training scripts use; each function returns whether a trained engine is right."""
 
 from dataclasses import dataclass
 from typing import Any

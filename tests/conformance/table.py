@@ -26,7 +26,7 @@ def outcome(engine: str, case: Case, stages: int, tensor: int, extensions: str, 
         found = on_ranks(stages * tensor, _train, engine, case.name, stages, tensor, extensions, timeout=timeout)
     except RankFailure as failure:
         lines = [line for line in str(failure).splitlines() if "Error" in line and line[0] not in " -"]
-        errors = [line for line in lines if "gloo" not in line] or lines  # gloo's errors follow from another rank's
+        errors = [line for line in lines if "gloo" not in line] or lines  # gloo only reports that another rank failed
         return f"crashes: {errors[0].replace('|', '/')[:60]}" if errors else "hangs"
     return "right" if max(max(each) for each in found) <= 1e-5 else "**wrong numbers**"
 

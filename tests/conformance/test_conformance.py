@@ -1,4 +1,4 @@
-"""Every case trains like its layers in one process, for all stages, tensor-parallel sizes and schedules."""
+"""With every schedule and grid of stages and tensor-parallel ranks, each case trains like its layers in one process."""
 
 import itertools
 from typing import Any
@@ -42,7 +42,7 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
             differ = [schedule for schedule in own if stages > 1 and schedule in ("1f1b", "interleaved", "zb-h1")]
             own = [differ[(number + stages) % len(differ)]] if differ else own[:1]
         for schedule in own:
-            # Only a case's first schedule runs in all its dtypes: with others, more dtypes would only test rounding.
+            # A case's first schedule runs in all its dtypes. For other schedules, more dtypes would only test rounding.
             several = schedule == own[0] and (everything or not (case.probe or case.config))
             found += [(case.name, schedule, dtype) for dtype in (case.only if several else case.only[:1])]
     return found

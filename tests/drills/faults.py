@@ -1,4 +1,4 @@
-"""Faults that can happen to a run -> the tests that provoke them.
+"""A dict of faults that can happen to a run, and for each fault the tests that provoke it.
 
 For each fault, a table row of docs/reliability.md describes what the user sees.
 """

@@ -42,7 +42,7 @@ MODELS = {
 
 
 class Seen(NamedTuple):
-    """An observation of a run without faults: iteration; all ranks' total memory in MiB and number of open files."""
+    """An observation of a run: its iteration, and the memory in MiB and the number of open files of all its ranks."""
 
     iteration: int
     megabytes: float

@@ -1,4 +1,7 @@
-"""Run checks on this machine's accelerator: `python -m tests.gpu [NAME...]`; needs only torch, DeepSpeed and numpy."""
+"""Run checks on this machine's accelerator: `python -m tests.gpu [NAME...]`.
+
+The checks need only torch, DeepSpeed and numpy.
+"""
 
 import argparse
 import sys

@@ -102,7 +102,7 @@ def bf16_follows_the_cpu_in_fp32() -> str:
 def attention_kernels_agree() -> str:
     """Check that torch's attention kernels give the outputs and gradients of attention computed in fp32.
 
-    An error of cuDNN's kernel with a mask is reported but allowed, since `kernels_for` never selects this kernel.
+    If cuDNN's kernel gets a mask or bias, wrong values are only reported, since `kernels_for` never selects it then.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

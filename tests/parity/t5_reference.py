@@ -101,7 +101,7 @@ def layer(
 
 
 def logits(w: Weights, source: Tensor, target: Tensor, encoder_ids: Tensor, decoder_ids: Tensor, s: Shape) -> Tensor:
-    """Return logits [b, q, v] from tokens and document ids of the encoder, [b, k], and of the decoder, [b, q]."""
+    """Return logits [b, q, v]. The encoder's tokens and document ids are [b, k], the decoder's [b, q]."""
     table = w["embedding.word_embeddings.weight"]
     x, y = table[source], table[target]
     if not s.t5:

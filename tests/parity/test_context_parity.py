@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Qwen and Mistral reproduce the losses of one process in every layout with context parallelism."""
+"""In every layout with context parallelism, GPT-2, Llama, Qwen and Mistral have the losses of one process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral reproduce the losses of Hugging Face's models in one process in every layout."""
+"""In every layout, Llama, Qwen2, Qwen3 and Mistral have the losses of Hugging Face's models in one process."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ COVERING = [(0, 1, 1), (0, 1, 4), (2, 1, 2)]
 def _schedules(grid: tuple[int, int, int]) -> list[str]:
     """Return the flags to test on a grid: pipeline schedules, recomputation, sequence parallelism and ZeRO stages.
 
-    grid: the pipeline, data and tensor-parallel size, which some of these flags need to be larger than 1.
+    grid: the pipeline, data and tensor-parallel size. Flags that the grid does not support are left out.
     """
     pp, dp, tp = grid
     sequence, again = "--sequence-parallel", "--recompute-modules norm qkv activation"

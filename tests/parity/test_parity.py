@@ -1,4 +1,4 @@
-"""GPT-2 reproduces the losses of plain torch in one process in every layout."""
+"""In every layout, GPT-2 has the losses of plain torch in one process."""
 
 import json
 import math
@@ -59,7 +59,7 @@ DOCUMENTS = [Layout(0, 1, 2), Layout(2, 2, 1), Layout(4, 1, 2)]
 def test_documents_apart_and_uneven_target_counts(
     layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """Losses equal plain torch's if documents are separate, which gives micro-batches unequal numbers of targets."""
+    """Losses equal plain torch's if documents are separate and micro-batches have unequal numbers of targets."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, precision="fp64", by_document=True)
     expected = plain(tiny_data, vocab_file, dtype=torch.float64, by_document=True)
     np.testing.assert_allclose(found, expected, rtol=1e-10)

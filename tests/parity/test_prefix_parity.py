@@ -1,4 +1,4 @@
-"""A prefix LM reproduces the losses of plain torch with masks computed by Python loops in several layouts."""
+"""In several layouts, a prefix LM has the losses of plain torch, whose masks Python loops compute."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Fine-tuning on packed records reproduces plain torch's losses of records passed one by one in every layout."""
+"""In every layout, fine-tuning on packed records has the losses of plain torch, which processes records one by one."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""T5, UMT5 and CPM-2's T5 reproduce the losses of plain torch in one process in every layout."""
+"""In every layout, T5, UMT5 and CPM-2's T5 have the losses of plain torch in one process."""
 
 import functools
 import itertools
@@ -72,7 +72,7 @@ def test_losses_equal_one_process(
         ways += [Way(variant, f"--sequence-parallel {each}") for variant in VARIANTS for each in saving]
         ways += [Way(variant, "--sequence-parallel --logits-chunk-size 5") for variant in VARIANTS]
     ways += [Way(variant, "--logits-chunk-size 5") for variant in VARIANTS]
-    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # saves time; smaller grids do every run
+    if math.prod(grid) == 8 and not request.config.getoption("--full"):  # to save time, only smaller grids do every run
         ways = [way for number, way in enumerate(ways) if number % 4 in (0, 3)]
     check(grid, ways, tiny_data, vocab_file)
 

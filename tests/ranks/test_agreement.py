@@ -219,7 +219,7 @@ def test_of_three_the_one_that_differs_is_named() -> None:
 
 
 def _wait_for(names: dict[str, str], folder: str, data: str, vocab_file: str) -> dict[str, str]:
-    """Run each set of flags while the last rank sleeps 0.2 s in each forward pass; return name -> printed output."""
+    """Train with each set of flags while the last rank sleeps 0.2 s in each forward pass; return name -> output."""
     told = {}
     with remembered_groups() as begin:
         for name, flags in names.items():

@@ -54,7 +54,7 @@ def _body(kind: str, dtype: torch.dtype, bucket_bytes: int | None) -> list[int]:
     during = []
     for step in range(4):
         inputs = [torch.randn(4, 6).to(dtype) + dist.get_rank() for _ in range(2)]
-        for name, grad in expected_sums(model, inputs).items():  # Backward passes round the sums like this.
+        for name, grad in expected_sums(model, inputs).items():  # The sums have the dtype of `model`.
             exact.get_parameter(name).grad = grad.to(exact.first.weight.dtype)
         before = len(reduced)
         for micro, x in enumerate(inputs):
@@ -132,7 +132,7 @@ def _many_buckets() -> tuple[int, int]:
 
 
 def test_a_step_calls_the_optimizer_a_few_times_for_many_buckets() -> None:
-    """Each call costs host time for all parameters, so buckets are stepped in at most 8 groups."""
+    """A step updates 20 buckets with at most 8 calls of the optimizer, since each call takes host time."""
     for buckets, calls in on_ranks(2, _many_buckets):
         assert buckets == 20 and calls == 7
 

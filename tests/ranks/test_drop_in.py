@@ -84,7 +84,7 @@ def _tutorial(name: str, stages: int, method: str) -> list[float]:
 
 
 def _learn(losses: list[Tensor], optimizer: torch.optim.Optimizer) -> float:
-    """Make an optimizer step in plain torch; return the mean of `losses`, one for each micro-batch."""
+    """Make an optimizer step in plain torch on the mean of `losses`, the micro-batches' losses; return the mean."""
     total = torch.stack(losses).mean()
     optimizer.zero_grad()
     total.backward()
@@ -276,7 +276,8 @@ def neox_reference() -> list[float]:
 def test_a_script_in_the_manner_of_gpt_neox(stages: int, tensor: int, replicas: int) -> None:
     """A script in the style of GPT-NeoX has the same losses as one process, and all ranks generate the same text.
 
-    There is no comparison with DeepSpeed's pipeline: it sends GPT-NeoX's bool mask only for a class `GPT2ModelPipe`.
+    There is no comparison with DeepSpeed's pipeline, which sends a bool mask only if the model's class has the name
+    `GPT2ModelPipe`.
     """
     world, expected = stages * tensor * replicas, pytest.approx(neox_reference(), rel=1e-5)
     plain = on_ranks(world, _neox, "tds", stages, tensor, replicas, False)

@@ -44,7 +44,7 @@ def _engine(flags: str) -> tuple[Engine, Iterator[dict[str, torch.Tensor]]]:
 
 
 def _reads(flags: str) -> tuple[int, int]:
-    """Return how many scalars a step reads from tensors, and how many the use of its loss and gradient norm reads."""
+    """Return how many scalars a step reads from tensors, and how many a caller reads to get loss and gradient norm."""
     engine, batches = _engine(flags)
     engine.train_batch(batches, 1e-3)
     with Reads() as reads:

@@ -88,7 +88,7 @@ def check(ends: list[End], kind: str, victim: int, instruction: str, micro: int)
 
 
 def trials() -> list[tuple[str, int, str, int]]:
-    """Return test cases (kind of fault, rank, instruction, micro-batch), with random micro-batches of a fixed seed."""
+    """Return test cases (kind of fault, rank, instruction, micro-batch); a fixed seed selects the micro-batches."""
     rng = random.Random(11)
     found: list[tuple[str, int, str, int]] = [("end", 0, "", 0), ("end", STAGES - 1, "", 0)]
     places = [(victim, name) for victim, names in INSTRUCTIONS.items() for name in names]

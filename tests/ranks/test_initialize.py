@@ -1,4 +1,4 @@
-"""Process groups have timeouts at the start and in steps; a report shows where hanging ranks are."""
+"""Collectives have one timeout during start-up and another in training; a report shows where hanging ranks are."""
 
 import time
 from datetime import timedelta

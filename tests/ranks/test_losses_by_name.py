@@ -1,4 +1,4 @@
-"""Averages are right if replicas return losses of different names or evaluate different numbers of micro-batches."""
+"""Average losses are right if replicas return losses of different names, or evaluate different micro-batch counts."""
 
 from typing import Any
 

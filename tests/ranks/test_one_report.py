@@ -1,4 +1,4 @@
-"""A failing run prints only one report, or one line after Ctrl-C, without other output of Python or C++."""
+"""A failing run prints only one report, and a run that Ctrl-C stops prints one line; Python and C++ print no more."""
 
 import os
 import signal
@@ -111,7 +111,7 @@ def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
 
 @FULL
 def test_a_frozen_process_that_keeps_the_store(tmp_path: Path) -> None:
-    """The other ranks end with an error that names this process if the process that hosts torch's store freezes."""
+    """If the process that hosts torch's store freezes, the other ranks end with an error that names this process."""
     ranks = _start(tmp_path, "freeze", "0")
     try:
         assert [p.wait(120) for p in ranks[1:]] == [1, 1]

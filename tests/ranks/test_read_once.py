@@ -44,9 +44,9 @@ def _count(calls: Counter[str], owner: Any, name: str, key: Any) -> None:
 def _trains(
     model: str, layout: tuple[int, int], folder: str, data: str, vocab_file: str
 ) -> tuple[bool, Counter[str], bool]:
-    """Train; return (whether this rank reads data, its calls, whether its validation data is a placeholder).
+    """Train; return (whether this rank reads data, counts of calls, whether its validation data is a placeholder).
 
-    calls["opened"] counts how often the rank opens a corpus, calls["checked"] how often it checks a corpus's index.
+    The count "opened" tells how often the rank opens a corpus, and "checked" how often it checks a corpus's index.
     """
     calls: Counter[str] = Counter()
     _count(calls, IndexedDataset, "_open", lambda *_: "opened")
@@ -160,7 +160,8 @@ def _resumes_on_one_machine(*given: Any) -> tuple[int, int, int]:
 def _same_on_one_machine(folder: Path, told: list[Any], first: Start, second: Start, *given: str) -> None:
     """Check that ranks on one machine have the losses of ranks on several machines.
 
-    On one machine, ranks do not share what they read, so together they read at least twice as many elements.
+    On one machine, each rank itself reads all elements that it needs. The ranks together read at least twice as many
+    elements as on several machines, where each element is read once and sent to the other ranks.
     """
     losses = losses_of(folder)
     shutil.rmtree(folder / "checkpoints")

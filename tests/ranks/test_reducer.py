@@ -83,7 +83,7 @@ def test_sums_that_complete_late() -> None:
 
 
 def test_sums_over_accumulated_gradients() -> None:
-    """Small buckets are all-reduced during the backward pass from step 1 on, and one big bucket after it."""
+    """From step 1 on, small buckets are all-reduced during the backward pass; a single bucket is reduced after it."""
     assert on_ranks(2, _body, 10**6) == [(1, [0, 0, 0])] * 2
     assert on_ranks(3, _body, 8) == [(6, [0, 5, 5]), (6, [0, 4, 4]), (6, [0, 4, 4])]
 

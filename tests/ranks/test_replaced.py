@@ -223,7 +223,7 @@ def test_what_cannot_be_taken_in_is_named() -> None:
 
 
 def _layer_followed() -> None:
-    """Check that a pipeline trains a layer with which the user replaced another layer, even a tied layer."""
+    """Check that a pipeline trains the new layer if the user replaces a layer, even a tied one, by another."""
     tied = tds.pipe.TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH)
     net = tds.PipelineModule([*layers()[:2], tied], num_stages=1, loss_fn=mse)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

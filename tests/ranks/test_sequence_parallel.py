@@ -178,8 +178,9 @@ def test_a_decoder_layer_adds_one_forward_and_two_backward() -> None:
 
 
 def test_with_sequence_parallelism_pairs_stand_for_all_reduces() -> None:
-    """Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter (all_to_all_single).
+    """Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter.
 
+    On CPUs, the reduce-scatter is an all_to_all_single followed by a local sum.
     The backward pass also gathers two inputs again, and all-reduces the gradients of six replicated weights.
     """
     for there, back in on_ranks(2, _count, True, False, False):

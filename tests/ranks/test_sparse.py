@@ -181,7 +181,7 @@ def test_an_optimizer_that_takes_none_is_refused_at_the_start() -> None:
 
 
 def _functional() -> None:
-    """Check the all-reduce of the sparse gradient that F.embedding(sparse=True) gives a weight without a module."""
+    """Check the all-reduce of a sparse gradient from F.embedding(sparse=True), whose weight is in no nn.Embedding."""
     weight = nn.Parameter(torch.zeros(TOKENS, WIDTH))
     reducer = GradReducer(nn.ParameterList([weight]), dist.group.WORLD)
     reducer.arm()

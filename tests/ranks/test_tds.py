@@ -324,7 +324,7 @@ def _looks_ahead() -> int:
 
 
 def test_the_first_stage_reads_a_step_before_it_computes() -> None:
-    """The first stage reads all 10 micro-batches before it computes, as its header tells how many have equal shapes."""
+    """The first stage reads all 10 micro-batches first, since its header says how many of them have equal shapes."""
     assert on_ranks(2, _looks_ahead)[0] == 10
 
 
@@ -738,7 +738,7 @@ assert type(engine).__module__ == "tds.engine" and last < 0.1 * first, (first, l
 
 
 def test_the_folder_works_when_copied_alone(tmp_path: Path) -> None:
-    """A copy of the folder tds/ works alone, with DeepSpeed's PipelineModule and the old argument config_params."""
+    """The folder tds/ works without the rest of the project, for a script with DeepSpeed's old config_params."""
     _alone(tmp_path, ALONE)
 
 

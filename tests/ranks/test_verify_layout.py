@@ -123,9 +123,9 @@ def _decoder(fault: type[Faulty] | None) -> Callable[[], nn.Module]:
 
 
 class NormForgets(GPT2):
-    """A GPT-2 in which a norm's weight is a plain nn.Parameter instead of a declared one.
+    """A GPT-2 in which a norm's weight is a plain nn.Parameter, without `mpu.declare`.
 
-    Under sequence parallelism, its gradient covers this rank's tokens only and is not all-reduced.
+    Under sequence parallelism, the weight's gradient covers this rank's tokens only and is not all-reduced.
     """
 
     def model(self, config: Any, tokenizer: Any) -> nn.Module:

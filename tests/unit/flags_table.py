@@ -45,7 +45,7 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
 
 
 def _effect(outcome: Means | NoEffect | Refused, chinese: bool) -> str:
-    """Return the effect of one value of a flag; unlike `_outcome`, say if the value is refused or has no effect."""
+    """Return a description of one value's effect; unlike `_outcome`, it says if the value is refused or ineffective."""
     if isinstance(outcome, Means):
         note = (CHINESE[outcome.but] if chinese else outcome.but) if outcome.but else ""
         return f"`{_ours(outcome.settings)}`" + (f"（{note}）" if note and chinese else f" ({note})" if note else "")
@@ -58,7 +58,7 @@ def _effect(outcome: Means | NoEffect | Refused, chinese: bool) -> str:
 def _rows(
     kinds: tuple[type, ...], of: Sequence[Row] = (*MEGATRON, *foreign_core.ROWS), chinese: bool = False
 ) -> dict[str, list[str]]:
-    """Return description of an effect (a table cell) -> the foreign flags that have it, in the order of `of`."""
+    """Return a table's rows: description of an effect -> the flags with this effect, in the order of the list `of`."""
     found: dict[str, list[str]] = {}
     for row in of:
         if isinstance(row.outcome, kinds):

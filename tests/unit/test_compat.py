@@ -1,4 +1,4 @@
-"""Code written for CPM-Pretrain: imports work or the error names a counterpart; attention masks are checked."""
+"""CPM-Pretrain's imports work or name a counterpart; its attention masks become document ids or are refused."""
 
 import importlib
 import importlib.util

@@ -148,7 +148,7 @@ def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> No
 
 
 def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: Path) -> None:
-    """--rope-scaling drops the RoPE settings of a --config file that the new scaling does not use, with notes."""
+    """--rope-scaling drops RoPE settings of a --config file if the new scaling does not use them, and notes say so."""
     llama3 = {
         "rope_scaling": "llama3",
         "rope_scaling_factor": 8.0,

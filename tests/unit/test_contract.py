@@ -131,7 +131,7 @@ def kind_of(value: ast.expr, inside: str | None) -> str | None:
 
 
 def names_of(node: ast.AST, inside: str | None = None) -> Iterator[tuple[str, str, bool]]:
-    """Yield (kind of object, attribute, whether tds defines the attribute) for DeepSpeed's objects in `node`."""
+    """Yield (kind of object, attribute, whether tds defines the attribute) for uses of DeepSpeed objects in `node`."""
     if isinstance(node, ast.ClassDef):
         inside = node.name
         for each in node.body if inside in SUBCLASSES else ():

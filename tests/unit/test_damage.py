@@ -1,4 +1,4 @@
-"""Randomly corrupted files are either reported or still readable with valid content in thousands of trials."""
+"""In thousands of trials, a randomly corrupted file is either reported or still readable with valid content."""
 
 import json
 import os

@@ -113,7 +113,7 @@ def _summed() -> str:
 
 
 def test_a_sum_over_replicas_that_the_user_asks_for_is_a_sum_under_a_pipeline() -> None:
-    """Gradients of 1 on two replicas at lr 0.1 move a pipeline's bias by 0.2 with gradient_allreduce_op "sum"."""
+    """With gradient_allreduce_op "sum", two replicas' gradients of 1 change a bias by 0.2 at a learning rate of 0.1."""
     assert on_ranks(2, _summed) == ["0.2000", "0.2000"]
 
 

@@ -17,7 +17,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def test_bf16_that_is_emulated_is_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that only emulates bf16, such as a V100, is not `fast_bf16`, although torch reports bf16 support."""
+    """`fast_bf16` is false for a GPU that only emulates bf16, such as a V100, although torch reports bf16 support."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert not device.fast_bf16(CUDA)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)

@@ -315,7 +315,7 @@ def test_the_wrong_encoding_is_said(tmp_path: Path) -> None:
 
 
 def test_ascii_is_ascii(tmp_path: Path) -> None:
-    """The error on an overlong ASCII document suggests no --encoding; for ASCII text, --encoding utf-16 is refused."""
+    """The error on an overlong ASCII document does not suggest --encoding. ASCII text with --encoding utf-16 fails."""
     path = tmp_path / "x.txt"
     path.write_text("It is a truth universally acknowledged, that a single man. " * 200)
     _, bad = read(path)

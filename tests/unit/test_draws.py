@@ -82,7 +82,7 @@ def test_a_journal_of_an_earlier_version_continues_with_its_draws(
             tool.main(tool.build_parser().parse_args(argv))
     journal = tmp_path / "b.part.json"
     content = json.loads(journal.read_text())
-    del content["state"]["draw"]  # like a journal of an earlier version, which lacks the hash function's name
+    del content["state"]["draw"]  # journals of earlier versions lack the hash function's name
     journal.write_text(json.dumps(content))
     tool.main(tool.build_parser().parse_args([*argv, "--on-error", "skip"]))
     offsets = np.cumsum([0, *(len(line.encode()) for line in [*records[:150], "not JSON\n", *records[150:]])])

@@ -38,7 +38,7 @@ def test_a_contradiction_prints_the_formula(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stages", ["0", "1"])
 def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: str) -> None:
-    """Flags override ds_config's batch sizes and steps_per_print if there are fewer than two stages, with notes.
+    """With fewer than two stages, flags override batch sizes and steps_per_print of the ds_config, and notes say so.
 
     CPM-Pretrain also ignores the batch sizes of ds_config in runs without a pipeline.
     """

@@ -185,7 +185,7 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
         assert load_tokenizer(str(output)).fingerprint == ours.fingerprint
         return
     given = ours.encode
-    if kind == "t5":  # expect transformers' ids: it may break Unigram's ties differently
+    if kind == "t5":  # expect transformers' ids, since ours may differ where Unigram segmentations tie
         (source / "config.json").write_text('{"model_type": "t5"}')
         before = transformers.AutoTokenizer.from_pretrained(source)
         given = lambda text: before(text, add_special_tokens=False)["input_ids"]  # noqa: E731

@@ -1,4 +1,4 @@
-"""Inconsistent or incomplete Hugging Face and Megatron-LM checkpoints are refused, naming the file or key."""
+"""Inconsistent or incomplete Hugging Face and Megatron-LM checkpoints are refused; the error names the file or key."""
 
 import argparse
 import json
@@ -184,7 +184,7 @@ def test_a_space_in_front_of_a_text(tmp_path: Path) -> None:
 
 
 def unigram(folder: Path, scheme: str, special: bool = True) -> str:
-    """Save a T5-style tokenizer.json whose tokens write a space as ▁, with sentinels at the end; return the folder."""
+    """Save a T5-style Unigram tokenizer.json, with ▁ for spaces and sentinels as the last tokens; return the folder."""
     words = ["▁", "The", "▁The", "river", "▁river", "t", "u", "▁t", "▁u", "<", "/", "s", ">", "a", "▁a"]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((word, -3.0 - i) for i, word in enumerate(words))]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
@@ -420,7 +420,7 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
 
 
 def test_sentinels_that_a_folder_says_it_has(tmp_path: Path) -> None:
-    """tokenizer_config.json's `extra_ids`, by default 100, is the number of sentinels, even if more ids are spare."""
+    """The number of sentinels is `extra_ids` of tokenizer_config.json, by default 100, even if more ids are unused."""
     model = tmp_path / "spiece.model"
     assert (_extra_ids(model, 180), _extra_ids(model, 100), _extra_ids(model, 20)) == (100, 100, 20)
     for said, count in (("20", 20), ("200", 200), ("null", 100)):

@@ -1,4 +1,4 @@
-"""`split_heads` gives the gradient of views of a fused QKV output; its backward pass copies each element only once."""
+"""`split_heads` has the same gradient as views of a fused QKV output, but its backward pass copies elements once."""
 
 from typing import Any
 

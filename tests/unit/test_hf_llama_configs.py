@@ -421,9 +421,9 @@ def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() ->
 
 
 def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
-    """A config.json with `rope_parameters` and `rope_scaling` is refused if `rope_parameters` has another theta.
+    """A config.json with `rope_parameters` and `rope_scaling` is refused if it gives two different values of theta.
 
-    transformers ignores `rope_parameters` beside `rope_scaling` and reads theta from the key `rope_theta`.
+    If both keys are present, transformers ignores `rope_parameters` and reads theta from the key `rope_theta`.
     """
     import transformers
 

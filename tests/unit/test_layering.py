@@ -1,6 +1,6 @@
 """The project's rules, checked on the source: imports, private names, file sizes and others.
 
-A new import between packages is a decision: add it to MAY_IMPORT in the same commit.
+If a new import between packages is intended, add it to MAY_IMPORT in the same commit.
 """
 
 import ast
@@ -102,7 +102,7 @@ MAY_IMPORT = {
         "megatron.mpu",
         "megatron.ranks",
         "megatron.training",
-    },  # `megatron` re-exports their names for CPM-Pretrain's scripts
+    },  # `megatron` re-exports names of these packages for CPM-Pretrain's scripts
     # The two packages of tools may import the whole core; the core never imports these packages.
     "data_utils": {"tds", "megatron", *CORE},
     "megatron_tools": {"tds", "data_utils", "megatron", *CORE},

@@ -118,7 +118,7 @@ def test_the_masks_of_the_original_say_where_nobody_may_look(flags: tuple[bool, 
 
 @pytest.mark.parametrize("recompute", [[], ["--checkpoint-activations"]])
 def test_a_mask_in_the_place_of_document_ids(recompute: list[str]) -> None:
-    """GPT2Model accepts a causal mask in place of document ids, which has no effect, and refuses other masks."""
+    """In place of document ids, GPT2Model accepts a causal mask, which changes nothing, and refuses other masks."""
     model = GPT2Model(config(*recompute)).eval()
     tokens = torch.zeros(2, 5, dtype=torch.long)
     mask, _, position_ids = get_ltor_masks_and_position_ids(tokens, EOD, False, False, False)

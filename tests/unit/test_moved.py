@@ -13,7 +13,7 @@ from tests.support import ROOT
 
 @pytest.mark.parametrize("old", MOVED)
 def test_an_old_path_gives_the_moved_module(old: str) -> None:
-    """Importing a module's old path gives its public names, and a warning that names the new path."""
+    """An import from a moved module's old path gives the module's public names and a warning with the new path."""
     sys.modules.pop(old, None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Attention over packed documents; a stand-in replaces torch's GPU kernel for variable-length attention."""
+"""Attention over packed documents is right; a stand-in replaces torch's GPU kernel for variable-length attention."""
 
 import inspect
 

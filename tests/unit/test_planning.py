@@ -194,7 +194,7 @@ def test_published_runs_are_predicted() -> None:
 
 
 def test_written_settings_are_those_that_were_planned() -> None:
-    """The planner's settings file contains tie_embeddings, since pretrain_llama.py does not tie them by default."""
+    """The planner writes tie_embeddings into its settings file, since Llama's embeddings are untied by default."""
     import json
 
     from megatron.config.command_line import parse

@@ -1,4 +1,4 @@
-"""Prompts and conversations have the ids of transformers; fill-in-the-middle prompts have the ids of training data."""
+"""Prompts and conversations are encoded as in transformers, and fill-in-the-middle prompts as in training data."""
 
 import json
 from argparse import Namespace
@@ -168,7 +168,7 @@ def test_the_template_of_the_training_comes_first(
 def test_a_corpus_from_before_there_were_dates(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prompts use the chat date of the model's training corpus, if recorded; merging and export print a note."""
+    """Prompts use the chat date of the model's training corpus, if recorded; merging and export note the date."""
     pytest.importorskip("jinja2")
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}" + CHATML
     old = tmp_path / "old_sft"

@@ -63,7 +63,7 @@ def test_chunks_with_a_header_for_each_message_are_refused() -> None:
 
 
 def test_a_receive_is_posted_when_its_message_can_have_been_sent() -> None:
-    """Each receive is posted after the number of passes found by hand from the timetable in 1F1B on 2 stages.
+    """In 1F1B on 2 stages, each receive is posted after as many passes as this timetable, made by hand, requires.
 
     A forward pass takes 1 unit of time, a backward pass 2.
 

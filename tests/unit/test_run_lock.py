@@ -112,7 +112,7 @@ time.sleep(60 if "stay" in sys.argv else 0)
 
 @pytest.fixture
 def container() -> "Iterator[Callable[..., subprocess.Popen[str]]]":
-    """A function that runs the script `HOLD` in a new PID namespace, as in a container with the host's name."""
+    """A function that runs the script `HOLD` in a new PID namespace, as in a container with the host's hostname."""
     if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespaces here")
     begun: list[subprocess.Popen[str]] = []

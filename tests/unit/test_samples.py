@@ -145,7 +145,7 @@ def orders_of(prefix: str) -> list[str]:
 def test_a_large_epoch_is_a_file_that_all_map(
     indexed: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sample order of a large epoch is stored beside the data, in a file that all processes map.
+    """The sample order of a large epoch is stored beside the data, in a file that all processes memory-map.
 
     If the data folder is read-only, the file is in the temporary folder. If that folder is unusable, too, each process
     keeps the order in memory.
@@ -307,7 +307,7 @@ def test_a_sampler_goes_on_with_the_very_next_sample(start: int, runs: list[tupl
 
 
 def test_no_signal_reaches_the_processes_that_read() -> None:
-    """Signals stay blocked while data-loader workers start, although Python's resource tracker unblocks them."""
+    """`block_signals` keeps signals blocked while data-loader workers start, even if Python unblocks them meanwhile."""
     code = (
         "import multiprocessing, signal\n"
         "from megatron.data.workers import block_signals\n"

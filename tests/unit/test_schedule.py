@@ -191,7 +191,7 @@ def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], mes
     ("settings", "message"),
     [
         ({"schedule": "zb"}, "no pipeline schedule 'zb'; choose one of 1f1b, gpipe, interleaved, zb-h1"),
-        ({"schedule": "gpipe", "extra_warmup": 1}, "extra_warmup 1 does not fit the schedule gpipe"),
+        ({"schedule": "gpipe", "extra_warmup": 1}, "extra_warmup 1 is not supported by the schedule gpipe"),
         ({"extra_warmup": -1}, "extra_warmup -1"),
     ],
 )

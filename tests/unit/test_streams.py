@@ -77,7 +77,7 @@ def test_the_result_of_a_tool_names_the_stream_that_it_cannot_go_to() -> None:
 
 
 def test_closed_streams_are_not_taken_by_files(tmp_path: Path) -> None:
-    """A new file does not get the descriptor of a closed stdout or stderr, or C++ code would print into this file."""
+    """A new file does not get the descriptor of a closed stdout or stderr; otherwise, C++ code would print into it."""
     code = (
         "from megatron.streams import guarded\nwith guarded('', 'stdout', 'stderr'): open('file', 'w').close(); "
         "print(open('file').fileno())"

@@ -76,7 +76,7 @@ class _Writes:
 
 @pytest.mark.parametrize("convention", ["t5", "cpm"])
 def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
-    """The prompt "ab" of a prefix-LM T5 is the encoder input of a training sample; its labels decode to "abcd"."""
+    """A prefix-LM T5 gets the prompt "ab" as in training on "abcd"; if it generates the labels, it prints "abcd"."""
     tokenizer = SentinelTokenizer(_Letters(), 10, convention)
     data = T5Dataset.__new__(T5Dataset)
     data.objective = Objective("prefix-lm", convention)

@@ -279,7 +279,7 @@ def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
 def test_triples_hold_each_document_and_mask_its_end(prefix: str, tmp_path: Path) -> None:
     """CPM's three files context, target and target_offset contain each document, with a masked document end.
 
-    The id of sentinel j is vocabulary size + j. For each span, target_offset has the offset in target and the length.
+    The id of sentinel j is vocabulary size + j. For each span, target_offset has its offset in target and its length.
     """
     path, source = write_triple(prefix, tmp_path), IndexedDataset(prefix)
     parts = [IndexedDataset(f"{path}_{name}") for name in ("context", "target", "target_offset")]

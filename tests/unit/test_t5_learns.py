@@ -31,7 +31,7 @@ STEPS, BATCH, LR = 600, 16, 3e-3
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", covering(list(VARIANTS), [].__contains__))
 def test_counting_with_gaps(variant: str, tmp_path: Path) -> None:
-    """A T5 that was trained on documents of repeated numbers 1 to 12, in order, fills masked spans correctly."""
+    """A T5 that was trained on documents that count from 1 to 12 again and again fills masked spans correctly."""
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "count", np.uint16) as builder:
         for _ in range(16):

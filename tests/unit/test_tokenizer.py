@@ -126,7 +126,7 @@ def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tm
 
 
 def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """Given the file or its folder, Megatron-LM's gpt2-vocab.json is loaded with gpt2-merges.txt or merges.txt."""
+    """The path of Megatron-LM's gpt2-vocab.json or of its folder loads it with gpt2-merges.txt or merges.txt."""
     train_byte_bpe(list(texts([str(SAMPLE)]))[:150], str(tmp_path), 2000, "gpt2-bpe")
     (tmp_path / "vocab.json").rename(tmp_path / "gpt2-vocab.json")
     for name in ("merges.txt", "gpt2-merges.txt"):
@@ -359,7 +359,7 @@ def test_what_such_a_folder_leaves_open_is_refused(
 
 
 def test_marks_that_a_sentencepiece_model_finds_in_texts(tmp_path: Path) -> None:
-    """User-defined symbols such as <|im_end|> are tokens in a text, but not in the content of a chat message."""
+    """User-defined symbols such as <|im_end|> become single tokens in a text, but not in a chat message's content."""
     ours = load_tokenizer(str(llama_folder(tmp_path, None, user_defined_symbols=["<|im_end|>", "\n"])))
     end = ours.marks["<|im_end|>"]
     assert set(ours.marks) - set(ours.specials) == {"<|im_end|>"}
@@ -370,7 +370,7 @@ def test_marks_that_a_sentencepiece_model_finds_in_texts(tmp_path: Path) -> None
 
 
 def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
-    """Non-special added tokens are tokens in a text, as in transformers, but not in the content of a chat message."""
+    """Non-special added tokens become single tokens in a text, as in transformers, but not in a message's content."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Theirs
 
@@ -400,7 +400,7 @@ def test_added_tokens_that_are_not_special(tmp_path: Path) -> None:
         assert ours.encode(text) == ours.encode_batch([text])[0].tolist() == theirs(text)["input_ids"]
         said = ours.encode_content(text)
         assert ours.decode(said) == text and not set(ours.marks.values()) & set(said)
-    for text in ("river   runs", "春天 of covid"):  # ordinary words that were added stay tokens in content
+    for text in ("river   runs", "春天 of covid"):  # added words are found in content, too
         assert ours.encode_content(text) == ours.encode(text) == theirs(text)["input_ids"]
 
 

@@ -114,7 +114,7 @@ def test_logits_count() -> None:
 def test_every_number_of_stages(flags: str, stages: int) -> None:
     """Each stage has at least one layer for any number of stages.
 
-    If enough layers have matmuls, each stage ends with one of them, not with a position table, for example.
+    If enough layers have matmuls, the last layer of each stage has matmuls, unlike a position table, for example.
     """
     layers = _model(flags)[2]
     if stages > len(layers):
