@@ -62,7 +62,8 @@ class PipelineEngine(PipelineHooks):
         super().__init__(*args, **kwargs)
         # Cached, because DeepSpeed computes these again at each call.
         self._is_last, self._replicas = self.is_last_stage(), self.grid.get_data_parallel_group()
-        self._replica_hosts = of_hosts(self._replicas) if self.dp_world_size > 1 else None
+        reads = self._is_last or self.stage_id == 0  # whether this stage reads data
+        self._replica_hosts = of_hosts(self._replicas) if reads and self.dp_world_size > 1 else None
         self._reduction = reduction_of(self)
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
