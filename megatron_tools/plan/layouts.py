@@ -60,7 +60,7 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
         near = max(round(total / unit), 1) * unit
         raise ValueError(
             f"--global-batch-size {total} is not {name} {known} x {other} x {replicas} replicas; set "
-            f"--global-batch-size to a multiple of {unit}, such as {near}"
+            f"--global-batch-size to {near} or another multiple of {unit}"
         )
     return Batch(total, known, found) if micro is not None else Batch(total, found, known)
 

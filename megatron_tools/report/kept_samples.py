@@ -22,7 +22,7 @@ def checkpoints_of(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
-    """Complete samples.jsonl, which has a line for each checkpoint and prompt, with the samples that it lacks.
+    """Sample a continuation of each prompt from each kept checkpoint, and add it to samples.jsonl if it is not there.
 
     Sampling uses the defaults of tools/generate.py. It runs in one process, which can load a checkpoint of any layout.
     Raises ValueError if the run has kept no checkpoint.
