@@ -110,7 +110,8 @@ class Bucket:
     def accumulates_matmuls(self) -> bool:
         """True if this device can add a matmul to the gradient sums in one kernel.
 
-        If weights and sums have the same dtype, all devices can; with half-precision weights and fp32 sums, only CUDA.
+        All devices can do this if weights and sums have the same dtype. Only CUDA devices can add a matmul of
+        half-precision weights to fp32 sums.
         """
         return not self.copies or widens(self.weights.device, self.weights.dtype)
 

@@ -181,7 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------- gradients
 
     def arm(self, chunk: int = 0) -> None:
-        """Overlap the next backward pass of `chunk`, which must be its last in this step, with the reduction."""
+        """Overlap the reduction with the next backward pass of `chunk`, which must be the chunk's last of this step."""
         self._attached().arm(chunk)
 
     def finish(self) -> None:

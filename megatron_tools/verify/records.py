@@ -68,7 +68,7 @@ class Records:
         """Return parameter name -> its initial values.
 
         The list holds one joined tensor [full] per replica and stage for a parameter that is split over ranks, and one
-        tensor per rank for any other parameter. The list omits copies of a tied parameter that their stage does not use.
+        tensor per rank for any other parameter. Stages that hold a tied parameter but do not use it are left out.
         """
         learns = {name for rank in self.ranks for name in rank["gradients"]}
         found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))

@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Stepper of a GPT-2 or Llama. Each step of a text longer than `positions` reads its last `positions` tokens again."""
+    """Stepper of a GPT-2 or Llama. If a text has more than `positions` tokens, each step reads its last ones again."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class _Beam:
         if length == self.longest or beaten:
             self.over = True
             self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
-            # While searches for other prompts go on, the model still computes the rows of this search. They are ignored.
+            # While searches for other prompts go on, the model still computes this search's rows. They are ignored.
             self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
 
     def found(self) -> list[Found]:

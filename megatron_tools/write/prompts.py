@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--special-tokens",
         action="store_true",
-        help="encode names of special tokens in prompts, such as <|im_start|>, as these tokens (default: as plain text)",
+        help="encode names of special tokens in prompts, such as <|im_start|>, as these tokens (default: as text)",
     )
     add(
         "--chat",
