@@ -62,7 +62,7 @@ def of_members(ranks: Sequence[int]) -> Any:
 def _of_members(ranks: Sequence[int]) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:  # if a device is bound, torch splits the world's communicator, which needs all ranks
+    if bound is not None:  # with a bound device, new_group splits the world's communicator, which all ranks must join
         world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True)
@@ -110,7 +110,7 @@ def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
     group, which contains all ranks.
     """
     honest = deepspeed.comm.new_group
-    known: dict[tuple[int, ...], Any] = {}  # ranks of any group of an axis -> this rank's group of that axis
+    known: dict[tuple[int, ...], Any] = {}  # ranks of each group of an axis -> this rank's group of the axis
 
     def new_group(ranks: Sequence[int]) -> Any:
         line = tuple(sorted(ranks))

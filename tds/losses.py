@@ -40,7 +40,7 @@ class Losses:
         self._sums: dict[Key, Tensor] = {}
         self._of_replicas: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all replicas
         self._of_stages: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all stages
-        self._own = self._micros = 1  # micro-batches of this replica, and of all replicas
+        self._own = self._micros = 1  # number of micro-batches of this replica, and of all replicas
         self._counted = False
 
     def begin(self, micro_batches: int, replicas: int) -> None:
@@ -91,8 +91,8 @@ class Losses:
     def _over_replicas(self, replicas: Any) -> dict[Key, Tensor]:
         """Return the losses summed over the replicas.
 
-        One all-reduce sums the losses that the previous step had. The replicas exchange all names and values only if
-        some replica has a loss with a new name.
+        One all-reduce sums the losses whose names the previous step had, too. The replicas exchange all names and
+        values only if some replica has a loss with a new name.
         """
         sums, known = self._sums, self._of_replicas
         zero = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -153,7 +153,10 @@ def receive_points(plan: Plan, dynamic: bool = False) -> list[Points]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does in a step. points: result of `receive_points`; empty if `ahead` decides when to post."""
+    """What one stage does in a step.
+
+    points: the stage's item of `receive_points`; empty if the number `Rules.ahead` decides when receives are posted.
+    """
 
     instructions: Sequence[Instruction]
     points: Points

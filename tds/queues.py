@@ -83,7 +83,7 @@ def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
 class Rules:
     """The rules by which a device and its transport run computation and messages.
 
-    ahead: receives that a channel posts in advance; None: receives are posted at the points of posting.py.
+    ahead: number of receives that a channel posts in advance; None: posting.py computes when receives are posted.
     one_hardware_queue: the device starts all its work in the order of submission. A schedule that ends under this
         rule also ends if only some streams share a hardware queue.
     dynamic: each activation has a header, for which the host waits. Otherwise only the first activation of each chunk
@@ -203,7 +203,7 @@ class StageGraph:
         self._passes += 1
 
     def _send(self, each: Instruction) -> None:
-        """Submit a send, after the host has allocated its buffer and that of the gradient that will come back."""
+        """Submit a send. Before it, the host allocates buffers for the message and for the gradient of its tensors."""
         kind, at = type(each), each.at
         self._synchronize(f"{kind.__name__}({each.micro}) of stage {self.stage}")
         if kind is SendActivation:
@@ -230,7 +230,7 @@ class StageGraph:
         return start, end
 
     def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
-        down = kind in (SendActivation, RecvActivation)  # whether the message goes to the next virtual stage
+        down = kind in (SendActivation, RecvActivation)  # forward, maybe from the last stage to stage 0
         boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
         # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
