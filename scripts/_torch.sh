@@ -26,7 +26,7 @@ case "${TORCH_BUILD:-}" in
 esac
 
 # Return whether to install a CUDA build: if TORCH_BUILD is cuda or, without TORCH_BUILD, if this machine has an NVIDIA
-# GPU. TORCH_BUILD is for building a container image on a machine without the GPU of the machine that will run it.
+# GPU. Set TORCH_BUILD when you build a container image, because the image will run on another machine.
 wants_cuda() {
     case "${TORCH_BUILD:-}" in
         cuda) return 0 ;;

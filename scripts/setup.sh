@@ -41,7 +41,7 @@ if [ ! -x .venv/bin/python ]; then
         exit 2
     fi
     theirs=$(torch_of "$python")
-    # --system-site-packages shows the packages of a base interpreter, but not those of another virtual environment.
+    # With --system-site-packages, .venv sees the packages of a base interpreter, but not those of another environment.
     if "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then theirs=; fi
     over=
     if is_usable "$theirs"; then over=--system-site-packages; fi

@@ -101,7 +101,7 @@ class Bucket:
             total.add_(grad.to(total.dtype) if grad.is_sparse else grad)
         elif grad.is_sparse:
             total.zero_().add_(grad.to(total.dtype))
-        else:  # the first gradient overwrites the memory, which saves zeroing it
+        else:  # the first gradient overwrites the memory, so nothing has to be zeroed
             total.copy_(grad)
         self._arrived.add(parameter)
         parameter.grad = None

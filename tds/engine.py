@@ -85,8 +85,7 @@ class PipelineEngine(PipelineHooks):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
 
-        data_iter: by default, iterates over `training_data` of `initialize` or the loader given to `set_dataloader`.
-        Returns the loss over the global batch, a scalar in fp32 (fp64 if `loss_fn` returns fp64), equal on every rank.
+        data_iter: by default, an iterator of the loader made from `training_data` or given to `set_dataloader`. Returns the loss over the global batch, a scalar in fp32 (fp64 if `loss_fn` returns fp64), equal on every rank.
         Raises DataEnded, a StopIteration, if the data end. If they end before the first micro-batch, all stages raise
         it, and the model is unchanged.
         """
@@ -351,7 +350,7 @@ class PipelineEngine(PipelineHooks):
         self.known_model.follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
-        all_first = first and self.num_stages > 1 and not self.dynamic_shape  # to announce runs of equal shapes
+        all_first = first and self.num_stages > 1 and not self.dynamic_shape  # headers announce runs of equal shapes
         batches = Batches(self._next_batch, micros, all_first, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, replicas)

@@ -91,8 +91,8 @@ class Losses:
     def _over_replicas(self, replicas: Any) -> dict[Key, Tensor]:
         """Return the losses summed over the replicas.
 
-        One all-reduce sums the losses whose names the previous step had, too. The replicas exchange all names and
-        values only if some replica has a loss with a new name.
+        One all-reduce sums the losses whose names are known from the previous step. The replicas exchange all names
+        and values only if some replica has a loss with a new name.
         """
         sums, known = self._sums, self._of_replicas
         zero = torch.zeros((), dtype=torch.float64, device=self.device)

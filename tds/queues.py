@@ -230,7 +230,7 @@ class StageGraph:
         return start, end
 
     def _message(self, kind: type[Instruction], at: At, what: str = "") -> int:
-        down = kind in (SendActivation, RecvActivation)  # forward, maybe from the last stage to stage 0
+        down = kind in (SendActivation, RecvActivation)  # True: forward, also from the last stage to stage 0
         boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
         # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk

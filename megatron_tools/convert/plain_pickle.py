@@ -95,7 +95,7 @@ def _reason_of_rejection(path: Path) -> str:
     protocol, names = 0, list[str]()
     with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
         file = io.BytesIO(_pickled(path))
-        while True:  # torch before 1.6 wrote several pickles, then raw data; parsing raw data raises
+        while True:  # torch before 1.6 wrote several pickles, then raw data; an error at the raw data ends the loop
             newest, more = _globals_of(file)
             protocol, names = max(protocol, newest), names + more
     strange = [name for name in names if not name.startswith(_OF_TENSORS)]

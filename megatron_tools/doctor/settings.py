@@ -98,7 +98,7 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     if settled.resolved is None:
         return
     if any(name.startswith("offload") for name in settled.resolved.deepspeed.get("zero_optimization", {})):
-        yield ok("memory", "the memory is not estimated, because the ds_config enables offloading")
+        yield ok("memory", "the memory was not estimated: the ds_config enables offloading")
         return
     stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
     kinds = asdict(max(stages, key=lambda stage: stage.total))

@@ -116,7 +116,7 @@ def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int)
     """Return how long a pipeline step takes, in units of a micro-batch's forward and backward pass on one stage.
 
     The result is the length of a timetable of the schedule `name` in which all stages are equally fast. If there are
-    many micro-batches, a timetable of fewer is computed, and each micro-batch left out adds one unit.
+    many micro-batches, a timetable of fewer micro-batches is computed, and each one left out adds one unit.
     extra: value of --pipeline-extra-warmup.
     """
     if stages == 1:

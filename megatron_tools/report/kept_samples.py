@@ -22,7 +22,7 @@ def checkpoints_of(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
-    """Sample a continuation of each prompt from each kept checkpoint, and add it to samples.jsonl if it is not there.
+    """Let each kept checkpoint continue each prompt, and write the texts to samples.jsonl; skip those already there.
 
     Sampling uses the defaults of tools/generate.py. It runs in one process, which can load a checkpoint of any layout.
     Raises ValueError if the run has kept no checkpoint.

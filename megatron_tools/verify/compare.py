@@ -105,7 +105,7 @@ class Comparison:
 
     @cached_property
     def _order(self) -> dict[str, int]:
-        """Module name -> rank of the module in the order in which modules first returned an output in the run `one`."""
+        """Module name -> its position in the order in which the modules of the run `one` first returned an output."""
         order: dict[str, int] = {}
         for place in self.one.outputs:
             order.setdefault(place.name, len(order))
@@ -222,7 +222,7 @@ class Comparison:
             last = max(bad, key=self._when)
             error, words = errors[last]
             found.backward, found.others = (
-                self._difference(last, error, f"{words}; the gradients of all later layers agree"),
+                self._difference(last, error, f"{words}; the gradients of all later parameters agree"),
                 len(bad) - 1,
             )
 
@@ -302,8 +302,8 @@ def explained(v: Verdict) -> list[str]:
         lines.append(f"forward: the first layer that differs is {v.forward}")
     elif v.loss_differs_at == 1:
         lines.append(
-            "forward: the loss differs, but no layer's output does; check the loss function and other code that runs "
-            "outside the layers"
+            "forward: the loss differs, but no module's output does; check the loss function and other code that runs "
+            "outside modules"
         )
     if v.backward:
         more = f" ({v.others} earlier parameters differ as well)" if v.others else ""

@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Stepper of a GPT-2 or Llama. If a text has more than `positions` tokens, each step reads its last ones again."""
+    """Stepper of a GPT-2 or Llama. Each step reads the last `positions` tokens again if the text is longer than that."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class GPT2Stepper(_Stepper):
         return _whole(self.model, self._run((new, place, documents), seen))
 
     def _documents(self, visible: Tensor) -> Tensor:
-        """Return document ids of `visible` [b, s] that let the prompt attend in both directions, if `prefix` is set."""
+        """Return document ids of `visible` [b, s] for bidirectional attention in the prompt; empty without `prefix`."""
         left = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
         return begun_by_prefix(visible, left) if self.prefix else no_documents(visible.device)
 
@@ -373,8 +373,8 @@ def beam_searches(
 ) -> list[list[Found]]:
     """Return the `beams` best continuations of each prompt, best first.
 
-    An unfinished continuation replaces one that ends. The search stops when `beams` continuations have ended and no
-    unfinished one can get a better score than the worst of these, as in Hugging Face with early_stopping=False.
+    A continuation that ends makes room for an unfinished one. The search stops when `beams` continuations have ended and
+    no unfinished one can get a better score than the worst of these, as in Hugging Face with early_stopping=False.
     """
     logits = stepper.first(beams)
     device, count = logits.device, logits.shape[0] // beams
