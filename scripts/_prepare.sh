@@ -13,8 +13,8 @@ is_prepared() {
     [ -e "$VOCAB_FILE" ] && [ -f "$DATA_PATH.idx" ] && [ -f "$RUN_DIR/data/source" ]
 }
 
-# Print the boot id and the PID namespace, which tell whether two process ids belong to the same process table. Host name
-# and process id alone do not identify a process: containers may share a host name, and each counts processes from 1.
+# Print the boot id and the PID namespace, which show whether two process ids belong to one process table. Host name and
+# process id alone do not identify a process: containers may share a host name, and each counts processes from 1.
 process_table() {
     echo "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)-$(readlink /proc/self/ns/pid 2>/dev/null)"
 }

@@ -127,8 +127,8 @@ class Batches:
         if not isinstance(batch, (tuple, list)) or not 1 <= len(batch) <= 2:
             found = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
             raise BoundaryError(
-                f"{where}: a batch is (inputs, labels), each a tensor or a tuple, but the iterator returned {found}; "
-                f"convert it with model._megatron_batch_fn or engine.set_batch_fn"
+                f"{where}: a batch is (inputs, labels), each a tensor or a tuple, not {found}; convert what the "
+                f"iterator returns in model._megatron_batch_fn or engine.set_batch_fn"
             )
         inputs = as_tuple(batch[0])
         if self.takes_inputs:

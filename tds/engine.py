@@ -85,7 +85,8 @@ class PipelineEngine(PipelineHooks):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
 
-        data_iter: by default, an iterator of the loader made from `training_data` or given to `set_dataloader`. Returns the loss over the global batch, a scalar in fp32 (fp64 if `loss_fn` returns fp64), equal on every rank.
+        data_iter: by default, an iterator of the loader made from `training_data` or given to `set_dataloader`.
+        Returns the loss over the global batch, a scalar in fp32 (fp64 if `loss_fn` returns fp64), equal on every rank.
         Raises DataEnded, a StopIteration, if the data end. If they end before the first micro-batch, all stages raise
         it, and the model is unchanged.
         """

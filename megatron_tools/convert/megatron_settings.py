@@ -102,8 +102,8 @@ def check_complete(theirs: RankFiles, config: Config) -> None:
     for name in (*wanted, *theirs.names()):
         if name not in wanted or name not in theirs.names():
             raise ValueError(
-                f"{theirs.folder} {'lacks' if name in wanted else 'contains'} {name}, unlike a GPT with the settings of "
-                f"this checkpoint"
+                f"{theirs.folder} {'lacks' if name in wanted else 'contains'} {name}, unlike a GPT with the settings "
+                f"of this checkpoint"
             )
         found, padded = tuple(theirs.shape(name)), "word_embeddings" in name
         if found[1:] != wanted[name][1:] or found[:1] != wanted[name][:1] and not (padded and found > wanted[name]):

@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Stepper of a GPT-2 or Llama. Each step reads the last `positions` tokens again if the text is longer than that."""
+    """Stepper of a GPT-2 or Llama. If a text exceeds `positions` tokens, each step reads the last `positions` again."""
 
     def __init__(
         self,
@@ -373,8 +373,8 @@ def beam_searches(
 ) -> list[list[Found]]:
     """Return the `beams` best continuations of each prompt, best first.
 
-    A continuation that ends makes room for an unfinished one. The search stops when `beams` continuations have ended and
-    no unfinished one can get a better score than the worst of these, as in Hugging Face with early_stopping=False.
+    A continuation that ends makes room for an unfinished one. The search stops when `beams` continuations have ended
+    and no unfinished one can get a better score than the worst of these, as in Hugging Face with early_stopping=False.
     """
     logits = stepper.first(beams)
     device, count = logits.device, logits.shape[0] // beams
