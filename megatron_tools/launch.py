@@ -30,7 +30,7 @@ examples:
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
-REFUSED = 2  # exit code of argparse and of our scripts for bad arguments
+REFUSED = 2  # exit code for bad arguments, both of argparse and of this project's scripts
 
 
 def say(words: str) -> None:
@@ -53,7 +53,7 @@ class Signals:
     def listen(self, group: Any) -> None:
         """Prepare for the start of `group`'s processes, to which `handle` will forward signals.
 
-        From now until `handle`, the launcher ignores SIGUSR1. The new processes inherit this setting. Without it,
+        From now until the call of `handle`, the launcher ignores SIGUSR1, and the new processes inherit this. Otherwise
         SIGUSR1 would kill a process that is still importing modules and has no handler yet.
         Raises SystemExit if a signal has already asked the launcher to stop.
         """
@@ -108,7 +108,7 @@ class Signals:
 
 
 def install_signals(args: Any) -> Signals:
-    """Replace torch's signal handling with ours."""
+    """Replace torch's signal handling with that of the class Signals."""
     from megatron import _torch
 
     given = getattr(args, "shutdown_timeout", None)  # torch 2.11 has no flag --shutdown-timeout
@@ -141,9 +141,9 @@ def _several(args: Any) -> bool:
 
 
 def wait_for_others(args: Any) -> None:
-    """Report that this node waits for the other nodes, for at most --startup-timeout-minutes.
+    """Prepare for the rendezvous with the other nodes, and print that this node waits for them.
 
-    Ctrl-C ends this wait at once.
+    Sets the timeout of the rendezvous to --startup-timeout-minutes, and lets Ctrl-C end it at once.
     """
     if not _several(args) or args.rdzv_backend != "static":
         return
@@ -158,7 +158,7 @@ def wait_for_others(args: Any) -> None:
     say(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {args.master_addr}:{args.master_port}")
     try:
         socket.getaddrinfo(args.master_addr, None)
-    except OSError:  # this is not fatal, because the host name of a container may only resolve later
+    except OSError:  # not fatal: the host name of a container may not resolve until that container runs
         say(f"the host {args.master_addr} does not resolve on this machine yet; check --master-addr (MASTER_ADDR=)")
 
 
@@ -202,9 +202,9 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _several(args):
-        # Without this variable, restarted ranks would meet in the launcher's TCP store, which still lists the ranks of
-        # the previous attempt. With it, each attempt opens a new store on a new port. On one node, it is not set,
-        # because tds keeps the attempts apart itself and another process might take the new port first.
+        # Without this variable, restarted ranks would reuse the launcher's TCP store, which still lists the ranks of
+        # the previous attempt. With it, each attempt opens a new store on a new port. On one node the variable stays
+        # unset: tds itself keeps the attempts apart there, and another process might take the new port first.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = install_signals(args)
     # Ranks that exit with this code have rejected their arguments, and would do so again after a restart.

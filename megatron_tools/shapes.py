@@ -57,5 +57,5 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
         )
     if m.position_embedding == "learned" and config.positions != reader.positions:
         raise CheckpointError(
-            f"{where}: positions is {reader.positions}, but the saved settings imply {config.positions}"
+            f"{where}: the number of positions is {reader.positions}, but the saved settings imply {config.positions}"
         )

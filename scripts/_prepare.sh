@@ -13,8 +13,8 @@ is_prepared() {
     [ -e "$VOCAB_FILE" ] && [ -f "$DATA_PATH.idx" ] && [ -f "$RUN_DIR/data/source" ]
 }
 
-# Print an identifier of this process table: boot id and PID namespace. A host name and a process id alone do not
-# identify a process, as containers may share a host name and each of them counts processes from 1.
+# Print the boot id and the PID namespace, which show whether two process ids belong to one process table. Host name and
+# process id alone do not identify a process: containers may share a host name, and each counts processes from 1.
 process_table() {
     echo "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)-$(readlink /proc/self/ns/pid 2>/dev/null)"
 }
@@ -25,8 +25,8 @@ wait_for_turn() {
     while [ -d "$turn" ]; do
         host="" pid="" table="" job=""
         read -r host pid table job 2>/dev/null <"$turn/by" || true
-        # The process has ended if it ran on this machine and its id no longer exists, or if it belongs to this SLURM
-        # job: the job was then requeued, and requeuing ended all its processes on all nodes.
+        # The other process has ended if it ran on this machine and its id no longer exists. It has also ended if it
+        # belongs to this SLURM job: the job was then requeued, which ended all its earlier processes on all nodes.
         if [ "$host" = "$(uname -n)" ] && [ "$table" = "$(process_table)" ] && ! kill -0 "$pid" 2>/dev/null \
             || [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; then
             echo "run_$NAME.sh: process $pid ended while it prepared $RUN_DIR/data; preparing it again"

@@ -93,7 +93,7 @@ preset_of() {
     model=(--config "${AT}configs/models/$1_$2.json")
 }
 
-# Check all settings, prepare tokenizer and corpus, and train with the variables above and the given flags.
+# Check all settings, prepare tokenizer and corpus, and train. Settings come from the variables and the given flags.
 train() {
     local min_lr peak=$LR word before=
     for word in "$@"; do # --lr overrides LR

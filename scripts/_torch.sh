@@ -26,7 +26,7 @@ case "${TORCH_BUILD:-}" in
 esac
 
 # Return whether to install a CUDA build: if TORCH_BUILD is cuda or, without TORCH_BUILD, if this machine has an NVIDIA
-# GPU. Set TORCH_BUILD to build a container image that will run on another machine.
+# GPU. Set TORCH_BUILD when you build a container image, because the image will run on another machine.
 wants_cuda() {
     case "${TORCH_BUILD:-}" in
         cuda) return 0 ;;
@@ -66,7 +66,7 @@ install_torch() {
     fi
 }
 
-# Describe the build of torch that install_torch installs, for its message.
+# Print a description of the build of torch that install_torch installs, for the message of install_torch.
 build_that_fits() {
     if [ -n "${TORCH_INDEX_URL:-}" ]; then
         echo "the build of TORCH_INDEX_URL"

@@ -48,7 +48,7 @@ else
 fi
 export NNODES=$nodes NODE_RANK=0 MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # different for jobs that share a node
-# sbatch sets SLURM_CPUS_PER_TASK, but srun now reads only SRUN_CPUS_PER_TASK.
+# sbatch sets SLURM_CPUS_PER_TASK, but srun since Slurm 22.05 reads only SRUN_CPUS_PER_TASK.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 echo "run_slurm.sh: job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $nodes nodes (${hosts[*]}), rank 0 at" \
     "$MASTER_ADDR:$MASTER_PORT"

@@ -3,7 +3,7 @@
 #   PYTHON=python3.12 bash scripts/setup.sh      choose the interpreter
 #   bash scripts/setup.sh dev                    also install what the tests need
 #   TORCH_INDEX_URL=URL bash scripts/setup.sh    install torch from this package index (builds for CPUs or ROCm)
-# The script keeps a torch that is already installed, either in .venv or, as in vendors' images, for PYTHON.
+# If torch is already installed in .venv, or for the interpreter PYTHON as in vendors' images, the script keeps it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,7 +15,7 @@ case "${1:-}" in
     *) echo "setup.sh: unknown argument $1; use dev or none (--help)" >&2; exit 2 ;;
 esac
 
-# .venv keeps a copy of each requirements file that was installed. If no requirements file has changed since, exit.
+# .venv contains a copy of each requirements file whose packages were installed. Exit if no copy differs from its file.
 fresh=1
 for file in "${files[@]}"; do
     cmp -s "$file" ".venv/.installed-$file" || fresh=0
@@ -41,7 +41,7 @@ if [ ! -x .venv/bin/python ]; then
         exit 2
     fi
     theirs=$(torch_of "$python")
-    # --system-site-packages shows the packages of a base interpreter, but not those of another virtual environment.
+    # With --system-site-packages, .venv sees the packages of a base interpreter, but not those of another environment.
     if "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then theirs=; fi
     over=
     if is_usable "$theirs"; then over=--system-site-packages; fi

@@ -4,7 +4,7 @@
 #     bash scripts/test_versions.sh                                      # oldest and newest
 #     ENDS=oldest PYTHON=python3.12 bash scripts/test_versions.sh        # only oldest, with another Python
 #     ENDS=newest PINS="torch==2.12.1 deepspeed==0.19.3" bash scripts/test_versions.sh
-#     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh  # all extras; only the commands
+#     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh  # all extras; test only the commands
 #
 # The script tests the installed commands in an empty folder (tests/cli/test_installed.py). Then it runs TESTS, by
 # default the tests that depend on DeepSpeed's internals. FOLDER=PATH keeps the environments in this folder (6 GB each

@@ -14,7 +14,7 @@ bash scripts/setup.sh
 version=${PYTHON_VERSION:-$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')}
 mkdir -p "$folder"
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
-# DeepSpeed is distributed as source. Without compiled ops its wheel is pure Python and fits any version.
+# DeepSpeed is distributed as source. Without compiled ops its wheel is pure Python and fits any version of Python.
 deepspeed=$(grep '^deepspeed==' requirements.txt)
 DS_BUILD_OPS=0 pip wheel -q --no-deps --no-build-isolation --wheel-dir "$folder" "$deepspeed"
 pip download -q --only-binary=:all: --no-deps --python-version "$version" --implementation cp --dest "$folder" \

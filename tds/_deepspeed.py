@@ -143,7 +143,7 @@ def prepare() -> None:
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
     tie = StockPipelineModule._synchronize_tied_weights
-    if not hasattr(tie, "__wrapped__"):  # not patched yet; the original gives tied weights a grad_fn
+    if not hasattr(tie, "__wrapped__"):  # not patched yet: without no_grad, tied weights would get a grad_fn
         StockPipelineModule._synchronize_tied_weights = torch.no_grad()(tie)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:

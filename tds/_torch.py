@@ -1,4 +1,4 @@
-"""Every private torch name that this package uses, tested with the versions in pyproject.toml.
+"""Every private torch name that this package uses. Tests cover the torch versions in pyproject.toml.
 
 If torch lacks a name, the code uses a public alternative if there is one; otherwise it raises RuntimeError.
 """

@@ -1,6 +1,6 @@
 """DeepSpeed's engine, extended for DistributedOptimizer; it trains models without a pipeline.
 
-PipelineEngine is a subclass.
+tds's PipelineEngine is a subclass of this engine.
 """
 
 from functools import cached_property
@@ -57,7 +57,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed does, but leave a weight's `.grad` None if no replica has a gradient for it."""
-        # DeepSpeed replaces a missing `.grad` by zeros, except for its bf16 optimizer, which reduces fp32 sums.
+        # DeepSpeed replaces a missing `.grad` by zeros, unless it uses its bf16 optimizer, which reduces fp32 sums.
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return
@@ -104,5 +104,5 @@ def _refuse_unsupported(engine: Any, optimizer: DistributedOptimizer) -> None:
         )
     if problem:
         raise ValueError(
-            f"tds.DistributedOptimizer {problem}, or pass tds.initialize the optimizer without this wrapper"
+            f"tds.DistributedOptimizer {problem}, or do not wrap your optimizer in tds.DistributedOptimizer"
         )

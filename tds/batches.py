@@ -80,7 +80,7 @@ class Batches:
         return list(self._labels.values())
 
     def same_until(self, micro: int) -> int:
-        """Return the next micro-batch whose inputs are not read yet, or differ from `micro`'s in shape or dtype."""
+        """Return the first micro-batch after `micro` whose inputs have another shape or dtype, or are not read yet."""
         until = micro + 1
         while until < self.count and self._layouts[until] == self._layouts[micro]:
             until += 1
@@ -104,7 +104,7 @@ class Batches:
         if not ended.item():
             return None
         return end or DataEnded(
-            f"the data of another replica of stage {self.stage} ended, so all its replicas skip this step"
+            f"the data of another replica of stage {self.stage} ended, so all replicas of this stage skip this step"
         )
 
     def read_to(self, needed: int, wanted: int = 0) -> None:

@@ -151,7 +151,7 @@ def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None
             raise BoundaryError(f"{who}: tensor {i} is {kind}; make it dense (to_dense(), to_padded_tensor())")
         if device is not None and tensor.device.type != device.type:
             raise BoundaryError(
-                f"{who}: tensor {i} is on {tensor.device}, but the stage on {device}; move it to the stage's device"
+                f"{who}: tensor {i} is on {tensor.device}, but the stage is on {device}; move it to the stage's device"
             )
 
 

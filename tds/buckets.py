@@ -101,7 +101,7 @@ class Bucket:
             total.add_(grad.to(total.dtype) if grad.is_sparse else grad)
         elif grad.is_sparse:
             total.zero_().add_(grad.to(total.dtype))
-        else:  # the first gradient overwrites the memory, which saves zeroing it
+        else:  # the first gradient overwrites the memory, so nothing has to be zeroed
             total.copy_(grad)
         self._arrived.add(parameter)
         parameter.grad = None
@@ -110,7 +110,8 @@ class Bucket:
     def accumulates_matmuls(self) -> bool:
         """True if this device can add a matmul to the gradient sums in one kernel.
 
-        If weights and sums have the same dtype, all devices can; with half-precision weights and fp32 sums, only CUDA.
+        All devices can do this if weights and sums have the same dtype. Only CUDA devices can add a matmul of
+        half-precision weights to fp32 sums.
         """
         return not self.copies or widens(self.weights.device, self.weights.dtype)
 

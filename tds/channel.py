@@ -46,7 +46,7 @@ def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
 
 
 class LayoutRun(NamedTuple):
-    """Consecutive messages with the same layout, up to micro-batch `end - 1`; each end of a link keeps a copy."""
+    """Run of messages with the same layout, up to micro-batch `end - 1`; sender and receiver keep one per chunk."""
 
     end: int = 0
     layout: Layout = ()
@@ -178,7 +178,7 @@ class Sender:
 
 
 class Posted(NamedTuple):
-    """A receive that is posted: its message `at`, its handle `work`, and the buffer `payload` with its layout."""
+    """A posted receive. at: (micro-batch, chunk) of the message. work: its handle. payload: buffer for the message."""
 
     at: At
     work: Any
@@ -192,10 +192,10 @@ class Receiver:
     `take_next` reads the layout of activations from a header. `expect` sets the layout of gradients, which is the
     layout of the activations that this stage sent.
 
-    A receive is posted before the stage needs its message. With a number `ahead` (on a CPU), it is posted as soon as
-    fewer than `ahead` receives are pending. If `ahead` is None, posting.py computes after which pass of the stage it is
-    posted. Its buffer is allocated right after this pass, so that no allocation, which may synchronize the device,
-    comes between two messages.
+    A receive is posted before the stage needs its message. If `ahead` is a number (on a CPU), a receive is posted as
+    soon as fewer than `ahead` receives are pending. If `ahead` is None, posting.py computes after which pass of the
+    stage each receive is posted. The receive's buffer is allocated right after this pass, so that no allocation, which
+    may synchronize the device, comes between two messages.
     """
 
     def __init__(self, link: Link, ahead: int | None) -> None:
@@ -211,8 +211,8 @@ class Receiver:
     def begin_step(self, agenda: Iterable[At], points: Mapping[At, int]) -> None:
         """Prepare for the messages of a step.
 
-        agenda: messages in the order in which they are sent. points: for each message, the number of passes of this
-        stage after which its receive is posted; empty if only `ahead` counts.
+        agenda: messages in the order in which they are sent. points: message -> how many passes this stage runs before
+        it posts the receive; empty if the receiver's `ahead` decides when receives are posted.
         """
         self._runs.clear()
         self._agenda = deque(agenda)
@@ -221,7 +221,10 @@ class Receiver:
         self._posted.clear()
 
     def expect(self, at: At, layout: Layout | None) -> None:
-        """Set the layout of an expected message, so that its receive can be posted; None: no message will come."""
+        """Set the layout of an expected message, so that its receive can be posted.
+
+        layout: None if the message has no content and is not sent.
+        """
         self._layouts[at] = layout
         self._reserve()
 
@@ -309,7 +312,7 @@ class Receiver:
     def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
         raw = raw[: self.link.numel(flags, shape) * dtype.itemsize]
         if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # messages align tensors to 8 bytes, which is too little for a 16-byte dtype
+            raw = raw.clone()  # tensors in a message begin at multiples of 8 bytes, but complex128 needs 16
         part = raw.view(dtype)
         if flags & SPLIT and self.link.slice_size > 1:
             parts = [torch.empty_like(part) for _ in range(self.link.slice_size)]

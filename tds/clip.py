@@ -82,5 +82,5 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-            if not isinstance(optimizer, torch.optim.SGD):  # undo a step that apex's Adam will count without gradients
+            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts a step even without gradients
                 group["step"] = group.get("step", 0) - 1

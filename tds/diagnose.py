@@ -32,7 +32,7 @@ from .recorder import Finished, allocation_retries, not_ended
 
 POLL_SECONDS = 0.25
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks
-SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may not answer, including the time for reports
+SILENCE_SECONDS = 4 * COLLECT_SECONDS  # a rank exits if the store is silent for so long; reports take less
 FAULT, PRINTED = "tds/fault", "tds/printed"
 _LOST = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
@@ -51,7 +51,7 @@ def _print_once() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         latest = Watchdog._latest
         if latest and (isinstance(error, KeyboardInterrupt) or latest.reports_all_errors):
-            latest.fail(error)  # the error was raised between two steps
+            latest.fail(error)  # not reported yet: it was raised outside a step
         if not getattr(error, "tds_reported", False):
             before(kind, error, trace)
 
@@ -95,7 +95,7 @@ def without_cpp(text: str) -> str:
 
 
 def _callers(error: BaseException) -> list[str]:
-    """Return the stack above the function that caught `error`, as lines, e.g. those of the user's script."""
+    """Return the stack of the callers of the function that caught `error`, such as the user's script, as lines."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
@@ -190,7 +190,7 @@ class FaultBoard:
             lines += where_ranks_stand(found, self.world)
         say("\n".join(lines), error=True)
         self._store.set(PRINTED, "1")
-        self._collect("tds/left", answered - {0})  # this process may host the store, which others still read
+        self._collect("tds/left", answered - {0})  # other ranks still read the store, which this process may host
 
     def _collect(self, key: str, ranks: set[int]) -> set[int]:
         """Wait until all `ranks` have written under `key`, or for COLLECT_SECONDS; return those that have."""
@@ -342,7 +342,7 @@ class Watchdog:
                 )
 
     def _stop(self) -> None:
-        """Stop the threads before the interpreter exits: a thread inside C++ code would then crash the process."""
+        """Stop the threads before the interpreter exits. A thread inside C++ code would crash the process at exit."""
         self._over.set()
         for thread in self._threads:
             thread.join(2.0)

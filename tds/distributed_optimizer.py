@@ -140,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
             problem = "has weights that are not in the model: register them in it"
         else:
-            return  # allowed: the optimizer of a stage without weights has only a placeholder weight
+            return  # even if no weight is in the model: a stage without weights needs a placeholder in its optimizer
         raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
 
     def _refuse_changes(self) -> None:
@@ -183,7 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------- gradients
 
     def arm(self, chunk: int = 0) -> None:
-        """Overlap the next backward pass of `chunk`, which must be its last in this step, with the reduction."""
+        """Overlap the reduction with the next backward pass of `chunk`, which must be the chunk's last of this step."""
         self._attached().arm(chunk)
 
     def finish(self) -> None:
@@ -325,8 +325,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         mine = self._mine(state_dict_list)
         if mine is None:
             raise ValueError(
-                f"the checkpoint holds optimizer states of {len(state_dict_list)} replicas, whose shards differ from "
-                f"those of this run's {dist.get_world_size(self.dp_process_group)}: use the same number of replicas "
+                f"the checkpoint holds optimizer states sharded over {len(state_dict_list)} replicas, which do not fit "
+                f"this run with {dist.get_world_size(self.dp_process_group)} replicas: use the same number of replicas "
                 f"and the same partition of the layers, or load_optimizer_states=False"
             )
         if load_optimizer_states:

@@ -88,10 +88,10 @@ class PipelineEngine(PipelineHooks):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
 
-        By default the data come from the loader of `training_data` or `set_dataloader`. Returns the loss over the
-        global batch, a scalar in fp32 (fp64 if the loss is), equal on every rank. Raises DataEnded, a
-        StopIteration, if the data end. If they end before the first micro-batch, all stages raise it, and the model
-        is unchanged.
+        data_iter: by default, an iterator of the loader made from `training_data` or given to `set_dataloader`.
+        Returns the loss over the global batch, a scalar in fp32 (fp64 if `loss_fn` returns fp64), equal on every rank.
+        Raises DataEnded, a StopIteration, if the data end. If they end before the first micro-batch, all stages raise
+        it, and the model is unchanged.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients; under no_grad(), use eval_batch()")
@@ -99,7 +99,7 @@ class PipelineEngine(PipelineHooks):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # else only a progress line empties the list
+        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # without progress lines, the list would grow
             timer.reset()
         timer.start()
         try:
@@ -235,7 +235,7 @@ class PipelineEngine(PipelineHooks):
         declared = self._contract.puts_out[instruction.chunk]
         check(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
-        learns = torch.is_grad_enabled()  # a weight among the outputs has requires_grad even in evaluation
+        learns = torch.is_grad_enabled()  # False in evaluation, where an output may be a weight with requires_grad
         of = self._step.of(instruction.at)
         of.to_send = [
             BoundaryTensor(alias(t), t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)
@@ -355,7 +355,7 @@ class PipelineEngine(PipelineHooks):
         self.known_model.follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
-        all_first = first and self.num_stages > 1 and not self.dynamic_shape  # a header announces equal shapes
+        all_first = first and self.num_stages > 1 and not self.dynamic_shape  # headers announce runs of equal shapes
         batches = Batches(self._next_batch, micros, all_first, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, replicas)

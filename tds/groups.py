@@ -73,7 +73,7 @@ def of_hosts(group: Any) -> Any:
 def _of_members(ranks: Sequence[int], backend: str | None = None) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:  # if a device is bound, torch splits the world's communicator, which needs all ranks
+    if bound is not None:  # with a bound device, new_group splits the world's communicator, which all ranks must join
         world.bound_device_id = None
     try:
         return new_local_group(ranks, backend or "members", backend)
@@ -121,7 +121,7 @@ def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
     group, which contains all ranks.
     """
     honest = deepspeed.comm.new_group
-    known: dict[tuple[int, ...], Any] = {}  # ranks of any group of an axis -> this rank's group of that axis
+    known: dict[tuple[int, ...], Any] = {}  # ranks of each group of an axis -> this rank's group of the axis
 
     def new_group(ranks: Sequence[int]) -> Any:
         line = tuple(sorted(ranks))

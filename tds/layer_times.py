@@ -69,12 +69,12 @@ def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
 
 
 def _cut(seconds: Sequence[float], groups: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """Return the minimum cost of a partition into `groups` groups, and the cuts of this partition.
+    """Return the minimum cost of a partition into `groups` groups, and this partition in the form of `cut_by_time`.
 
-    join: function (cost of the groups so far, seconds of the next group) -> cost of all these groups.
+    join: function (cost of some groups, seconds of one more group) -> cost of all these groups together.
     """
     count, total = len(seconds), [0.0, *accumulate(seconds)]
-    best = {0: (0.0, [0])}  # first layer of the next group -> (minimum cost so far, cuts)
+    best = {0: (0.0, [0])}  # number of layers in the groups so far -> (their minimum cost, their cuts)
     for left in reversed(range(groups)):
         best = {
             end: min(

@@ -41,7 +41,7 @@ _verified: set[str] = set()
 
 
 class _Number(nn.Module):
-    """A model of SIZE weights, each with the gradient `factor`, which is the model's input."""
+    """A model of SIZE weights. The gradient of each weight is the model's input `factor`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     given = engine._config._param_dict
     zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
     zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
-    # DeepSpeed allows bf16 with fp32 accumulation only under ZeRO, but a caller that reduces gradients itself is
-    # measured without ZeRO. So leave both settings out.
+    # DeepSpeed allows bf16 with fp32 accumulation only under ZeRO. But if the caller reduces gradients itself, the
+    # measurement runs without ZeRO, so leave both settings out.
     names = [key for key in COPIED if not (own_reduction and key in ("bf16", "data_types"))]
     settings = {key: given[key] for key in names if key in given}
     settings |= {

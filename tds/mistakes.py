@@ -75,7 +75,7 @@ def _things(layer: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, object) for each module and weight in `layer` that another layer may share.
 
     layer: a module, or a LayerSpec, whose arguments may be modules and weights. The name of a weight is relative to its
-    module. The name of `layer` and of an argument is empty.
+    module. `layer` itself and the arguments of a LayerSpec have an empty name.
     """
     if isinstance(layer, nn.Module):
         if any(True for _ in layer.parameters()):

@@ -64,7 +64,7 @@ class Neighbours:
     def begin_step(self, instructions: Sequence[Instruction], points: Points) -> None:
         """Prepare the channels for a step whose messages come in the order of these instructions.
 
-        points: the number of passes of this stage after which each receive is posted.
+        points: for each receiver, message -> how many passes this stage runs before it posts the receive.
         """
         for sender in self.senders.values():
             sender.begin_step()

@@ -144,7 +144,8 @@ def make_moments(
     gradient; it gets no state. `of` has no effect if ZeRO flattens parameters, since they then have no separate state.
     """
     inner, of = _inner(engine), of or {}
-    # Like torch's `load_state_dict`: fused and capturable kernels read the step count on the device of the weights.
+    # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
+    # there, too.
     there = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for owner in _owners(engine):
         own = of.get(owner, step)  # type: ignore[call-overload]
@@ -198,7 +199,7 @@ def _scaler_of(engine: Any, dynamic: bool = False) -> Any:
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float]:
-    """Return the state of fp16's loss scaler, only `cur_scale` if it is static; empty in another precision."""
+    """Return the state of fp16's loss scaler; only its `cur_scale` if the scaler is static, {} in another precision."""
     scaler = _scaler_of(engine)
     return {key: getattr(scaler, key) for key in _kept_of(scaler)} if scaler else {}
 

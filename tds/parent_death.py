@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 LAUNCHER = "TDS_LAUNCHER"  # set by megatron_tools/launch.py to its process id and its PID namespace
-THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and by DeepSpeed's launcher, the ranks' parents
+THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and DeepSpeed's launcher, parents of their ranks
 POLL_SECONDS = 0.5
 
 

@@ -46,7 +46,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     def __init__(self, layers: Any, *args: Any, chunks: int = 1, example: Any = None, **kwargs: Any) -> None:
         self.chunks, self._example = chunks, example
         if chunks > 1 and kwargs.get("seed_layers"):
-            raise ValueError("seed_layers supports one chunk per stage: leave it out, or use chunks=1")
+            raise ValueError("seed_layers supports only one chunk per stage: leave out seed_layers, or use chunks=1")
         with quietly(), for_deepspeed(lambda: self._topo):
             super().__init__(layers, *args, **kwargs)
         del self._example

@@ -6,7 +6,7 @@ that is posted too late blocks the sender, and a receive that is posted too earl
 
 The right points are found by a simulation in which each stage waits for all of its messages before each pass. A
 receiver posts a receive when its message has been sent and the receiver is between two passes. In this simulation,
-time only moves forward, so with these points no stage can wait for its own future. `queues.finish` checks the result.
+time only moves forward, so with these points no stage can wait for its own later work. `queues.finish` checks this.
 """
 
 from collections import deque
@@ -153,7 +153,10 @@ def receive_points(plan: Plan, dynamic: bool = False) -> list[Points]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does in a step. points: result of `receive_points`; empty if `ahead` decides when to post."""
+    """What one stage does in a step.
+
+    points: the stage's item of `receive_points`; empty if the number `Rules.ahead` decides when receives are posted.
+    """
 
     instructions: Sequence[Instruction]
     points: Points

@@ -44,7 +44,8 @@ class Progress:
     def _now(self) -> "float | torch.Event":
         """Return the current time, or a device event on an accelerator.
 
-        Synchronizing within a step would also wait for posted messages and might deadlock.
+        Reading the clock of an accelerator would need a synchronization. Within a step, this would also wait for posted
+        messages and might deadlock.
         """
         if self._on_cpu:
             return time.perf_counter()
@@ -98,7 +99,7 @@ class Progress:
         return line
 
     def take(self) -> dict[str, float]:
-        """Return the seconds per kind of instruction since the last call, if measured. Call it between two steps."""
+        """Return the measured seconds of each kind of instruction since the last call. Call between two steps."""
         self._add_up(wait=True)
         seconds = dict(self._seconds)
         self._seconds.clear()

@@ -74,7 +74,7 @@ def queue_of(boundary: int, stages: int, down: bool) -> Hashable:
 class Rules:
     """The rules by which a device and its transport run computation and messages.
 
-    ahead: receives that a channel posts in advance; None: receives are posted at the points of posting.py.
+    ahead: number of receives that a channel posts in advance; None: posting.py computes when receives are posted.
     one_hardware_queue: the device starts all its work in the order of submission. A schedule that ends under this
         rule also ends if only some streams share a hardware queue.
     dynamic: each activation has a header, for which the receiving host waits. Otherwise only the first activation of
@@ -196,7 +196,7 @@ class StageGraph:
         self._passes += 1
 
     def _send(self, each: Instruction) -> None:
-        """Submit a send, after the host has allocated its buffer and that of the gradient that will come back."""
+        """Submit a send. Before it, the host allocates buffers for the message and for the gradient of its tensors."""
         kind, at = type(each), each.at
         self._synchronize(f"{kind.__name__}({each.micro}) of stage {self.stage}")
         if kind is SendActivation:

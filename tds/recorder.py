@@ -15,7 +15,7 @@ import torch
 from ._torch import recorded_collectives
 
 ENTRIES = "2000"  # entries of the flight recorder, enough for several steps
-REMEMBERED = 1024  # how many of the newest instructions are stored
+REMEMBERED = 1024  # number of newest instructions that are stored
 SHOWN = 4  # maximum number of collectives in a report
 MARKED_LATE = 0.5  # seconds; torch may mark a finished collective as finished this much later
 

@@ -95,7 +95,7 @@ class GradReducer:
         return self._launcher
 
     def arm(self, chunk: int = 0) -> None:
-        """Overlap the next backward pass of `chunk`, which must be its last in this step, with the reduction."""
+        """Overlap the reduction with the next backward pass of `chunk`, which must be the chunk's last of this step."""
         self._look().arm(chunk)
 
     def finish(self) -> None:

@@ -55,7 +55,7 @@ def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
 
 
 def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn.Parameter]:
-    """Set a missing gradient to zeros if another replica has it; return the weights with a gradient anywhere.
+    """Set a missing gradient to zeros if another replica has it; return the weights with a gradient on any replica.
 
     Collective. ZeRO packs gradients one after another and leaves out missing ones. Without these zeros, the buckets of
     the replicas would not match.
@@ -221,7 +221,7 @@ def _may_overlap(engine: Any) -> bool:
     A GradReducer needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
     """
     config = engine._config
-    asked = config.communication_data_type not in (None, torch.float64)  # float64: set by `use_fp64`
+    asked = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64, which is no obstacle
     asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
         not engine.has_wrapped_optimizer

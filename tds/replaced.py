@@ -1,4 +1,4 @@
-"""Detection of weights and layers that a user replaces after the engine was made: it uses them or raises an error."""
+"""Weights and layers that a user replaced after the engine was made: tds uses the new ones or raises an error."""
 
 from collections.abc import Callable
 from functools import partial
@@ -82,7 +82,10 @@ def _layers(module: Any) -> dict[str, nn.Module]:
 
 
 def _layer_of(function: Callable[..., Any]) -> Any:
-    """Return the layer that an entry of `forward_funcs` runs: the entry, or the argument of a tied `forward_fn`."""
+    """Return the layer that an entry of `forward_funcs` runs.
+
+    This is the entry itself or, for a tied layer with a `forward_fn`, the module bound in the partial.
+    """
     return function.args[0] if isinstance(function, partial) and function.args else function
 
 

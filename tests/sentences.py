@@ -73,7 +73,7 @@ SENTENCES = {
     "line_1_the_header_lists_the": "line 1: the header lists the column 'text' more than once",
     "left_over_from_another_model": "left over from another model",
     "has_no_token_mask_of_id": "has no token '<mask>' with id 300",
-    "not_this_one_its_token": "not this one: its token",
+    "not_this_one_its_token": "not this one: token",
     "b_reaches_7e_04_which_overflows": "b reaches 7e\\+04, which overflows fp16",
     "must_have_equal_length_not_2": "must have equal length, not \\[2, 1\\] tokens",
     "at_least_two_devices": "at least two devices",

@@ -1,4 +1,4 @@
-"""Conversion of the arguments in a Megatron-LM checkpoint to our settings; unsupported arguments are refused."""
+"""Convert the arguments saved in a Megatron-LM checkpoint to this project's settings. Refuses unsupported ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,10 +25,10 @@ RANKS = ("tensor_model_parallel_size", "model_parallel_size")
 
 
 def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
-    """Return our settings by name, from the saved arguments and the tensors' shapes.
+    """Return this project's settings by name for a Megatron-LM checkpoint, from its saved arguments and tensor shapes.
 
-    heads: number of attention heads, needed if the files do not record this number. Raises ValueError for unsupported
-    models.
+    heads: number of attention heads, needed if the checkpoint does not record this number. Raises ValueError if this
+    project does not support the model.
     """
     args, where = theirs.settings, theirs.folder
     for name, allowed in MUST.items():
@@ -75,7 +75,7 @@ def _heads(theirs: RankFiles, given: int | None) -> int:
 
 
 def _activation(args: Mapping[str, Any], where: str) -> str:
-    """Return our name of the activation: gelu (with erf) for torch's or ONNX's GELU, gelu-tanh for all others."""
+    """Return this project's name of Megatron-LM's GELU: `gelu` if it is computed with erf, else `gelu-tanh`."""
     if args.get("openai_gelu"):
         return "gelu-tanh"
     if args.get("onnx_safe") and args.get("bias_gelu_fusion"):
@@ -102,7 +102,8 @@ def check_complete(theirs: RankFiles, config: Config) -> None:
     for name in (*wanted, *theirs.names()):
         if name not in wanted or name not in theirs.names():
             raise ValueError(
-                f"{theirs.folder} {'lacks' if name in wanted else 'contains'} {name}, unlike a GPT with these settings"
+                f"{theirs.folder} {'lacks' if name in wanted else 'contains'} {name}, unlike a GPT with the settings "
+                f"of this checkpoint"
             )
         found, padded = tuple(theirs.shape(name)), "word_embeddings" in name
         if found[1:] != wanted[name][1:] or found[:1] != wanted[name][:1] and not (padded and found > wanted[name]):

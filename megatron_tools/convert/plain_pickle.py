@@ -31,7 +31,7 @@ class _Array:
         match state:
             case (1, (int(length),), _Words(), bool(), bytes(content)) if len(content) == 4 * length:
                 return
-        raise _Refused("a numpy array that is not a generator's state")
+        raise _Refused("a numpy array that is not the state of a random generator")
 
 
 class _Words:
@@ -51,7 +51,7 @@ def _reconstruct(kind: Any, *_: Any) -> _Array:
     numpy's function is not used, because it would call any type that the file passes to it.
     """
     if kind is not _Array:
-        raise _Refused(f"numpy's _reconstruct of {getattr(kind, '__name__', 'something')}")
+        raise _Refused(f"numpy's function _reconstruct for an object of type {getattr(kind, '__name__', 'something')}")
     return _Array.__new__(_Array)
 
 
@@ -95,7 +95,7 @@ def _reason_of_rejection(path: Path) -> str:
     protocol, names = 0, list[str]()
     with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
         file = io.BytesIO(_pickled(path))
-        while True:  # torch before 1.6 wrote several pickles, then raw data, which ends the loop by an error
+        while True:  # torch before 1.6 wrote several pickles, then raw data; an error at the raw data ends the loop
             newest, more = _globals_of(file)
             protocol, names = max(protocol, newest), names + more
     strange = [name for name in names if not name.startswith(_OF_TENSORS)]

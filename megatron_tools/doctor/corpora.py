@@ -51,7 +51,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
             yield failed(
                 "tokenizer of the data",
                 f"{prefix}.bin was made with a tokenizer of SHA-256 {str(theirs)[:12]}, but --vocab-file "
-                f"{config.data.vocab_file} has {tokenizer.fingerprint[:12]}",
+                f"{config.data.vocab_file} has SHA-256 {tokenizer.fingerprint[:12]}",
                 remedy,
             )
             return
@@ -64,15 +64,18 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
     if size is not None and largest >= size:
         yield failed(
             "ids",
-            f"{prefix}.bin contains the id {largest}, but the vocabulary ends at {size - 1}",
-            "give the tokenizer with which the corpus was made as --vocab-file",
+            f"{prefix}.bin contains the token id {largest}, but the largest id of the vocabulary is {size - 1}",
+            "set --vocab-file to the tokenizer with which the corpus was made",
         )
     elif size is not None:
         yield ok("ids", f"the largest id is {largest}, the vocabulary has {size} ids")
 
 
 def largest_id(dataset: Any) -> int:
-    """Return the largest id in a corpus, or among LOOKED_AT tokens spread over a longer one; -1 if it is empty."""
+    """Return the largest token id in a corpus, or -1 if the corpus is empty.
+
+    In a corpus of more than LOOKED_AT tokens, only a sample of LOOKED_AT tokens is searched.
+    """
     import numpy as np
 
     total = dataset.num_tokens

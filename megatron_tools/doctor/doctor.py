@@ -156,7 +156,9 @@ class Examination:
         size = config.model.vocab_size or (self.tokenizer.vocab_size if self.tokenizer is not None else None)
         if size is None:
             yield warning(
-                "memory", "not estimated: the vocabulary size is unknown", "give --vocab-file or --vocab-size"
+                "memory",
+                "the memory was not estimated: the vocabulary size is unknown",
+                "give --vocab-file or --vocab-size",
             )
             return
         whole = with_values(config, {"vocab_size": size})

@@ -14,7 +14,8 @@ from .finding import Finding, failed, ok, warning
 # Package -> (oldest supported, newest tested by scripts/test_versions.sh). pyproject.toml has the same oldest
 # versions.
 SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.19", "0.19.8"), "numpy": ("2.0", "2.5.5")}
-# Training refuses to start with this or a later release, because correct gradients depend on DeepSpeed's internals.
+# Training refuses to start with this or a later release. It relies on internals of DeepSpeed, which a new release may
+# change so that gradients are wrong.
 TOO_NEW = {"deepspeed": "0.20"}
 OLDEST_PYTHON = (3, 11)
 FILES_FAIL, FILES_WARN = 256, 4096
@@ -109,7 +110,7 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
         yield warning(
             "devices",
             f"torch was built for {built_for}, but this machine has no such device: ranks run on the CPU",
-            "nothing to do if the run is meant for the CPU",
+            "if the run is meant to use the CPU, ignore this warning",
         )
     else:
         yield ok("devices", "CPU")
@@ -134,12 +135,13 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
         yield failed(
             "package megatron",
             f"{hiding[0]} precedes this project's package in Python's path and hides it",
-            "remove it from PYTHONPATH, uninstall it (pip uninstall megatron-core) or use another environment",
+            "uninstall that package (pip uninstall megatron-core), remove its folder from PYTHONPATH or use another "
+            "environment",
         )
     elif others:
         yield warning(
             "package megatron",
-            f"{others[0][0]} is another package named megatron",
+            f"Python's path also contains another package named megatron: {others[0][0]}",
             "start scripts from this project's folder, or use an environment without the other package",
         )
     else:
@@ -172,7 +174,7 @@ def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
         yield failed(
             "threads",
             f"OMP_NUM_THREADS={each} is not a number of threads",
-            "unset it, or set a number",
+            "unset OMP_NUM_THREADS, or set it to a positive whole number",
         )
     elif on_cpu and (ranks_here > 1 or each) and ranks_here * int(each or 1) > cores:
         words = f"{ranks_here} ranks with {each or 1} threads each share {cores} cores"

@@ -42,7 +42,7 @@ def read_hostfile(path: str) -> list[Host]:
         if key != "slots" or not slots.isdecimal() or not int(slots):
             raise ValueError(f"{path}, line {number}: {raw.strip()!r} is not of the form 'node1 slots=8'")
         if name in (host.name for host in hosts):
-            raise ValueError(f"{path}, line {number}: {name} is listed twice; combine its slots in one line")
+            raise ValueError(f"{path}, line {number}: host {name} is listed twice; combine both lines")
         hosts.append(Host(name, int(slots)))
     if not hosts:
         raise ValueError(f"{path} lists no host")
@@ -123,7 +123,7 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
             )
         )
     else:
-        found.append(ok(f"host {name}", f"the host answers and has the same versions ({' '.join(there)})"))
+        found.append(ok(f"host {name}", f"the host answers and has this machine's versions ({' '.join(there)})"))
     if marker and "SHARED" not in answer.stdout.split():
         found.append(
             failed(
@@ -153,7 +153,7 @@ def launcher_variables() -> Iterator[Finding]:
         if rank in numbers and numbers[rank] >= numbers.get(ranks, 10**9):
             yield failed(
                 rank,
-                f"the environment variable is {numbers[rank]}, but must be below {ranks}, which is {numbers[ranks]}",
+                f"the environment variable is {numbers[rank]}, but must be below {ranks}={numbers[ranks]}",
                 remedy,
             )
 
@@ -183,7 +183,7 @@ def port_is_free() -> Iterator[Finding]:
         yield failed("port", f"MASTER_PORT={text} is not a port", "set a number between 1024 and 65535")
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, accept a port in TIME_WAIT
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allow a port in TIME_WAIT
         try:
             probe.bind(("", int(text)))
         except OSError as error:
@@ -221,7 +221,7 @@ def interface() -> Iterator[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for wanted in filter(None, os.environ.get(variable, "").split(",")):
-            # NCCL also accepts a prefix of names, =name for an exact name, and ^name for all other interfaces.
+            # NCCL's variable may also contain a prefix of the name, =name (exactly this one) or ^name (all others).
             prefix = variable.startswith("NCCL")
             known = any(name.startswith(wanted.lstrip("^=")) if prefix else name == wanted for name in there)
             if known or wanted.startswith("^"):

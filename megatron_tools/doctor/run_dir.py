@@ -48,7 +48,9 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
         yield failed("run lock", f"{path} is damaged", "delete the lock file if no run uses the directory")
     elif holder.is_gone(Holder.here(), path):
         yield warning(
-            "run lock", f"{path} was left by {holder}, which has ended", "nothing to do: the next run takes it over"
+            "run lock",
+            f"{path} was left by {holder}, which has ended",
+            "ignore this warning: the next run takes the lock over",
         )
     else:
         yield failed(
@@ -96,7 +98,7 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
         wanted = Wanted.by(config, beside_load=path is not None and bool(load))
         path = find_checkpoint(load) if path is None and load else path
         if path is None:
-            yield ok("checkpoint", "none: the run begins at iteration 0")
+            yield ok("checkpoint", "no checkpoint exists, so the run begins at iteration 0")
             return
         reader = CheckpointReader(path)
         if not quick:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class Settled(NamedTuple):
-    """A run's settings, before and after they are combined with DeepSpeed's ds_config.
+    """A run's settings: those of its flags alone, and those of its flags and ds_config together.
 
-    resolved: the combined settings, or None if the ds_config and the settings contradict each other.
+    config: the settings of the flags. resolved: the combined settings, or None if they contradict each other or do not
+    fit the number of ranks.
     """
 
     config: Config | None
@@ -97,7 +98,7 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     if settled.resolved is None:
         return
     if any(name.startswith("offload") for name in settled.resolved.deepspeed.get("zero_optimization", {})):
-        yield ok("memory", "not estimated, because the ds_config enables offloading")
+        yield ok("memory", "the memory was not estimated: the ds_config enables offloading")
         return
     stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
     kinds = asdict(max(stages, key=lambda stage: stage.total))

@@ -25,7 +25,8 @@ class Cluster:
     kind: `cpu` or `accelerator`. The two differ in which activations a layer keeps for the backward pass.
     memory: memory of a device in gigabytes (10^9 bytes).
     peak_tflops: dense matmul peak by dtype. memory_bandwidth: gigabytes per second.
-    inside, between: links of a device within its node, and to other nodes. sources: references for the figures.
+    inside: link of a device to other devices of its node. between: link of a device to other nodes.
+    sources: references for the figures.
     """
 
     name: str
@@ -76,9 +77,9 @@ def _cluster(found: Any) -> Cluster:
     """Return the cluster that a parsed JSON file describes. Raises ValueError, naming the error, if it is invalid."""
     _keys(found, Cluster, "the file")
     if found["kind"] not in ("cpu", "accelerator"):
-        raise ValueError(f"kind is {found['kind']!r}, not cpu or accelerator")
+        raise ValueError(f"the key kind is {found['kind']!r}, not cpu or accelerator")
     if not isinstance(found["name"], str) or not isinstance(found["sources"], list):
-        raise ValueError("name must be a string and sources a list of strings")
+        raise ValueError("the key name must be a string, and the key sources a list of strings")
     if type(found["devices_per_node"]) is not int:
         raise ValueError(f"devices_per_node is {found['devices_per_node']!r}, not a whole number")
     peaks = found["peak_tflops"]

@@ -28,8 +28,9 @@ FORWARD, BACKWARD = 1.0, 2.0  # durations of a forward and a backward pass in a 
 class Efficiency:
     """Fractions of the data-sheet figures that a run achieves. The defaults serve all clusters and are fitted to none.
 
-    matmul: fraction of the peak in wide matmuls. narrow: matmul width at which half of `matmul` is reached.
-    attention: fraction of the peak in fused attention. memory, link: fractions of the bandwidths.
+    matmul: fraction of the peak FLOP/s that wide matmuls reach. narrow: width of the matmuls that reach half of that
+    fraction. attention: fraction of the peak FLOP/s that fused attention reaches. memory, link: fractions of the memory
+    and link bandwidths.
     hidden_passes, inner_passes, score_passes: how often a layer's forward pass, apart from matmuls, reads or writes the
     hidden states, the MLP's inner activations and the attention scores. score_passes is 0 for fused kernels.
     overlap: fraction of the gradient reduction hidden by the last backward pass.
@@ -114,8 +115,9 @@ class Cost:
 def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int) -> float:
     """Return how long a pipeline step takes, in units of a micro-batch's forward and backward pass on one stage.
 
-    The result is the length of the timetable of schedule `name`, in which all stages are equally fast. With many
-    micro-batches, a shorter timetable is extended by its steady state. extra: value of --pipeline-extra-warmup.
+    The result is the length of a timetable of the schedule `name` in which all stages are equally fast. If there are
+    many micro-batches, a timetable of fewer micro-batches is computed, and each one left out adds one unit.
+    extra: value of --pipeline-extra-warmup.
     """
     if stages == 1:
         return float(micros)

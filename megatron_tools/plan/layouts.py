@@ -59,8 +59,8 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
         unit = (micro or 1) * (gas or 1) * replicas
         near = max(round(total / unit), 1) * unit
         raise ValueError(
-            f"--global-batch-size {total} is not {name} {known} x {other} x {replicas} replicas; set it to {near}, a "
-            f"multiple of {unit}"
+            f"--global-batch-size {total} is not {name} {known} x {other} x {replicas} replicas; set "
+            f"--global-batch-size to {near} or another multiple of {unit}"
         )
     return Batch(total, known, found) if micro is not None else Batch(total, found, known)
 
@@ -232,10 +232,10 @@ def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
 
 
 def _devices_for(wanted: Wanted, leanest: Layout) -> int:
-    """Estimate how many devices the model needs, by doubling the number of devices.
+    """Estimate how many devices the model needs: the given number is doubled until the model fits.
 
-    The number suffices if weights, gradients and optimizer state, split over all devices, fit beside the activations of
-    the leanest layout.
+    The model is taken to fit if each device's equal share of weights, gradients and optimizer state fits beside the
+    activations of the leanest layout.
     """
     whole = sum(m.weights + m.gradients + m.optimizer for m in leanest.memory) * leanest.devices / len(leanest.memory)
     room = max(USABLE * wanted.cluster.memory * 1e9 - leanest.worst.activations, 0.25 * wanted.cluster.memory * 1e9)
@@ -248,7 +248,7 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
 def _explain_no_layout(wanted: Wanted) -> str:
     """Return the error message for a search without a valid layout.
 
-    It is the error that the user's own settings raise, if they raise one.
+    If the user's own settings already raise an error, that error's message is returned.
     """
     c, replicas = wanted.config, wanted.devices
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}

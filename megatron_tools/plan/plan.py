@@ -38,7 +38,7 @@ VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
 
 class _PlanParser(Parser):
-    """Parser that puts all flags that are not its own, which are training flags, into `flags`."""
+    """Parser that does not know the training flags; it returns them unparsed in the result's attribute `flags`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         found, rest = self.parse_known_args(args, namespace)

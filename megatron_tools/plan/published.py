@@ -71,9 +71,9 @@ class Compared:
 
 
 def config_of(row: Row) -> Config:
-    """Return our settings for a published run: GPT-2 with Adam in mixed precision.
+    """Return this project's settings for a published run: GPT-2 with Adam in mixed precision.
 
-    They use ZeRO 1, although Megatron's optimizer was not sharded; a step takes about the same time.
+    The settings use ZeRO 1. The published runs did not shard the optimizer, but a step takes about the same time.
     """
     replicas = row.devices // row.tensor // row.stages
     return with_values(

@@ -154,7 +154,7 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
 
 
 def stage_table(layout: Layout) -> Iterator[str]:
-    """Yield the lines of a table: layers, parameters and memory of each stage. Equal neighbours share a row."""
+    """Yield the lines of a table: layers, parameters and memory of each stage. Consecutive equal stages share a row."""
     rows: list[list[str]] = []
     first = 0
     for at, (stage, memory) in enumerate(zip(layout.stages, layout.memory, strict=True)):

@@ -31,7 +31,7 @@ class Chart(NamedTuple):
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> list[tuple[float, float | None]]:
     """Reduce the points of a line to about `most`.
 
-    The line is cut into ranges, of which the first, last, lowest and highest point remain.
+    The line is cut into ranges. From each range, the first, the last, the lowest and the highest point are kept.
     """
     if len(points) <= most:
         return list(points)
@@ -143,7 +143,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _timers(runs: Sequence[RunRead]) -> list[Chart]:
-    """Return one chart per run, of the times of an iteration's parts; without times in the run, the chart is empty."""
+    """Return one chart per run, of the times of an iteration's parts. The chart is empty if the run logged no times."""
     found = []
     for i, run in enumerate(runs):
         rows = [row for row in run.part("train") if "timers_ms" in row]

@@ -61,7 +61,8 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("--stages and --micros must be at least 1")
     if (args.chunks > 1) != (args.schedule == "interleaved"):
         raise ValueError(
-            f"--chunks {args.chunks} does not fit --schedule {args.schedule}; use 2 to 8 for interleaved, else 1"
+            f"--chunks {args.chunks} does not fit --schedule {args.schedule}; use 2 to 8 chunks for interleaved and 1 "
+            f"for the other schedules"
         )
     plan = plan_of(args.schedule, args.stages, args.micros, args.chunks, args.extra_warmup)
     check(plan, args.micros)
@@ -81,7 +82,7 @@ def build_parser() -> Parser:
         "--extra-warmup",
         type=int,
         default=0,
-        help="with 1f1b, a value of N runs 1 + N times as many warm-up forward passes (default: 0)",
+        help="for 1f1b: a value of N multiplies the number of warm-up forward passes by 1 + N (default: 0)",
     )
     parser.add_argument(
         "--chunks", type=int, default=1, help="layer chunks per stage, for interleaved schedules (default: 1)"

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.atomic import whole_file, write_text
 from tds.timetable import Span
 
-# Kind of pass -> its colour for layer chunks with an even number, and for chunks with an odd number.
+# Kind of pass -> (its colour in chunks 0, 2, ... of a stage, its colour in chunks 1, 3, ...).
 COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 WIDTH, HEIGHT, LEFT, HEAD, AXIS = (
@@ -46,8 +46,8 @@ def ticks(end: float) -> list[float]:
 def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     """Return an SVG of timetables.
 
-    rows: title of a timetable -> its passes. unit: `ms` if the times of the passes are seconds, which are shown in
-    milliseconds, or `""` if they have no unit.
+    rows: title of a timetable -> its passes. unit: `ms` or `""`. With `ms`, the times of the passes are seconds, and
+    the figure shows milliseconds. With `""`, the times have no unit.
     """
     scale, per_row = (WIDTH - LEFT - 10) / end_of(rows), stages * HEIGHT + HEAD
     tall = per_row * len(rows) + AXIS + 20

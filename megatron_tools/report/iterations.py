@@ -13,8 +13,8 @@ LETTERS = {"Forward": "F", "Backward": "B", "BackwardInput": "B", "BackwardWeigh
 class Iteration(NamedTuple):
     """The timeline of one iteration of one replica.
 
-    seconds: from the start of the step on the earliest stage to its end on the latest stage.
-    begin: seconds from the start of the step to the start of the first pass.
+    seconds: time from the moment when the first of the stages begins the step to the moment when all have ended it.
+    begin: seconds from the start of the training step to the start of the first pass.
     spans: the forward and backward passes; their times count from the start of the first pass.
     """
 
@@ -25,7 +25,7 @@ class Iteration(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Idle share of the stages' total time between the start of the first pass and the end of the last."""
+        """Idle share of the stages' total time between the start of the first pass and the end of the last pass."""
         return bubble(self.spans)
 
 
@@ -51,7 +51,7 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
 def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
     """Return the forward and backward passes of an iteration.
 
-    A run without a pipeline records no micro-batch numbers, so this function numbers its passes.
+    A run without a pipeline does not record which micro-batch a pass belongs to, so this function numbers the passes.
     """
     if rank.about["pipeline"]:
         return list(rank.named(iteration, ["pass"]))

@@ -22,7 +22,7 @@ def checkpoints_of(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
-    """Complete samples.jsonl, which has a line for each checkpoint and prompt, with the samples that it lacks.
+    """Let each kept checkpoint continue each prompt, and write the texts to samples.jsonl; skip those already there.
 
     Sampling uses the defaults of tools/generate.py. It runs in one process, which can load a checkpoint of any layout.
     Raises ValueError if the run has kept no checkpoint.

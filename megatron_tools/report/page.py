@@ -35,7 +35,7 @@ def page(
 ) -> str:
     """Return the HTML of the whole page.
 
-    parameters: number of parameters of each run's model, None if unknown. timetables: index of a run -> its timetable.
+    parameters: number of parameters of each run's model, None if unknown. timetables: index in `runs` -> timetable.
     """
     here = resources.files("megatron_tools.report")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))

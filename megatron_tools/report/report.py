@@ -30,7 +30,8 @@ EXAMPLES = """\
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
     """Return the unigram entropy of the validation data in nats per token, such as {"validation text": 5.1}.
 
-    A T5 has two of them, for its targets and for masked text. The dict is empty if the run has no such baseline.
+    For a T5, the dict has two entries: one for all target tokens, one for the masked text without sentinels. The dict
+    is empty if the entropy cannot be computed.
     """
     if config["model"]["family"] != "t5":
         if config["data"]["objective"] == "sft":
@@ -130,7 +131,7 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="folders of runs")
-    add("--run-dir", help="folder of a run; another way to give RUN")
+    add("--run-dir", help="folder of one more run, as if given as RUN")
     add("--output", help="page to write (default: report.html in the folder of the first run)")
     add("--prompt", action="append", help="show how each kept checkpoint continues this text; may be repeated")
     add("--max-new-tokens", type=int, default=48, help="longest continuation of --prompt in tokens (default: 48)")

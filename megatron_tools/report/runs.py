@@ -89,7 +89,7 @@ class RunRead:
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
     def state(self, now: float | None = None) -> str:
-        """Return "finished", "running" or "stopped", judged by the last iteration and the time of its row."""
+        """Return "finished", "running" or "stopped", depending on the last logged iteration and when it was logged."""
         if self.iteration >= self.config.train.train_iters:
             return "finished"
         silence = (time.time() if now is None else now) - self.written
@@ -98,7 +98,8 @@ class RunRead:
     def axes(self, most: int = 400) -> dict[str, list[float]]:
         """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about `most` of the logged iterations.
 
-        These are the tokens seen and the hours trained until the iteration, without evaluation and checkpoints.
+        `tokens` and `hours` are the training tokens and training time up to and including each iteration. The hours do
+        not include evaluation and checkpoints.
         """
         at: dict[str, list[float]] = {"iteration": [0.0], "tokens": [0.0], "hours": [0.0]}
         for row in self.part("train"):
@@ -117,7 +118,7 @@ class RunRead:
 
 
 def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
-    """Return the number of tokens seen until an iteration, interpolated between the points `axes` of a run."""
+    """Return the number of training tokens up to `iteration`, interpolated from `axes`, the result of RunRead.axes."""
     x, y = axes["iteration"], axes["tokens"]
     i = min(max(bisect_left(x, iteration), 1), len(x) - 1)
     if len(x) == 1 or x[i] == x[i - 1]:

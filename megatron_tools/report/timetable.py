@@ -18,9 +18,8 @@ WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a st
 class Timetable(NamedTuple):
     """The timetable of one traced iteration of a run.
 
-    chosen: this iteration. ideal: its passes as they would run if each took the median time of its kind, stage and
-    chunk, and waited only for its inputs. usual: median seconds of an iteration. kept: number of iterations in the
-    trace.
+    chosen: this iteration. ideal: the ideal timetable of its passes, from `ideal_of`. usual: median seconds of an
+    iteration. kept: number of iterations in the trace.
     """
 
     stages: int
@@ -67,7 +66,10 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
 
 
 def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
-    """Return the schedule in which each pass takes the median time of its kind and waits only for its inputs."""
+    """Return the passes of the ideal timetable, in which a pass waits only for its inputs.
+
+    Each pass takes the median time of the passes in `spans` that have the same kind, stage and chunk.
+    """
     stages, chunks = int(about["stages"]), int(about["chunks"])
     chunks = chunks if stages > 1 else 1
     plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))

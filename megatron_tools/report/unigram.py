@@ -14,13 +14,16 @@ from megatron.data.corpora import parse_blend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_split, split_documents
 
-AT_MOST = 20_000_000  # maximum number of tokens that are counted in a split
+AT_MOST = 20_000_000  # from each split, at most this many tokens are counted
 SHOWN = 2000  # number of samples used to estimate the share of sentinels in T5's targets
 Counts = NDArray[np.int64]
 
 
 class OfTargets(NamedTuple):
-    """Unigram losses for a T5's targets in nats per token: over all target tokens, and over masked text only."""
+    """Unigram losses of a T5 in nats per token.
+
+    targets: loss over all target tokens. text: loss over the target tokens except sentinels and end tokens.
+    """
 
     targets: float
     text: float
@@ -86,8 +89,8 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
     frequencies = np.zeros(tokenizer.vocab_size)
     frequencies[text] = (counts[0] + 1)[text]
     frequencies[text] /= frequencies[text].sum()
-    # Sentinels and end tokens get their frequency in the targets of training samples. The other tokens share the
-    # remaining probability in proportion to their frequency in the training text.
+    # The probability of sentinels and end tokens is their frequency in the targets of training samples. The other
+    # tokens share the remaining probability in proportion to their frequency in the training text.
     shown, asked = labels(train, SHOWN), labels(valid, samples)
     marks = (shown + 1)[~text] / (shown.sum() + (~text).sum())
     over_all = np.where(text, frequencies * (1 - marks.sum()), 0.0)

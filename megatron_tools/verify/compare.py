@@ -20,8 +20,8 @@ FLOOR = 1e-3
 class Difference:
     """One value that differs between a layout and the run in one process.
 
-    name: the module or parameter in `layer` to which the value belongs. kind: its class. error: relative error. words:
-    description of the difference.
+    name: the module or parameter in `layer` to which the value belongs. kind: class name of the module. error: relative
+    error. words: description of the difference.
     """
 
     layer: str
@@ -105,14 +105,14 @@ class Comparison:
 
     @cached_property
     def _order(self) -> dict[str, int]:
-        """Module name -> its position among all modules, ordered by when they first returned in the run `one`."""
+        """Module name -> its position in the order in which the modules of the run `one` first returned an output."""
         order: dict[str, int] = {}
         for place in self.one.outputs:
             order.setdefault(place.name, len(order))
         return order
 
     def _when(self, parameter: str) -> tuple[int, str]:
-        """Return a parameter's sort key in network order: when its module returned (`_order`), then its name."""
+        """Return the key that sorts parameters in network order: (position of its module in `_order`, its name)."""
         name = parameter
         while name := name.rpartition(".")[0]:
             if name in self._order:
@@ -213,16 +213,16 @@ class Comparison:
         floor = FLOOR * (total / max(sum(whole[0].numel() for whole in one.values()), 1)) ** 0.5
         errors: dict[str, tuple[float, str]] = {}
         for name in sorted(one, key=self._when):
-            errors[name] = _worst(one[name][0], other.get(name), "the gradient of its weight", floor)
+            errors[name] = _worst(one[name][0], other.get(name), "the gradient of this parameter", floor)
         for name in other.keys() - one.keys():
-            errors[name] = float("inf"), "its weight has a gradient in this layout but none in one process"
+            errors[name] = float("inf"), "this parameter has a gradient in this layout but none in one process"
         bad = [name for name, (error, _) in errors.items() if error > self.tolerance]
         found.gradient_error = max((error for error, _ in errors.values()), default=None)
         if bad:
             last = max(bad, key=self._when)
             error, words = errors[last]
             found.backward, found.others = (
-                self._difference(last, error, f"{words}; all later gradients agree"),
+                self._difference(last, error, f"{words}; the gradients of all later parameters agree"),
                 len(bad) - 1,
             )
 
@@ -250,7 +250,7 @@ def _numbers(buffer: Tensor) -> Tensor:
 def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
     """Compare the ranks' copies `wholes` [full] of a tensor with `like` [full], the tensor of the run in one process.
 
-    Returns (largest error, words that describe it). what: how these words name the tensor.
+    Returns (largest error, description of the error). what: name of the tensor in the description.
     """
     if not wholes:
         return float("inf"), f"{what} is missing in this layout"
@@ -302,7 +302,8 @@ def explained(v: Verdict) -> list[str]:
         lines.append(f"forward: the first layer that differs is {v.forward}")
     elif v.loss_differs_at == 1:
         lines.append(
-            "forward: the loss differs, but no layer does; check the loss function and outputs computed outside modules"
+            "forward: the loss differs, but no module's output does; check the loss function and other code that runs "
+            "outside modules"
         )
     if v.backward:
         more = f" ({v.others} earlier parameters differ as well)" if v.others else ""
@@ -311,7 +312,7 @@ def explained(v: Verdict) -> list[str]:
     elif v.loss_differs_at is not None and v.loss_differs_at > 1 and not v.forward:
         lines.append(
             f"step 1 agrees, but the loss of step {v.loss_differs_at} differs; check all-reduces over replicas, the "
-            f"optimizer, and state that a step changes"
+            f"optimizer, and buffers or other state that the model changes in a step"
         )
     if v.state:
         lines.append(f"state: {v.state}")

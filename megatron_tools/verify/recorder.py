@@ -197,7 +197,7 @@ def _plain(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def record_run(folder: Path, steps: int) -> Callable[[], None]:
-    """Record all runs that start in this process from now on into `folder`. Return a function that ends this.
+    """Record all runs that start in this process from now on into `folder`. Return a function that ends the recording.
 
     Recording replaces `megatron.training.setup.build_engine`, which a run calls once to get its engine.
     """

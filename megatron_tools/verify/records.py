@@ -67,8 +67,8 @@ class Records:
     def initial_values(self) -> dict[str, list[Tensor]]:
         """Return parameter name -> its initial values.
 
-        A parameter that is split over ranks gives one joined tensor [full] per replica and stage. Any other
-        parameter gives one tensor per rank. A stage's copy of a tied parameter that the stage does not use is left out.
+        The list holds one joined tensor [full] per replica and stage for a parameter that is split over ranks, and one
+        tensor per rank for any other parameter. Stages that hold a tied parameter but do not use it are left out.
         """
         learns = {name for rank in self.ranks for name in rank["gradients"]}
         found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
@@ -83,8 +83,8 @@ class Records:
     def gradients(self) -> dict[str, list[Tensor]]:
         """Return parameter name -> its gradient in fp64, summed over the replicas and stages that have the parameter.
 
-        A parameter that is split over ranks gives one joined tensor [full], any other one copy per model-parallel
-        rank.
+        The list holds one joined tensor [full] for a parameter that is split over ranks, and one copy per
+        model-parallel rank for any other parameter.
         """
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
@@ -151,10 +151,10 @@ def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
 
 
 def join_parts(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
-    """Combine an output's parts on the model-parallel ranks to the shape of `like` [...], the output in one process.
+    """Join `parts`, one output on the model-parallel ranks, to tensors with the shape of `like`, that output unsharded.
 
-    Copies stay separate. Shards are concatenated, and padding at the end is cut off. Returns None if the parts are
-    neither copies nor shards.
+    Shards are concatenated to one tensor, and padding at its end is cut off. If the ranks hold copies, all copies are
+    returned. Returns None if the parts are neither copies nor shards.
     """
     if all(part.shape == like.shape for part in parts):
         return list(parts)
@@ -169,5 +169,5 @@ def join_parts(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
 
 
 def is_exact_split(parts: Sequence[Tensor], like: Tensor) -> bool:
-    """Return whether `join_parts` cuts off no padding. Any difference from `like` is then in the values."""
+    """Return whether `join_parts` joins these parts without cutting off padding."""
     return all(part.shape == like.shape for part in parts) or sum(part.numel() for part in parts) == like.numel()

@@ -133,7 +133,7 @@ def build_parser() -> Parser:
         type=float,
         help="largest relative difference that counts as agreement (default: 1e-4 in fp32, 1e-9 in fp64)",
     )
-    add("--keep-dropout", action="store_true", help="leave dropout on, as in the script's flags")
+    add("--keep-dropout", action="store_true", help="do not turn off the dropout that the script's flags set")
     add("--timeout", type=float, default=600.0, help="maximum seconds per layout (default: 600)")
     return parser
 

@@ -90,7 +90,7 @@ def hugging_face(args: argparse.Namespace) -> Subject:
 
 
 def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
-    """Return loss, perplexity and bits per byte of the documents in --input, by name.
+    """Return metric name -> value: loss, perplexity and bits per byte over all documents in --input.
 
     Each document is scored separately, and its end-of-document token is included.
     """
@@ -128,7 +128,7 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
         same = boundary(known, whole)
         if same == len(whole):
-            raise ValueError(f"{args.cloze}, line {number}: the target adds no tokens; lengthen the target")
+            raise ValueError(f"{args.cloze}, line {number}: the target has no token of its own; lengthen the target")
         total += 1
         before = [*subject.tokenizer.before, *whole[:same]]
         right += completes(before, whole[same:], subject.logits_of, subject.longest + 1, subject.device)

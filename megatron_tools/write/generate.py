@@ -148,7 +148,7 @@ def check(args: argparse.Namespace) -> None:
         if not good:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {wanted}")
     if 0 < args.num_beams < args.num_samples:
-        raise ValueError(f"--num-samples {args.num_samples} exceeds --num-beams {args.num_beams}; raise the latter")
+        raise ValueError(f"--num-samples {args.num_samples} exceeds --num-beams {args.num_beams}; raise --num-beams")
 
 
 def streams(args: argparse.Namespace, is_t5: bool) -> bool:
@@ -194,8 +194,7 @@ def build_parser() -> Parser:
         "--batch-size",
         type=int,
         default=16,
-        help="prompts of --input per batch, grouped by length; texts and their order do not depend on this number "
-        "(default: 16)",
+        help="prompts of --input per batch; the texts and their order do not depend on it (default: 16)",
     )
     add("--stream", action="store_true", help="print the text while it is generated")
     add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of --load)")

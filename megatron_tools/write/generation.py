@@ -122,7 +122,7 @@ class _Stepper:
 
 
 class GPT2Stepper(_Stepper):
-    """Stepper of a GPT-2 or Llama. If a text exceeds `positions` tokens, each step reads the last `positions` anew."""
+    """Stepper of a GPT-2 or Llama. If a text exceeds `positions` tokens, each step reads the last `positions` again."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class GPT2Stepper(_Stepper):
         return _whole(self.model, self._run((new, place, documents), seen))
 
     def _documents(self, visible: Tensor) -> Tensor:
-        """Return document ids [b, s] that mark the prompt in the visible tokens [b, s]; empty without `prefix`."""
+        """Return document ids of `visible` [b, s] for bidirectional attention in the prompt; empty without `prefix`."""
         left = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
         return begun_by_prefix(visible, left) if self.prefix else no_documents(visible.device)
 
@@ -360,7 +360,7 @@ class _Beam:
         if length == self.longest or beaten:
             self.over = True
             self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
-            # Searches for other prompts may go on. The model still computes this search's rows, which are ignored.
+            # While searches for other prompts go on, the model still computes this search's rows. They are ignored.
             self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
 
     def found(self) -> list[Found]:
@@ -373,8 +373,8 @@ def beam_searches(
 ) -> list[list[Found]]:
     """Return the `beams` best continuations of each prompt, best first.
 
-    A continuation that ends frees its place in the beam. The search stops when `beams` continuations have ended and no
-    other one can overtake the worst of them, as in Hugging Face with early_stopping=False.
+    A continuation that ends makes room for an unfinished one. The search stops when `beams` continuations have ended
+    and no unfinished one can get a better score than the worst of these, as in Hugging Face with early_stopping=False.
     """
     logits = stepper.first(beams)
     device, count = logits.device, logits.shape[0] // beams

@@ -68,7 +68,7 @@ class Harness(Subject):
             stops = options.get("until") or []
             stops = [stops] if isinstance(stops, str) else stops
             if options.get("do_sample"):
-                raise ValueError("this task needs sampling, but only greedy decoding is supported")
+                raise ValueError("this lm-eval task needs sampling, but only greedy decoding is supported")
             ids = [*self.tokenizer.before, *self.tokenizer.encode(context)]
             written: list[int] = []
             text = ""

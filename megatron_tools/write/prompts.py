@@ -1,4 +1,4 @@
-"""Prompts of tools/generate.py: their flags, where they are read, and how they are encoded for the model."""
+"""Prompts of tools/generate.py: flags that give prompts, reading of prompts, and their encoding for the model."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--special-tokens",
         action="store_true",
-        help="encode a special token's name in a prompt, such as <|im_start|>, as this token (default: as text)",
+        help="encode names of special tokens in prompts, such as <|im_start|>, as these tokens (default: as text)",
     )
     add(
         "--chat",

@@ -90,7 +90,8 @@ class Reader:
         if isinstance(asked, Infill):
             return self._of_infill(asked)
         tokenizer = self.tokenizer
-        # A prompt is encoded like corpus text: names of added tokens that are not special become these tokens.
+        # A prompt is encoded like corpus text. The name of an added token in it becomes this token, unless the token is
+        # special; names of special tokens become tokens only if `self.names` is True.
         found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
         ids = [*tokenizer.start, *found]
         return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)

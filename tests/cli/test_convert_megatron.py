@@ -325,12 +325,12 @@ def test_the_state_of_numpys_generator_loads_and_nothing_else_of_numpy(tmp_path:
     for bad, word in (
         (np.arange(3), "dtype('i8')"),
         (np.array([None], dtype=object), "dtype('O8')"),
-        (np.zeros((2, 2), np.uint32), "not a generator's state"),
+        (np.zeros((2, 2), np.uint32), "not the state of a random generator"),
         (np.float64(1.5), "numpy._core.multiarray.scalar"),
         (Reduced(rebuild, (os.system, (0,), b"b")), "posix.system"),
         (Reduced(rebuild, (Payload, (0,), b"b")), "Payload"),
-        (Reduced(rebuild, (torch.Tensor, (0,), b"b")), "_reconstruct of Tensor"),
-        (Reduced(rebuild, (argparse.Namespace, (0,), b"b")), "_reconstruct of Namespace"),
+        (Reduced(rebuild, (torch.Tensor, (0,), b"b")), "_reconstruct for an object of type Tensor"),
+        (Reduced(rebuild, (argparse.Namespace, (0,), b"b")), "_reconstruct for an object of type Namespace"),
         (Reduced(np.ndarray, ((10**12,),)), "numpy.ndarray"),
         (Reduced(eval, ("1",)), "eval"),
     ):

@@ -272,7 +272,7 @@ def _refused(what: str) -> None:
         ("an empty dict", "loss_fn returns an empty dict"),
         ("a number", "loss_fn returns float for 'b'"),
         ("a vector", r"loss_fn returns a tensor of shape \[4\] for 'loss'"),
-        ("meta", "stage 0, outputs: tensor 0 is on meta, but the stage on cpu; move it to the stage's device"),
+        ("meta", "stage 0, outputs: tensor 0 is on meta, but the stage is on cpu; move it to the stage's device"),
         ("nothing", "stage 0, outputs: there are no tensors to send"),
         ("nothing learns", "the stage of rank 0 has no trainable weight, but DeepSpeed's ZeRO"),
         ("no micro-batches", "num_micro_batches 0: there is nothing to evaluate"),

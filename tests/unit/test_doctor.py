@@ -91,7 +91,7 @@ def test_all_faults_of_flags_and_files(examined: Callable[..., Any], tmp_path: P
     check("tokens", "a sample needs 4097", "--seq-length", "4096", state="warning")
     check("tokens", "a sample needs 100001", "--seq-length", "100000")
     check("data", "there is no", data=str(tmp_path / "nowhere"))
-    check("ids", "the vocabulary ends at 499", "--vocab-size", "500")
+    check("ids", "the largest id of the vocabulary is 499", "--vocab-size", "500")
 
     cut = tmp_path / "cut"
     for ending in (".bin", ".idx"):

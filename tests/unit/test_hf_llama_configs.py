@@ -284,14 +284,14 @@ REFUSED: list[tuple[str, Edit, str]] = [
             rope_scaling={"type": "linear", "factor": 2.0},
             rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
         ),
-        "rope_theta is 10000.0 and 1000000.0; remove one of them",
+        "rope_theta is 10000.0 in the former and 1000000.0 in the latter; remove one of them",
     ),
     (
         "llama",
         old(
             rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
         ),
-        "rope_type is 'linear' and 'default'",
+        "rope_type is 'linear' in the former and 'default' in the latter",
     ),
     (
         "llama",
@@ -299,7 +299,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
             rope_scaling={"type": "yarn", "factor": 2.0},
             rope_parameters={"rope_type": "yarn", "factor": 2.0, "beta_fast": 9.0},
         ),
-        "beta_fast is None and 9.0",
+        "beta_fast is None in the former and 9.0 in the latter",
     ),
     ("llama", old(rope_parameters={"full_attention": {"rope_type": "default"}}), "differ between layers"),
     (
@@ -436,7 +436,7 @@ def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
         assert theirs.rope_parameters["rope_theta"] == theta
         read = read_config({"model_type": "llama", **given}, Path("config.json"))
         if theta != 1e6:
-            with pytest.raises(ValueError, match="rope_theta is 10000.0 and 1000000.0"):
+            with pytest.raises(ValueError, match="rope_theta is 10000.0 in the former and 1000000.0"):
                 settings_of(read, False, Path("config.json"))
         else:
             assert settings_of(read, False, Path("config.json"))[0]["rope_theta"] == theta

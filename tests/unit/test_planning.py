@@ -93,7 +93,7 @@ def test_the_third_of_a_batch(given: tuple[int | None, ...], found: Batch) -> No
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ((60, 2, None), "set it to 64, a multiple of 16"),
+        ((60, 2, None), "set --global-batch-size to 64 or another multiple of 16"),
         ((64, None, None), "give two of"),
         ((64, 2, 5), "multiple of 80"),
         ((None, 0, 4), "at least 1"),

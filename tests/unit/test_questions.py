@@ -184,7 +184,7 @@ def test_a_corpus_from_before_there_were_dates(
         chat = export_tokenizer.chat_of(config, tokenizer, str(folder))
         assert chat.end == tokenizer.marks[END]
         (note,) = chat.notes
-        assert ("trained without one" if date is None else "trained with 2024-07-26") in note
+        assert ("trained without a date" if date is None else "trained with 2024-07-26") in note
     assert template_from(source, tokenizer, str(folder)).date is not None  # today's date, as no date is given
     for name, more in (("a", {}), ("b", {"chat_date": "2024-07-26"})):
         corpus(tmp_path / name, [([1, 2, 3], [0, 1, 1])])
