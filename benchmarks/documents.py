@@ -96,7 +96,7 @@ def main() -> None:
         return
     print(
         "| model, tokens per document | attention with one mask, ms | attention per document, ms | "
-        "ratio of these two times, by round | peak MB with one mask to peak MB per document |"
+        "ratio of the two times | peak memory with one mask, MB; with attention per document, MB |"
     )
     print("| --- | --- | --- | --- | --- |")
     for family in args.families:

@@ -41,7 +41,8 @@ class Piece(NamedTuple):
     """Part of a rendered conversation.
 
     counts: whether the tokens of `text` count in the loss.
-    markup: whether `text` is markup of the template, in which token names become single tokens.
+    markup: whether `text` comes from the template itself. In such text, the name of a special token, such as <|im_end|>,
+        becomes this token.
     """
 
     text: str

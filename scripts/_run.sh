@@ -1,5 +1,5 @@
 # Shared by run_gpt2.sh, run_llama.sh and run_t5.sh, which source it. ROOT is the checkout; NAME is gpt2, llama or t5.
-# User paths are relative to the current directory; paths inside the checkout begin with $AT.
+# User paths are relative to the current directory. Paths inside the checkout begin with $AT, which is set below.
 # shellcheck shell=bash disable=SC2034,SC2154
 # shellcheck disable=SC1091
 source "$ROOT/scripts/_variables.sh"

@@ -57,7 +57,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed does, but leave a weight's `.grad` None if no replica has a gradient for it."""
-        # DeepSpeed replaces a missing `.grad` by zeros, unless it uses its bf16 optimizer, which reduces fp32 sums.
+        # DeepSpeed replaces a missing `.grad` by zeros. Its bf16 optimizer does not: it reduces its own fp32 gradients.
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return

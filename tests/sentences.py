@@ -122,7 +122,7 @@ SENTENCES = {
     "contains_2_which_is_neither_0": "contains 2, which is neither 0 nor 1",
     "documents_are_kept": "documents are kept",
     "do_not_match_they_contain": "do not match: they contain",
-    "x_does_not_run_start_it": "'x' does not run; start\\(\\) it before",
+    "x_does_not_run_start_it": "'x' is not running: call start\\(\\)",
     "x_runs_already_stop_it_before": "'x' runs already; stop\\(\\) it before",
     "there_is_no_vocabulary_file": "there is no vocabulary file",
     "pip_install_jieba": "pip install jieba",

@@ -29,7 +29,7 @@ SHOWN = (
     r"\b[35]00 .*valid",
 )
 SUMMARY = re.compile(r"iterations {2,}\d+$")
-END = re.compile(r"settings {2,}")  # the output ends with a list of files, which pages omit; this is its first line
+END = re.compile(r"settings {2,}")  # first line of the list of files at the end of the output; pages omit this list
 
 
 def run(name: str, folder: str, *flags: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is complete, which read only checkpoint.json and the headers of files, no tensors."""
+"""Check that a checkpoint is complete by reading only checkpoint.json and the headers of the files, not the tensors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def _check_piece(path: Path, file: Any, key: str, dim: int, whole: Sequence[int]
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether a published checkpoint is complete, judging by checkpoint.json and the file headers."""
+    """Return whether a checkpoint under its final name is complete, judging by checkpoint.json and the file headers."""
     try:
         reader = CheckpointReader(checkpoint)
         check_complete(checkpoint, reader.tensors)

@@ -304,7 +304,7 @@ def _unknown(words: Sequence[str]) -> list[str]:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return `config` with the settings `values` replaced; `values` is keyed by setting, without section."""
+    """Return a copy of `config` with the given values; `values` maps names of settings, without section, to values."""
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(HOME[name], {})[name] = value

@@ -125,7 +125,7 @@ def _refuse_unknown(given: dict[str, Any], path: str) -> None:
 
 
 def _check_sections(given: dict[str, Any], path: str) -> None:
-    """Normalise `given` in place: write sections `true` or `false` as objects; remove null and "auto" values.
+    """Normalise `given` in place: replace a section `true` or `false` by an object; remove null and "auto" values.
 
     Raises ConfigError for invalid sections and values.
     """

@@ -19,8 +19,8 @@ class SpanPlan(NamedTuple):
     """Numbers of tokens and spans in a sample.
 
     tokens: text tokens of the window. noise: masked tokens. spans: number of spans. encoder, decoder: tokens of the
-    encoder and of the decoder. room: number of spans that a window may have if more than `spans` documents end in it
-    (see short_documents.py); with 0, a window never has more than `spans` spans.
+    encoder and of the decoder. room: largest number of spans in a window in which more than `spans` documents end (see
+    short_documents.py); 0 means that no window has more than `spans` spans.
     """
 
     tokens: int

@@ -51,7 +51,7 @@ class Timer:
     def stop(self) -> None:
         """Stop measuring."""
         if self._begun is None:
-            raise RuntimeError(f"the timer {self.name!r} does not run; start() it before it stops")
+            raise RuntimeError(f"the timer {self.name!r} is not running: call start() before stop()")
         self._marks.append((self._begun, self._now()))
         trace.end(self._mark, self.name)
         self._begun, self.used = None, True

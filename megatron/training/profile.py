@@ -24,7 +24,7 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 
 FOLDER, MERGED = "profile", "merged.json.gz"
 MOST_MERGED = 64  # Files of more ranks are not merged, as the merged file would be too large.
-AFTER, COUNT = 5, 3  # default of --profile-iterations: COUNT iterations, after the first AFTER of this start of the run
+AFTER, COUNT = 5, 3  # default of --profile-iterations: after a start or resume, skip AFTER iterations, profile COUNT
 CLOCK = "perf_counter "  # prefix of the name of a clock event; the value of time.perf_counter_ns() follows
 # Number of clock events that are recorded at the start and at the end of the profile. Several are recorded, because an
 # event is inaccurate if the thread is preempted between the readings of the two clocks.

@@ -96,7 +96,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
 
 
 def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:
-    """Write the first files to the run directory and return the metrics writer, after all other checks have passed.
+    """Write the first files to the run directory and return the metrics writer. Call this when all checks have passed.
 
     Raises ValueError if the run directory cannot be used.
     """

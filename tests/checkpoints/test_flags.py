@@ -177,7 +177,7 @@ def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data:
 
 
 def test_another_split_with_as_many_samples(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A resume with other --split proportions is refused, even if they give as many samples.
+    """A resume with other --split proportions is refused, even if they give the same number of samples.
 
     Multiplying all numbers of --split by 2 keeps the proportions, so it is accepted.
     """

@@ -167,7 +167,7 @@ def drill(way: str, kills: int, seed: int, folder: Path, data: str, vocab_file: 
 
 
 def test_a_few_kills(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    """A run with asynchronous saves and data-loader workers survives one kill at each kind of moment."""
+    """A run with asynchronous saves and data-loader workers survives one kill in each phase of a run."""
     drill(next(iter(WAYS)), 6, 0, tmp_path, tiny_data, vocab_file)
 
 

@@ -82,7 +82,7 @@ def everything(run: Run) -> list[bytes]:
 
 
 def watched(run: Run) -> list[list[bytes]]:
-    """Return a list that begins with the run's state from `everything`; each training step appends the new state."""
+    """Return a list of the run's current state, from `everything()`; each later training step appends its new state."""
     found = [everything(run)]
     honest: Callable[..., Any] = run.engine.train_batch
 

@@ -1,4 +1,4 @@
-"""A failing run prints only one report, and a run that Ctrl-C stops prints one line; Python and C++ print no more."""
+"""A failing run prints one report and a run stopped by Ctrl-C one line, without tracebacks of Python or C++ messages."""
 
 import os
 import signal
