@@ -41,8 +41,7 @@ class Piece(NamedTuple):
     """Part of a rendered conversation.
 
     counts: whether the tokens of `text` count in the loss.
-    markup: whether `text` comes from the template itself. In such text, the name of a special token, such as <|im_end|>,
-        becomes this token.
+    markup: whether `text` comes from the template itself, so that names such as <|im_end|> become special tokens.
     """
 
     text: str

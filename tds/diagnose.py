@@ -299,7 +299,7 @@ class Watchdog:
         error.tds_reported = True  # type: ignore[attr-defined]
 
     def _fault(self, error: BaseException) -> tuple[str, int]:
-        """Return a description of the error, and the exit code for the other ranks; 0 asks them to report their stacks."""
+        """Return a description of the error, and the exit code for the other ranks; 0 asks them to report stacks."""
         if isinstance(error, KeyboardInterrupt):
             return "was interrupted (Ctrl-C)", INTERRUPTED
         if memory := out_of_memory(error):

@@ -78,6 +78,4 @@ def test_losses_equal_records_by_themselves(
     flags = ("--objective", "sft", *more.split())
     found = ours(layout, tmp_path, records, vocab_file, *flags, precision="fp64")
     np.testing.assert_allclose(found, expected, rtol=1e-10)
-    assert (
-        expected[0] - min(expected) > 0.3
-    )  # the loss of the plain-torch reference falls, so an error in our training would show
+    assert expected[0] - min(expected) > 0.3  # the reference's loss falls, so an error in our training would show

@@ -1,4 +1,4 @@
-"""A failing run prints one report and a run stopped by Ctrl-C one line, without tracebacks of Python or C++ messages."""
+"""A failing run prints one report and a run stopped by Ctrl-C one line, without tracebacks or messages of C++."""
 
 import os
 import signal
