@@ -7,12 +7,12 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def timed_event(device: torch.device) -> torch.Event:
@@ -51,6 +51,12 @@ def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None)
     finally:
         if honest is not None:
             home._hash_ranks_to_str = honest
+
+
+def outside_graphs(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Return a forward hook for `module` that torch.compile does not trace if it compiles the module."""
+    # Importing PyTorch's compiler takes seconds, so do it only if the module needs it.
+    return torch.compiler.disable(hook) if getattr(module, "_compiled_call_impl", None) else hook  # type: ignore[no-untyped-call]
 
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)

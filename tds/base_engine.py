@@ -76,6 +76,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save as DeepSpeed does; at the first save, also warn of buffers that differ between replicas."""
+        if self.distributed:
+            self.distributed.wait()
         if not self._compared:
             self._compared = True
             warn_of_replicas(self.module, self.seq_data_parallel_group)

@@ -127,6 +127,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Start summing gradients over the replicas into `share_grad`, with zeros for missing gradients."""
+        self.wait()  # for the last step's all-gather, if no layer has used these weights since
         for parameter in self.parameters:
             if parameter.grad is not None:  # the user has set this gradient, so no autograd hook has added it
                 self.add(parameter)

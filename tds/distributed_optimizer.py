@@ -20,6 +20,7 @@ from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, pack
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of
+from .gathers import DeferredGathers, plain_layers
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 
@@ -47,6 +48,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     the number of replicas.
 
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
+    overlap_gather: wait for the gathered weights in the next forward pass, layer by layer, not at the end of `step`.
+        This needs a PipelineModule or a SequentialModule. Code that reads or replaces weights or layers between two
+        steps must then call `wait()` first; checkpoints and evaluation need no such call.
 
     If a weight's storage was replaced between two steps (`p.data = new`), the new values are copied into the
     bucket. In-place changes of half-precision weights are copied too. Raises RuntimeError in a backward pass if a
@@ -54,7 +58,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     re-entrant checkpoints; then use the optimizer without this wrapper.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, bucket_bytes: int | None = None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, bucket_bytes: int | None = None, overlap_gather: bool = False
+    ) -> None:
         super().__init__([{"params": list(group["params"])} for group in optimizer.param_groups], {})
         self.optimizer, self.bucket_bytes = optimizer, bucket_bytes
         self._show_inside()
@@ -66,6 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed saves the shapes of these weights
         self.fp16_groups = self.bf16_groups
         self._launcher: BucketLauncher | None = None
+        self._overlap_gather, self._gathers = overlap_gather, DeferredGathers((), ())
         self._summed = self._linked = False
         self._counted: list[tuple[Tensor, bool]] | None = None
         self.norm: Tensor | None = None
@@ -108,6 +115,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._name_of = {p: name for name, p in module.named_parameters()}
         self._launcher = BucketLauncher(self.buckets, chunk_of)
+        layers = plain_layers(module) if self._overlap_gather else []
+        if self._overlap_gather and not layers:
+            raise ValueError(
+                f"tds.DistributedOptimizer(overlap_gather=True) needs a PipelineModule or a SequentialModule, not "
+                f"{type(module).__name__}: leave overlap_gather out"
+            )
+        self._gathers = DeferredGathers(self.buckets, layers)
         for bucket in self.buckets:
             bucket.count_views()
             for p in bucket.parameters if bucket.accumulates_matmuls else ():
@@ -227,6 +241,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A skipped step leaves step counts unchanged. Raises RuntimeError if weights were frozen or unfrozen since
         the engine was made.
         """
+        self.wait()
         self._refuse_changes()
         self._adopt_replaced()
         for p in self._bucket_of:
@@ -256,12 +271,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for bucket in group:
                 bucket.gather()
                 bucket.share.grad = None
-        for bucket in first_first:
-            bucket.wait()
+        self._gathers.defer()
         if not self._linked:
             self._lazy_init_hp_params_optimizer_state()
         if self.read_norm is not None:
             self.overflow = not math.isfinite(self.read_norm())
+
+    def wait(self) -> None:
+        """Wait until this replica has all weights of the last step; needed only with `overlap_gather`."""
+        self._gathers.wait()
 
     def _scale_and_guard(self, norm: Tensor) -> None:
         """Clip the gradients, and make the next step a no-op if `norm` is not finite.
@@ -302,6 +320,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def refresh_fp32_params(self) -> None:
         """Copy the model's weights, which have just been loaded, into the fp32 copies that this optimizer steps."""
+        self.wait()
         for bucket in self.buckets:
             bucket.pull_weights()
 

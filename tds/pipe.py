@@ -203,7 +203,12 @@ class SequentialModule(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """Run all layers on the first layer's input, a value or a tuple, and return the last layer's output."""
-        return _run([self._function(*each) for each in self._functions], inputs)
+        return _run(self.layer_functions, inputs)
+
+    @property
+    def layer_functions(self) -> list[Any]:
+        """The layers and functions that the forward pass calls, in this order."""
+        return [self._function(*each) for each in self._functions]
 
     def _function(self, path: str | None, call: Any) -> Any:
         if path is None:

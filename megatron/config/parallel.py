@@ -67,6 +67,11 @@ class ParallelConfig(Section):
         "reduce gradients over replicas during the last backward pass of a step instead of after it; works without "
         "ZeRO, and with ZeRO 1 in fp32 and bf16. With --no-overlap-grad-reduce, ZeRO 1 uses DeepSpeed's optimizer",
     )
+    overlap_param_gather: bool = opt(
+        False,
+        "with ZeRO 1 in fp32 or bf16: wait for the gathered weights in the next forward pass, layer by layer, instead "
+        "of at the end of a step",
+    )
     checkpoint_activations: bool = opt(False, "store only layer inputs and recompute activations in the backward pass")
     checkpoint_num_layers: int = opt(
         1, "with --checkpoint-activations: number of layers that are recomputed from one stored input", at_least(1)

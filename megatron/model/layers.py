@@ -152,6 +152,11 @@ class LayerStack(AuxLossMixin, nn.Module):
         """Yield (global name, module) of every layer built in this process, tied layers once."""
         yield from self._built
 
+    @property
+    def layer_functions(self) -> list[Callable[..., Any]]:
+        """The layers and functions that `run` calls, in this order; see `tds.DistributedOptimizer`."""
+        return [call for _, call in self.steps]
+
     def output(self, logits: Tensor | mpu.DeferredLogits, vocab_size: int, parallel: bool) -> Tensor:
         """Transpose logits [s, b, v/t] to [b, s, v/t] (parallel), or gather them without padding to [b, s, v]."""
         logits = mpu.whole_logits(logits).transpose(0, 1)

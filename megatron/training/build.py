@@ -81,7 +81,7 @@ def build_engine(
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
     optimizer = build_optimizer(model, config.optim, config.model.kernels, spared)
     if resolved.distributed_optimizer:
-        optimizer = tds.DistributedOptimizer(optimizer)
+        optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )

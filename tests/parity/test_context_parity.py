@@ -57,11 +57,12 @@ WHOLE = [
     (Layout(2, 1, 1, zero=1, cp=2), ""),
     (Layout(2, 2, 2, zero=1, cp=2), SEQUENCE),
     (Layout(0, 1, 1, zero=1, cp=2), "--no-overlap-grad-reduce"),
+    (Layout(0, 2, 1, zero=1, cp=2), "--overlap-param-gather"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"), covering(WHOLE, WHOLE[-9:-8].__contains__, several=True), ids=lambda part: str(part)
+    ("layout", "more"), covering(WHOLE, WHOLE[-10:-9].__contains__, several=True), ids=lambda part: str(part)
 )
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=FULL)])
 def test_losses_equal_one_process(

@@ -77,6 +77,18 @@ def test_with_adam(layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: s
 AGAIN = [(Layout(0, 1, 1), "1"), (Layout(0, 1, 1), "2"), (Layout(2, 1, 1), "1"), (Layout(2, 1, 1), "2")]
 
 
+GATHERING = [Layout(0, 2, 1, zero=1), Layout(1, 2, 2, zero=1), Layout(2, 2, 1, zero=1)]
+
+
+@pytest.mark.parametrize("layout", covering(GATHERING, lambda layout: layout.pp == 2), ids=str)
+def test_weights_gathered_in_the_next_forward_pass(
+    layout: Layout, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """Losses equal plain torch's with --overlap-param-gather."""
+    found = ours(layout, tmp_path, tiny_data, vocab_file, "--overlap-param-gather")
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("layout", "interval"), [pytest.param(*case, marks=[] if case in AGAIN[1:3] else FULL) for case in AGAIN]
 )

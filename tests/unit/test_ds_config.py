@@ -162,3 +162,13 @@ def test_short_forms_mean_what_they_mean_in_deepspeed(tmp_path: Path) -> None:
     assert (found.precision, found.zero_stage) == ("fp32", 0)
     found = settle(tmp_path, {"zero_optimization": {"stage": 1, "contiguous_gradients": None}})
     assert found.zero_stage == 1
+
+
+@pytest.mark.parametrize(
+    "more", [["--precision", "fp16"], ["--zero-stage", "0"], ["--no-overlap-grad-reduce"]], ids=str
+)
+def test_overlap_param_gather_is_refused_without_the_distributed_optimizer(tmp_path: Path, more: list[str]) -> None:
+    argv = ["--overlap-param-gather", "--zero-stage", "1", "--precision", "fp32", "--pipe-parallel-size", "2"]
+    assert settle(tmp_path, {}, *argv).distributed_optimizer
+    with pytest.raises(ConfigError, match="--overlap-param-gather"):
+        settle(tmp_path, {}, *argv, *more)

@@ -15,8 +15,9 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     # This includes 400 tokens for the list of DeepSpeed's names in _contract.py, 1,500 for posting.py and its callers,
-    # which prevent deadlocks when stages synchronize their devices, and 400 for having the host wait once per step.
-    "tds": (47_400, 1),
+    # which prevent deadlocks when stages synchronize their devices, 400 for having the host wait once per step, and
+    # 500 for gathers.py.
+    "tds": (47_900, 1),
     "megatron": (140_250, 14),  # including 250 for BLAKE3 checksums
     "data_utils": (30_600, 1),
     "megatron_tools": (65_600, 7),

@@ -43,10 +43,6 @@ ROWS = (
     Row("--moe-grouped-gemm --moe-permute-fusion", _NO_EXPERTS),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
     Row(
-        "--overlap-param-gather",
-        NoEffect("the flag does not change the loss; --zero-stage 1 gathers weights at the end of a step"),
-    ),
-    Row(
         "--tp-comm-overlap",
         NoEffect("--async-tensor-model-parallel-allreduce overlaps communication and is on by default"),
     ),

@@ -1,0 +1,52 @@
+"""Waiting for all-gathered weights in the next forward pass, layer by layer, instead of at the end of a step."""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ._torch import outside_graphs
+from .buckets import Bucket
+
+
+def plain_layers(model: Any) -> list[nn.Module]:
+    """Return the layers that `model` calls as modules, in the order of its forward pass.
+
+    model: a PipelineModule, a SequentialModule, or another module with `layer_functions`, a list of callables. A layer
+    that a function calls, such as a tied layer with a `forward_fn`, is left out.
+    """
+    functions: Any = getattr(model, "layer_functions", None) or getattr(model, "forward_funcs", ())
+    return [each for each in functions if isinstance(each, nn.Module)]
+
+
+class DeferredGathers:
+    """Hooks on a model's layers that wait for the weights of a layer just before the layer runs.
+
+    Before a layer runs, its own weights and those of all earlier layers are complete, because a layer may read weights
+    of an earlier one. A bucket with other weights, such as tied ones, is not deferred.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], layers: Sequence[nn.Module]) -> None:
+        place = {p: at for at, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
+        self._first = {bucket: min(place.get(p, -1) for p in bucket.parameters) for bucket in buckets}
+        self._pending: deque[Bucket] = deque()
+        for at, layer in enumerate(layers):
+            layer.register_forward_pre_hook(outside_graphs(partial(self._before, at), layer), prepend=True)
+
+    def defer(self) -> None:
+        """Wait only for the buckets that no layer's hook waits for. Call this when all all-gathers have started."""
+        by_layer = sorted(self._first, key=self._first.__getitem__)
+        for bucket in by_layer:
+            if self._first[bucket] < 0:
+                bucket.wait()
+        self._pending = deque(bucket for bucket in by_layer if self._first[bucket] >= 0)
+
+    def wait(self, last: int | None = None) -> None:
+        """Wait for the weights of the layers up to index `last`, by default of all layers."""
+        while self._pending and (last is None or self._first[self._pending[0]] <= last):
+            self._pending.popleft().wait()
+
+    def _before(self, at: int, layer: nn.Module, inputs: Any) -> None:
+        self.wait(at)
