@@ -5,7 +5,7 @@ its parameter, which is this rank's tensor-parallel shard. With ZeRO, reading is
 must read the same parameters in the same order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,17 @@ def _owners(engine: Any) -> list[Tensor]:
         # ZeRO-3 puts these shards into param_groups only while it steps them.
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     return [p for group in _inner(engine).param_groups for p in group["params"]]
+
+
+def complete_weights(engine: Any) -> None:
+    """Wait for weights that an optimizer with `overlap_gather` still gathers. Call this before reading weights."""
+    if isinstance(engine.optimizer, DistributedOptimizer):
+        engine.optimizer.wait()
+
+
+def before_step(engine: Any, hook: Callable[[], None]) -> None:
+    """Call `hook` before each change of weights and moments by the optimizer."""
+    _inner(engine).register_step_pre_hook(lambda *_: hook())
 
 
 def local_piece(parameter: nn.Parameter) -> Tensor:

@@ -4,7 +4,9 @@ import contextlib
 import json
 import shutil
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.ranks.agreement import all_ranks, check_replicas
 from megatron.ranks.buffers import fingerprint_buffers
+from megatron.ranks.device import side_stream
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
@@ -83,7 +86,8 @@ class SaveError(RunError):
 class Saver:
     """Saver of a run's checkpoints into `folder`. All ranks must make the same calls.
 
-    background: training continues as soon as this rank's share is copied to the CPU; a thread writes the copy.
+    background: a thread copies this rank's share to the CPU and writes the copy. Training continues meanwhile; only an
+    optimizer step, which changes the share, waits for the copy.
     """
 
     def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
@@ -92,6 +96,10 @@ class Saver:
         # The checkpoint being saved: its final folder, and the part of checkpoint.json that is known so far.
         self._pending: tuple[Path, dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()  # set while no copy is being made
+        self._copied.set()
+        if background:
+            zero_state.before_step(engine, self._wait_for_copy)
         self._reports: list[dict[str, Any]] = []
         self._buffers: Buffers | None = None
         self._checksum = preferred()
@@ -122,12 +130,13 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: TrainState) -> None:
-        """Write this rank's share of a checkpoint. With background saves, copy it and start a thread that writes it.
+        """Write this rank's share of a checkpoint; with background saves, start a thread that copies and writes it.
 
         Raises RunError if replicas differ or the folder cannot be made. If writing the share fails, `finish` raises the
         error on all ranks.
         """
         assert not self.pending, "finish() comes before the next begin()"
+        zero_state.complete_weights(self.engine)
         check_replicas(self.engine)
         final = self.folder / f"iter_{state.iteration:07d}"
         temporary = _temporary(final)
@@ -165,13 +174,36 @@ class Saver:
         if not self.background:
             self._write(path, parts, values)
             return
+        live = deque(values)  # read here, because reading a value may be a collective
+        stream = side_stream(self.engine.device)
+        self._copied.clear()
         try:
-            copies = _copies(values)
-            self._thread = threading.Thread(target=self._write, args=(path, parts, copies), daemon=True)
+            self._thread = threading.Thread(target=self._copy_and_write, args=(path, parts, live, stream), daemon=True)
             self._thread.start()
-        # Memory or threads may be exhausted. Do not raise here: `finish` raises the error on all ranks.
-        except Exception as error:
+        except RuntimeError as error:  # no thread can be started; `finish` raises the error on all ranks
+            self._copied.set()
             self._thread, self._problem = None, _named(error)
+
+    def _copy_and_write(
+        self, path: Path, parts: list[Part], live: deque[tuple[str, Tensor]], stream: AbstractContextManager[Any]
+    ) -> None:
+        copies = list[tuple[str, Tensor]]()
+        try:
+            with stream:
+                while live:
+                    key, value = live.popleft()
+                    copies.append((key, value.to("cpu", copy=True)))
+                    del value
+        except Exception as error:  # for example, memory may be exhausted
+            self._problem = _named(error)
+        finally:
+            live.clear()
+            self._copied.set()
+        if self._problem is None:
+            self._write(path, parts, copies)
+
+    def _wait_for_copy(self) -> None:
+        self._copied.wait()
 
     def _warn(self, lines: Iterable[str]) -> None:
         """Print those of the warnings `lines` that this run has not printed before."""
@@ -283,22 +315,6 @@ def _named(error: Exception) -> Exception:
     if isinstance(error, (OSError, ValueError)):
         return error
     return ValueError(f"{type(error).__name__} {describe(error)}" if str(error) else type(error).__name__)
-
-
-def _copies(values: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Copy all values to the CPU. Even after an error, consume all values, as reading a value may be a collective."""
-    copied: list[tuple[str, Tensor]] = []
-    problem: Exception | None = None
-    for key, value in values:
-        if problem is None:
-            try:
-                copied.append((key, value.to("cpu", copy=True)))
-            except Exception as error:
-                problem = error
-                copied.clear()
-    if problem is not None:
-        raise problem
-    return copied
 
 
 def _temporary(final: Path) -> Path:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tds.optimizer_state import local_piece
+from tds.optimizer_state import complete_weights, local_piece
 
 from .. import mpu
 from ..model.layers import global_parameters
@@ -39,6 +39,7 @@ def explain(run: Run, fault: Fault) -> str:
 
     if not fault.streak:
         return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {GENTLER} may help"
+    complete_weights(run.engine.deepspeed)
     found = find(run.engine.deepspeed.module, again)
     why = words(found, samples.first_sample, t.batch_size * t.gas)
     begin = samples.iteration - fault.streak + 1
