@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
-from megatron.atomic import remove
+from megatron.atomic import remove, write_text
 from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.ranks.agreement import all_ranks, check_replicas
@@ -24,6 +24,7 @@ from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from tds import optimizer_state as zero_state
 
 from .buffers import Buffers, savable
+from .certificate import FILE as CERTIFICATE
 from .checksums import SHA256, preferred
 from .files import FORMAT, publish
 from .retention import prune
@@ -84,9 +85,19 @@ class Saver:
     """Saver of a run's checkpoints into `folder`. All ranks must make the same calls.
 
     background: training continues as soon as this rank's share is copied to the CPU; a thread writes the copy.
+    certificate: text of a certificate to put into each checkpoint; rank 0's is used.
     """
 
-    def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str,
+        engine: Any,
+        config: Config,
+        fingerprint: str,
+        background: bool = False,
+        certificate: str | None = None,
+    ) -> None:
+        self.certificate = certificate
         self.folder, self.engine, self.config = Path(folder), engine, config
         self.fingerprint, self.background = fingerprint, background
         # The checkpoint being saved: its final folder, and the part of checkpoint.json that is known so far.
@@ -226,8 +237,12 @@ class Saver:
         optimizer["without_moments"] = without_moments(tensors, optimizer["moments"])
         check_complete(temporary, tensors, expected)
         text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
+        sums = {each["file"]: each["sum"] for each in reports}
         with named_if_slow(final):
-            publish(final, temporary, text, self._checksum, {each["file"]: each["sum"] for each in reports})
+            if self.certificate is not None:
+                write_text(temporary / CERTIFICATE, self.certificate, synced=True)
+                sums[CERTIFICATE] = self._checksum.of(temporary / CERTIFICATE)
+            publish(final, temporary, text, self._checksum, sums)
 
 
 @contextlib.contextmanager
