@@ -39,6 +39,7 @@ from .messages import say
 from .mistakes import warn_of_untied
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .recorder import record_collectives
+from .store_host import prepare_store_host
 
 _submodules.install()
 
@@ -76,6 +77,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     refuse_impossible_ranks()
     end_with_launcher()
     record_collectives()
+    prepare_store_host()
     _deepspeed.prepare()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tds import schedule
+from tds import fault_board, schedule
 from tests.support import End, covering, ends_of_ranks
 
 STAGES, MICROS, TIMEOUT, TRIALS = 3, 4, 2.0, 30
@@ -105,3 +105,17 @@ ALWAYS = trials()[:12]
 @pytest.mark.parametrize("trial", covering(trials(), ALWAYS.__contains__), ids=lambda t: "-".join(map(str, t)))
 def test_all_ranks_end_with_a_report(trial: tuple[str, int, str, int]) -> None:
     check(ends_of_ranks(STAGES, _train, *trial, timeout=40), *trial)
+
+
+def _train_in_a_large_run(*trial: Any) -> None:
+    """Train as if there were so many ranks that each rank except rank 0 asks for faults only every 5 seconds."""
+    fault_board.RANKS_PER_TICK = 3 / 20  # type: ignore[assignment]
+    _train(*trial)
+
+
+@pytest.mark.parametrize("trial", [("raise", 1, "Forward", 2), ("sleep", 2, "Backward", 1)])
+def test_a_fault_in_a_large_run_reaches_all_ranks(trial: tuple[str, int, str, int]) -> None:
+    """Ranks that ask for faults seldom still learn of each fault, and their reports are waited for."""
+    ends = ends_of_ranks(STAGES, _train_in_a_large_run, *trial, timeout=60)
+    check(ends, *trial)
+    assert "does not answer" not in ends[0].stderr
