@@ -18,6 +18,8 @@ apart.py      sharding of each layer over the replicas while a model is built (Z
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline
 parent_death.py ends ranks whose launcher died
+diagnose.py   errors instead of hangs; fault_board.py exchanges faults and reports through torch's store
+store_host.py limits of the process that hosts this store in large runs
 measure.py    check of how DeepSpeed scales gradients
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """

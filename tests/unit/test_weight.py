@@ -15,11 +15,12 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     # Of these tokens, 400 are for the list of DeepSpeed's names in _contract.py, and 1,500 for posting.py and its
-    # callers, so that device synchronizations cannot deadlock.
-    "tds": (47_000, 1),
-    "megatron": (140_250, 14),  # including 250 for BLAKE3 checksums
+    # callers, so that device synchronizations cannot deadlock. 440 are for the store of runs with thousands of ranks.
+    "tds": (47_400, 1),
+    # including 250 for BLAKE3 checksums, and 1,500 for reading certificates and putting them into checkpoints
+    "megatron": (141_800, 14),
     "data_utils": (30_600, 1),
-    "megatron_tools": (65_600, 7),
+    "megatron_tools": (66_850, 7),  # including 1,200 for writing certificates and checking them again
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
