@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -67,6 +68,26 @@ def test_all_ranks_together_make_less_than_a_thousand_queries_a_second(
         ours = sum(total[begin + tick] for tick in range(A_SECOND))
         assert ours + by_torch <= 1010, f"{ours} + {by_torch} queries in a second"
     monkeypatch.delenv(store_host.NCCL_QUERIES, raising=False)
+
+
+def test_a_rank_that_waits_too_long_reports_it_at_once() -> None:
+    watchdog: Any = object.__new__(Watchdog)
+    board = CountedBoard(rank=1, world=8192)
+    announced = list[tuple[int, str]]()
+    watchdog._board = SimpleNamespace(
+        **vars(board), has_fault=lambda: False, announce=lambda words: announced.append((tick, words))
+    )
+    watchdog.timeout, watchdog._ending = 5.0, SimpleNamespace(acquire=lambda blocking: False)
+    tick = 0
+
+    def poll() -> Iterator[tuple[str, float]]:
+        nonlocal tick
+        for tick in range(3):
+            yield "waits", time.monotonic() - 10.0 * (tick == 1)
+
+    watchdog._poll = poll
+    watchdog._watch_faults()
+    assert announced == [(1, "rank 1 exceeded the pipeline's timeout: 5 s in one operation")]
 
 
 def test_a_given_interval_of_torch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
