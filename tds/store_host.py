@@ -47,7 +47,7 @@ def raise_open_files(pid: int, world: int) -> str | None:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (possible, hard))
     except OSError as error:
         return f"the limit of open files of process {pid}, which may host the store, cannot be raised: {error.strerror}"
-    if possible == need:
+    if possible >= CONNECTIONS * world:
         return None
     return (
         f"the store of {world} ranks may need {need} open files, but the hard limit of its process is {hard}: before "

@@ -137,6 +137,7 @@ def test_the_soft_limit_is_raised_to_what_is_needed(process: SimpleNamespace) ->
 
 def test_a_hard_limit_that_is_too_low_is_named(process: SimpleNamespace) -> None:
     process.limits((64, 100))
+    assert raise_open_files(process.pid, 16) is None, "16 ranks are few enough"
     words = raise_open_files(process.pid, 8192)
     assert words is not None and "\n" not in words
     assert "8192 ranks may need 33280 open files, but the hard limit of its process is 100" in words
