@@ -8,6 +8,7 @@ from .messages import say
 
 CONNECTIONS = 4  # open files for each rank: one for torch, one for each fault board (at most two), and one to spare
 OWN_FILES = 512  # open files that the process needs besides the store: libraries, corpora, data workers
+USUAL_LIMIT = 1024  # the soft limit of open files on most systems
 NCCL_QUERIES = "TORCH_NCCL_COORD_CHECK_MILSEC"  # milliseconds between two queries of torch's NCCL monitor, default 1000
 
 
@@ -45,7 +46,9 @@ def raise_open_files(pid: int, world: int) -> str | None:
             return None
         possible = need if hard == resource.RLIM_INFINITY else min(need, hard)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (possible, hard))
-    except OSError as error:
+    except OSError as error:  # such as a process of another user
+        if CONNECTIONS * world <= USUAL_LIMIT:
+            return None
         return f"the limit of open files of process {pid}, which may host the store, cannot be raised: {error.strerror}"
     if possible >= CONNECTIONS * world:
         return None
