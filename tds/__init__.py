@@ -18,6 +18,8 @@ apart.py      sharding of each layer over the replicas while a model is built (Z
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline
 parent_death.py ends ranks whose launcher died
+diagnose.py   errors instead of hangs; fault_board.py exchanges faults and reports through torch's store
+store_host.py limits of the process that hosts this store in large runs
 measure.py    check of how DeepSpeed scales gradients
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
@@ -39,6 +41,7 @@ from .messages import say
 from .mistakes import warn_of_untied
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .recorder import record_collectives
+from .store_host import prepare_store_host
 
 _submodules.install()
 
@@ -76,6 +79,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     refuse_impossible_ranks()
     end_with_launcher()
     record_collectives()
+    prepare_store_host()
     _deepspeed.prepare()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()

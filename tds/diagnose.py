@@ -1,15 +1,14 @@
 """Errors instead of hangs: if one rank fails, dies or stalls, all ranks exit, and rank 0 reports what each was doing.
 
-A thread in every rank polls the store of torch.distributed a few times a second. A rank that fails or waits too long
-writes a description of the fault to the store. Then every rank writes its current activity and its stack to the store.
-Rank 0 prints the activities and stacks, and all ranks exit with code 1. The thread has a separate connection to the
-store, which a blocked collective does not block. If the process that hosts the store stalls, a second thread ends each
-rank without the store.
+A thread in every rank polls the store of torch.distributed: a few times a second in runs of up to 200 ranks, less often
+in larger runs (`fault_board.py`). A rank that fails or waits too long writes a description of the fault to the store.
+Then every rank writes its current activity and its stack to the store. Rank 0 prints the activities and stacks, and all
+ranks exit with code 1. The thread has a separate connection to the store, which a blocked collective does not block. If
+the process that hosts the store stalls, a second thread ends each rank without the store.
 """
 
 import atexit
 import contextlib
-import json
 import os
 import re
 import signal
@@ -19,24 +18,17 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import schedule
-from ._torch import default_store
+from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard
 from .messages import say
 from .recorder import Finished, allocation_retries, not_ended
 
-POLL_SECONDS = 0.25
-COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks
-SILENCE_SECONDS = 4 * COLLECT_SECONDS  # a rank exits if the store is silent for so long; reports take less
-FAULT, PRINTED = "tds/fault", "tds/printed"
-_LOST = re.compile(
-    r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
-)
+SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may not answer, including the time for reports
 _CPP = re.compile(
     r"\n?(Exception raised from [^\n]*|C\+\+ CapturedTraceback:)\n((frame )?#\d+[:\s][^\n]*(\n|$)|\n(?=(frame "
     r")?#\d+[:\s]))*"
@@ -100,105 +92,12 @@ def _callers(error: BaseException) -> list[str]:
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
 
-def _name_dead_ranks(fault: str, dead: list[int]) -> str:
-    """Return `fault`, or a text that names the `dead` ranks if the fault is only a lost connection."""
-    lost = _LOST.search(fault)
-    if not dead or not lost:
-        return fault
-    whose, be = ("its process is", "does") if len(dead) == 1 else ("their processes are", "do")
-    ranks = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
-    return (
-        f"{ranks} {be} not answer: {whose} dead or stopped; {fault.split(' raised ')[0]} lost the connection "
-        f"({lost[0]})"
-    )
-
-
-def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
-    """Return the lines of a report: all ranks, grouped by equal stacks, each stack printed once.
-
-    reports: keyed by rank; a rank that did not answer is absent.
-    """
-    alike: dict[str, list[int]] = {}
-    for rank in range(world):
-        alike.setdefault(reports[rank]["stack"] if rank in reports else "", []).append(rank)
-    lines = []
-    for stack, ranks in alike.items():
-        for rank in ranks:
-            if rank not in reports:
-                lines.append(f"--- rank {rank} does not answer: its process is dead or was stopped")
-                continue
-            report = reports[rank]
-            lines.append(f"--- rank {rank}, {report['what']}, for {report['since']:.1f} s")
-            lines += [f"    {line}" for line in report.get("more", [])]
-        lines += [stack] if stack else []
-    return lines
-
-
 def _exit(code: int) -> None:
     """Exit at once, without C++ destructors, which may fail and print errors when other ranks have exited."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
-
-
-class FaultBoard:
-    """Exchange of a fault, and then of each rank's report about it, through torch's store.
-
-    Rank 0 collects and prints the reports, and the other ranks wait until rank 0 has printed them.
-    name: what is monitored, e.g. `pipeline`; reports begin with this name.
-    """
-
-    def __init__(self, name: str) -> None:
-        store = default_store()
-        self._store = store.clone() if hasattr(store, "clone") else store  # a separate connection
-        self.name, self.rank, self.world = name, dist.get_rank(), dist.get_world_size()
-
-    def has_fault(self) -> bool:
-        """Return whether any rank has announced a fault. Raises torch's error if the store is unreachable."""
-        return bool(self._store.check([FAULT]))
-
-    def announce(self, fault: str, code: int = 0) -> None:
-        """Publish the fault, unless another rank has already done so.
-
-        code: exit code of all ranks, with a report of one line. If it is 0, the ranks exit with code 1 instead, and the
-        report has all stacks.
-        """
-        if not self.has_fault():
-            self._store.set(FAULT, json.dumps([fault, code]))
-
-    def report(self, report: dict[str, Any]) -> int:
-        """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.
-
-        report: the rank's activity `what`, its duration `since` in seconds, its `stack`, and further lines, `more`.
-        """
-        fault, code = json.loads(self._store.get(FAULT))
-        self._store.set(f"tds/report/{self.rank}", json.dumps(report))
-        if self.rank == 0:
-            self._print(fault, with_stacks=not code)
-        else:
-            self._store.wait([PRINTED], timedelta(seconds=2 * COLLECT_SECONDS))
-            self._store.set(f"tds/left/{self.rank}", "1")
-        return int(code)
-
-    def _print(self, fault: str, with_stacks: bool) -> None:
-        answered = self._collect("tds/report", set(range(self.world)))
-        dead = sorted(set(range(self.world)) - answered)
-        lines = [f"{self.name} stopped: {_name_dead_ranks(fault, dead)}"]
-        if with_stacks:
-            found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
-            lines += where_ranks_stand(found, self.world)
-        say("\n".join(lines), error=True)
-        self._store.set(PRINTED, "1")
-        self._collect("tds/left", answered - {0})  # other ranks still read the store, which this process may host
-
-    def _collect(self, key: str, ranks: set[int]) -> set[int]:
-        """Wait until all `ranks` have written under `key`, or for COLLECT_SECONDS; return those that have."""
-        end, there = time.monotonic() + COLLECT_SECONDS, set[int]()
-        while there != ranks and time.monotonic() < end:
-            there |= {rank for rank in ranks - there if self._store.check([f"{key}/{rank}"])}
-            time.sleep(0.02)
-        return there
 
 
 class Watchdog:
@@ -283,7 +182,8 @@ class Watchdog:
         process.
         """
         if not self._ending.acquire(blocking=False):
-            time.sleep(2 * COLLECT_SECONDS)  # another thread is already ending this process; wait for the end
+            # Another thread is already ending this process; wait for the end.
+            time.sleep(2 * self._board.collect_seconds)
         text = without_cpp("".join([*_callers(error), *traceback.format_exception(error)])).rstrip()
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and threading.current_thread() is threading.main_thread():
@@ -314,7 +214,10 @@ class Watchdog:
 
     def _watch_faults(self) -> None:
         rank = f"rank {self._board.rank}"
-        for doing in self._poll():
+        for tick, doing in enumerate(self._poll(), self._board.rank):
+            late = doing is not None and time.monotonic() - doing[1] > self.timeout
+            if tick % self._board.ticks and not late:
+                continue
             try:
                 fault = self._board.has_fault()
                 self._answered = time.monotonic()
@@ -322,7 +225,7 @@ class Watchdog:
                 if doing is not None:  # a rank without activity may simply be exiting
                     self._leave(f"{rank} lost the connection to the other ranks")
                 return
-            if doing is not None and time.monotonic() - doing[1] > self.timeout:
+            if late:
                 name = self._board.name
                 self._board.announce(f"{rank} exceeded the {name}'s timeout: {self.timeout:g} s in one operation")
                 fault = True
@@ -332,9 +235,9 @@ class Watchdog:
     def _watch_board(self) -> None:
         """End this rank if the store does not answer and the current activity exceeds the timeout."""
         for doing in self._poll():
-            now = time.monotonic()
-            silent = now - self._answered > SILENCE_SECONDS
-            if silent and doing is not None and now - doing[1] > self.timeout + SILENCE_SECONDS:
+            now, silence = time.monotonic(), SILENCE_SECONDS + 4 * self._board.delay
+            silent = now - self._answered > silence
+            if silent and doing is not None and now - doing[1] > self.timeout + silence:
                 self._leave(
                     f"rank {self._board.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that hosts "
                     "the ranks' store "

@@ -6,6 +6,7 @@ must read the same parameters in the same order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,15 @@ def complete_weights(engine: Any) -> None:
 def before_step(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` before each change of weights and moments by the optimizer."""
     _inner(engine).register_step_pre_hook(lambda *_: hook())
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context whose work runs after all work queued so far, but beside later work; a no-op on a CPU."""
+    if device.type == "cpu":
+        return nullcontext()
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    return stream
 
 
 def local_piece(parameter: nn.Parameter) -> Tensor:

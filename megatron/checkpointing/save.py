@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
-from megatron.atomic import remove
+from megatron.atomic import remove, write_text
 from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.ranks.agreement import all_ranks, check_replicas
 from megatron.ranks.buffers import fingerprint_buffers
-from megatron.ranks.device import side_stream
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from tds import optimizer_state as zero_state
 
 from .buffers import Buffers, savable
+from .certificate import FILE as CERTIFICATE
 from .checksums import SHA256, preferred
 from .files import FORMAT, publish
 from .retention import prune
@@ -88,9 +88,19 @@ class Saver:
 
     background: a thread copies this rank's share to the CPU and writes the copy. Training continues meanwhile; only an
     optimizer step, which changes the share, waits for the copy.
+    certificate: text of a certificate to put into each checkpoint; rank 0's is used.
     """
 
-    def __init__(self, folder: str, engine: Any, config: Config, fingerprint: str, background: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str,
+        engine: Any,
+        config: Config,
+        fingerprint: str,
+        background: bool = False,
+        certificate: str | None = None,
+    ) -> None:
+        self.certificate = certificate
         self.folder, self.engine, self.config = Path(folder), engine, config
         self.fingerprint, self.background = fingerprint, background
         # The checkpoint being saved: its final folder, and the part of checkpoint.json that is known so far.
@@ -175,7 +185,7 @@ class Saver:
             self._write(path, parts, values)
             return
         live = deque(values)  # read here, because reading a value may be a collective
-        stream = side_stream(self.engine.device)
+        stream = zero_state.side_stream(self.engine.device)
         self._copied.clear()
         try:
             self._thread = threading.Thread(target=self._copy_and_write, args=(path, parts, live, stream), daemon=True)
@@ -258,8 +268,12 @@ class Saver:
         optimizer["without_moments"] = without_moments(tensors, optimizer["moments"])
         check_complete(temporary, tensors, expected)
         text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
+        sums = {each["file"]: each["sum"] for each in reports}
         with named_if_slow(final):
-            publish(final, temporary, text, self._checksum, {each["file"]: each["sum"] for each in reports})
+            if self.certificate is not None:
+                write_text(temporary / CERTIFICATE, self.certificate, synced=True)
+                sums[CERTIFICATE] = self._checksum.of(temporary / CERTIFICATE)
+            publish(final, temporary, text, self._checksum, sums)
 
 
 @contextlib.contextmanager

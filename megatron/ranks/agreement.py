@@ -1,11 +1,9 @@
 """Checks that ranks are consistent: settings and versions at startup, copies of weights at every save."""
 
 import hashlib
-import platform
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import megatron
-import tds
 from tds.optimizer_state import local_piece
 from tds.pipe import tied_weights
 
@@ -24,8 +20,8 @@ from ..config.fields import first_of, flag
 from ..model.layers import global_parameters
 from .errors import RunError, complaint
 from .objects import gather_objects
+from .source import source_hash, versions
 
-PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
 AT_ONCE = 1 << 20  # elements hashed at a time
 
 
@@ -54,17 +50,8 @@ def settings_and_versions(config: Config) -> dict[str, str]:
     path = config.train.deepspeed_config
     if path:
         found[f"the SHA-256 of --deepspeed-config {path}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-    source = hashlib.sha256()
-    for file in source_files():
-        source.update(file.read_bytes())
-    found["the SHA-256 of the source of megatron and tds"] = source.hexdigest()[:12]
-    found["the version of Python"] = platform.python_version()
-    return found | {f"the version of {name}": metadata.version(name) for name in PACKAGES}
-
-
-def source_files() -> list[Path]:
-    """Return all Python files of the packages megatron and tds that this process has imported."""
-    return sorted(file for package in (megatron, tds) for file in Path(str(package.__file__)).parent.rglob("*.py"))
+    found["the SHA-256 of the source of megatron and tds"] = source_hash()[:12]
+    return found | {f"the version of {name}": version for name, version in versions().items()}
 
 
 def same_everywhere(values: Mapping[str, str] | None) -> None:

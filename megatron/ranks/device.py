@@ -5,8 +5,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,15 +62,6 @@ def precision_note(device: torch.device, precision: str) -> str | None:
         "fp32 matmuls run without TF32, which would be several times as fast; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns "
         "TF32 on (10 instead of 23 mantissa bits), --precision bf16 is faster still"
     )
-
-
-def side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context whose work runs after all work queued so far, but beside later work; a no-op on a CPU."""
-    if device.type == "cpu":
-        return nullcontext()
-    stream = torch.Stream(device)
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    return stream
 
 
 def synchronize(device: torch.device) -> None:

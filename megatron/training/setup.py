@@ -1,5 +1,6 @@
 """Setup of a run from its settings: starts the ranks, opens the data, builds the engine, loads the checkpoint."""
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from tds.diagnose import Watchdog
 
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
+from ..checkpointing.certificate import certificate_for_run
 from ..checkpointing.files import clear
 from ..config import Config
 from ..config.command_line import with_values
@@ -46,8 +48,10 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     publish(config, tokenizer, timers)
     locks: list[RunLock] = []
+    certificate: str | None = None
     with all_ranks():
         if is_rank_0():
+            certificate = _certificate(config)
             writers.check(config.log)
             locks = run_folder.lock(config, run_dir)
     try:
@@ -76,8 +80,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     use_step_timeout(config)
     if not estimates:  # the lines of `estimates`, if any, have already printed the number of parameters
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
-    saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save)
-    retrying = RetryingSaver(saver, config.checkpoint.max_failed_saves)
+    saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save, certificate)
+    saves = RetryingSaver(saver, config.checkpoint.max_failed_saves)
     return Run(
         config,
         resolved,
@@ -85,7 +89,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         engine,
         datasets,
         state,
-        retrying,
+        saves,
         timers,
         metrics,
         tokenizer,
@@ -93,6 +97,12 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         parameters,
         locks,
     )
+
+
+def _certificate(config: Config) -> str | None:
+    """Return the text of --certificate, or None without this flag. Raises CertificateError if it does not fit."""
+    given = config.checkpoint.certificate
+    return None if given is None else certificate_for_run(given, sys.argv[0], config.to_dict()["model"])
 
 
 def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from data_utils.cli import Parser, run, write_json
 from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.bounds import refuse_absurd_sizes
+from megatron.checkpointing.certificate import FILE as CERTIFICATE
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.relocation import keep_roles, kept_beside
 from megatron.checkpointing.save import write_checkpoint
@@ -85,6 +87,8 @@ def export(args: argparse.Namespace) -> None:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
         for note in notes:
             print(f"note: {note}")
+        if CERTIFICATE in reader.sums:
+            shutil.copyfile(path / CERTIFICATE, folder / CERTIFICATE)
         # The folder has a temporary name until this check has passed. If the check fails, the folder is deleted.
         if args.verify:
             if tokenizer:

@@ -47,6 +47,7 @@ class Verdict:
     backward: the last gradient in network order that differs, so the first one in the backward pass.
     state: the first persistent buffer that differs after the last step.
     others: number of further parameters with different gradients.
+    weights, gradients: largest relative error of each parameter's initial value and of its gradient, by name.
     stopped: error message of a run that failed, so that nothing could be compared.
     """
 
@@ -60,6 +61,8 @@ class Verdict:
     backward: Difference | None = None
     state: Difference | None = None
     others: int = 0
+    weights: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
     stopped: str | None = None
 
@@ -132,10 +135,10 @@ class Comparison:
         one, other = self.one.initial_values(), self.other.initial_values()
         for name in sorted(one, key=self._when):
             error, words = _worst(one[name][0], other.get(name), "its initial value")
-            if error > self.tolerance:
+            found.weights[name] = error
+            if error > self.tolerance and found.initial_values is None:
                 words += "; use the same random seed on every rank"
                 found.initial_values = self._difference(name, error, words)
-                return
 
     def _compare_outputs(self, found: Verdict) -> None:
         """Find the first layer whose output differs, and the first module that differs in this layer.
@@ -216,8 +219,9 @@ class Comparison:
             errors[name] = _worst(one[name][0], other.get(name), "the gradient of this parameter", floor)
         for name in other.keys() - one.keys():
             errors[name] = float("inf"), "this parameter has a gradient in this layout but none in one process"
-        bad = [name for name, (error, _) in errors.items() if error > self.tolerance]
-        found.gradient_error = max((error for error, _ in errors.values()), default=None)
+        found.gradients = {name: error for name, (error, _) in errors.items()}
+        bad = [name for name, error in found.gradients.items() if error > self.tolerance]
+        found.gradient_error = max(found.gradients.values(), default=None)
         if bad:
             last = max(bad, key=self._when)
             error, words = errors[last]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.checkpointing import save as save_module
+from tds import optimizer_state
 from tests.support import covering, on_ranks
 
 from .runs import Start, run_all, whole_tensors
@@ -34,7 +34,7 @@ def _train(folder: str, flags: str, data: str, vocab_file: str) -> None:
 
     flags += f" --batch-size 2 --train-iters {ITERATIONS} --save-interval 1 --keep-last {ITERATIONS}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_module, "side_stream", slow)
+        patch.setattr(optimizer_state, "side_stream", slow)
         starts = [Start("gpt2", Path(folder, way), f"{flags} {way}") for way in ("--async-save", "")]
         run_all(starts, data, vocab_file)
 

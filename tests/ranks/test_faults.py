@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tds import schedule
+from tds import fault_board, schedule
+from tds.diagnose import Watchdog
 from tests.support import End, covering, ends_of_ranks
 
 STAGES, MICROS, TIMEOUT, TRIALS = 3, 4, 2.0, 30
@@ -105,3 +107,27 @@ ALWAYS = trials()[:12]
 @pytest.mark.parametrize("trial", covering(trials(), ALWAYS.__contains__), ids=lambda t: "-".join(map(str, t)))
 def test_all_ranks_end_with_a_report(trial: tuple[str, int, str, int]) -> None:
     check(ends_of_ranks(STAGES, _train, *trial, timeout=40), *trial)
+
+
+def _wait_in_a_large_run(victim: int) -> None:
+    """Wait as in a run with so many ranks that each rank except rank 0 asks for faults only every 7.5 seconds."""
+    fault_board.RANKS_PER_TICK = dist.get_world_size() / 30  # type: ignore[assignment]
+    fault_board.COLLECT_SECONDS = 1.5
+    watchdog = Watchdog(60.0, None, "run")
+    with watchdog.watching():
+        watchdog.at("waiting")
+        if dist.get_rank() == victim:
+            raise ArithmeticError("the layer broke")
+        time.sleep(60)
+
+
+def test_a_fault_in_a_large_run_reaches_all_ranks() -> None:
+    """Ranks that ask for faults seldom still learn of each fault, and the report waits for all of them."""
+    ranks, victim = 6, 4
+    ends = ends_of_ranks(ranks, _wait_in_a_large_run, victim, timeout=60)
+    words = "\n".join(f"[rank {r}] code {e.code} after {e.seconds:.1f} s\n{e.stderr}" for r, e in enumerate(ends))
+    assert [end.code for end in ends] == [1] * ranks, words
+    report = ends[0].stderr
+    assert report.startswith(f"run stopped: rank {victim} raised ArithmeticError: the layer broke"), words
+    assert all(f"--- rank {rank}, waiting, for" in report for rank in range(ranks) if rank != victim), words
+    assert "does not answer" not in report, words

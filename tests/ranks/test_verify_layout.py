@@ -212,6 +212,9 @@ def test_a_gradient_that_is_not_summed_is_named(tmp_path: Path, tiny_data: str, 
     assert not found.agrees and found.forward is None and found.initial_values is None and found.backward
     assert found.backward.name == "layers.1.input_layernorm.weight" and found.others == 0
     assert "the copies differ from each other" in found.backward.words
+    bad = {name for name, error in found.gradients.items() if error > TOLERANCE["fp32"]}
+    assert bad == {"layers.1.input_layernorm.weight"}
+    assert found.weights.keys() == found.gradients.keys() and max(found.weights.values()) == 0.0
 
 
 @pytest.mark.full
@@ -224,6 +227,7 @@ def test_a_gradient_of_a_share_is_named(tmp_path: Path, tiny_data: str, vocab_fi
 def test_initial_values_by_rank_are_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(OwnValues, Layout(tp=2), tmp_path, tiny_data, vocab_file)
     assert found.initial_values and found.initial_values.name == f"{AT}.extra.scale"
+    assert {name for name, error in found.weights.items() if error} == {f"{AT}.extra.scale"}
     assert "the same random seed" in found.initial_values.words
 
 

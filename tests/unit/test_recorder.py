@@ -10,7 +10,7 @@ import torch
 
 from tds import recorder
 from tds._torch import recorded_collectives
-from tds.diagnose import where_ranks_stand
+from tds.fault_board import where_ranks_stand
 from tds.recorder import Finished, not_ended
 
 

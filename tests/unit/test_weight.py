@@ -15,12 +15,13 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     # This includes 400 tokens for the list of DeepSpeed's names in _contract.py, 1,500 for posting.py and its callers,
-    # which prevent deadlocks when stages synchronize their devices, 400 for having the host wait once per step, and
-    # 500 for gathers.py.
-    "tds": (47_900, 1),
-    "megatron": (140_250, 14),  # including 250 for BLAKE3 checksums
+    # which prevent deadlocks when stages synchronize their devices, 400 for having the host wait once per step, 500
+    # for gathers.py, and 440 for the store of runs with thousands of ranks.
+    "tds": (48_500, 1),
+    # This includes 250 for BLAKE3 checksums, and 1,500 for reading certificates and putting them into checkpoints.
+    "megatron": (141_950, 14),
     "data_utils": (30_600, 1),
-    "megatron_tools": (65_600, 7),
+    "megatron_tools": (66_850, 7),  # including 1,200 for writing certificates and checking them again
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {

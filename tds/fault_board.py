@@ -1,0 +1,138 @@
+"""Exchange of a fault through torch's store, and of each rank's report about it.
+
+One process hosts the store: rank 0, or the launcher of the first node. So in a large run, a rank asks it less often.
+"""
+
+import json
+import math
+import re
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ._torch import default_store
+from .messages import say
+
+POLL_SECONDS = 0.25  # length of a tick
+RANKS_PER_TICK = 200  # how many ranks may query the store in one tick; more ranks take turns
+COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks, after all ranks have seen the fault
+FAULT, PRINTED = "tds/fault", "tds/printed"
+_LOST = re.compile(
+    r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
+)
+
+
+def _name_dead_ranks(fault: str, dead: list[int]) -> str:
+    """Return `fault`, or a text that names the `dead` ranks if the fault is only a lost connection."""
+    lost = _LOST.search(fault)
+    if not dead or not lost:
+        return fault
+    whose, be = ("its process is", "does") if len(dead) == 1 else ("their processes are", "do")
+    ranks = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
+    return (
+        f"{ranks} {be} not answer: {whose} dead or stopped; {fault.split(' raised ')[0]} lost the connection "
+        f"({lost[0]})"
+    )
+
+
+def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
+    """Return the lines of a report: all ranks, grouped by equal stacks, each stack printed once.
+
+    reports: keyed by rank; a rank that did not answer is absent.
+    """
+    alike: dict[str, list[int]] = {}
+    for rank in range(world):
+        alike.setdefault(reports[rank]["stack"] if rank in reports else "", []).append(rank)
+    lines = []
+    for stack, ranks in alike.items():
+        for rank in ranks:
+            if rank not in reports:
+                lines.append(f"--- rank {rank} does not answer: its process is dead or was stopped")
+                continue
+            report = reports[rank]
+            lines.append(f"--- rank {rank}, {report['what']}, for {report['since']:.1f} s")
+            lines += [f"    {line}" for line in report.get("more", [])]
+        lines += [stack] if stack else []
+    return lines
+
+
+def ticks_between_queries(rank: int, world: int) -> int:
+    """Return every how many ticks of POLL_SECONDS `rank` asks the store for a fault.
+
+    All ranks together make at most RANKS_PER_TICK queries in a tick, 800 in a second. Rank 0 asks in each tick, because
+    it collects the reports of the others.
+    """
+    return 1 if rank == 0 else math.ceil(world / RANKS_PER_TICK)
+
+
+class FaultBoard:
+    """Exchange of a fault, and then of each rank's report about it, through torch's store.
+
+    Rank 0 collects and prints the reports, and the other ranks wait until rank 0 has printed them.
+    name: what is monitored, e.g. `pipeline`; reports begin with this name.
+    delay: seconds after which the last rank learns of a fault, beyond the tick that each rank waits in a small run.
+    """
+
+    def __init__(self, name: str) -> None:
+        store = default_store()
+        self._store = store.clone() if hasattr(store, "clone") else store  # a separate connection
+        self.name, self.rank, self.world = name, dist.get_rank(), dist.get_world_size()
+        self.ticks = ticks_between_queries(self.rank, self.world)
+        self.delay = POLL_SECONDS * (math.ceil(self.world / RANKS_PER_TICK) - 1)
+
+    @property
+    def collect_seconds(self) -> float:
+        """How long rank 0 waits for reports, in seconds."""
+        return COLLECT_SECONDS + self.delay
+
+    def has_fault(self) -> bool:
+        """Return whether any rank has announced a fault. Raises torch's error if the store is unreachable."""
+        return bool(self._store.check([FAULT]))
+
+    def announce(self, fault: str, code: int = 0) -> None:
+        """Publish the fault, unless another rank has already done so.
+
+        code: exit code of all ranks, with a report of one line. If it is 0, the ranks exit with code 1 instead, and the
+        report has all stacks.
+        """
+        if not self.has_fault():
+            self._store.set(FAULT, json.dumps([fault, code]))
+
+    def report(self, report: dict[str, Any]) -> int:
+        """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.
+
+        report: the rank's activity `what`, its duration `since` in seconds, its `stack`, and further lines, `more`.
+        """
+        fault, code = json.loads(self._store.get(FAULT))
+        self._store.set(f"tds/report/{self.rank}", json.dumps(report))
+        if self.rank == 0:
+            self._print(fault, with_stacks=not code)
+        else:
+            self._store.wait([PRINTED], timedelta(seconds=2 * self.collect_seconds))
+            self._store.set(f"tds/left/{self.rank}", "1")
+        return int(code)
+
+    def _print(self, fault: str, with_stacks: bool) -> None:
+        answered = self._collect("tds/report", set(range(self.world)))
+        dead = sorted(set(range(self.world)) - answered)
+        lines = [f"{self.name} stopped: {_name_dead_ranks(fault, dead)}"]
+        if with_stacks:
+            found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
+            lines += where_ranks_stand(found, self.world)
+        say("\n".join(lines), error=True)
+        self._store.set(PRINTED, "1")
+        self._collect("tds/left", answered - {0})  # this process may host the store, which others still read
+
+    def _collect(self, key: str, ranks: set[int]) -> set[int]:
+        """Wait until all `ranks` have written under `key`, or for `collect_seconds`; return those that have.
+
+        One request asks for all ranks. Only after the wait, one request for each rank finds the ranks that are missing.
+        """
+        end, keys = time.monotonic() + self.collect_seconds, [f"{key}/{rank}" for rank in ranks]
+        while keys and time.monotonic() < end:
+            if self._store.check(keys):
+                return ranks
+            time.sleep(0.02)
+        return {rank for rank in ranks if self._store.check([f"{key}/{rank}"])}
