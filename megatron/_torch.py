@@ -4,8 +4,12 @@ If torch lacks a name, the function that uses it takes an alternative, where one
 docstring says why no public function would do.
 """
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,6 +155,20 @@ def cpp_compiler_found() -> bool:
         return bool(get_cpp_compiler())
     except (InvalidCxxCompiler, RuntimeError):
         return False
+
+
+def triton_found() -> bool:
+    """Return whether torch.compile finds Triton for this device, and what Triton needs: a C compiler, Python's headers.
+
+    Without this check, a missing part would only raise an error in the first training step.
+    """
+    try:
+        from torch.utils._triton import has_triton
+    except ImportError:
+        return False
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return has_triton() and any(map(shutil.which, compilers)) and headers.is_file()
 
 
 def set_default_timeout(timeout: timedelta) -> None:

@@ -72,7 +72,7 @@ def build_engine(
     timers: Timers,
 ) -> Engine:
     """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise."""
-    compile_layers(model, config)
+    compile_layers(model, config, resolved.zero_stage)
     with all_ranks():
         pipeline = _checked(model, task, config)
     if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
