@@ -63,12 +63,18 @@ T5 = (
     "--hidden-size 32 --num-attention-heads 4 --vocab-size 64 --compile"
 )
 CASES = [(f"{FLAGS} {dropout}", sequence, False) for dropout in DROPOUTS for sequence in (False, True)]
-CASES += [(LLAMA, True, False), (f"{FLAGS} {DROPOUTS[1]}", True, True), (f"{T5} {DROPOUTS[0]}", False, True)]
+SHARED = LLAMA.replace("--num-key-value-heads 2", "--num-key-value-heads 1")  # 2 ranks share the key-value head
+CASES += [
+    (LLAMA, True, False),
+    (SHARED, True, False),
+    (f"{FLAGS} {DROPOUTS[1]}", True, True),
+    (f"{T5} {DROPOUTS[0]}", False, True),
+]
 
 
 @pytest.mark.parametrize(
     ("flags", "sequence", "onednn"),
-    covering(CASES, lambda case: (DROPOUTS[1] in case[0] and case[1]) or "t5" in case[0], True),
+    covering(CASES, lambda case: (DROPOUTS[1] in case[0] and case[1]) or "t5" in case[0] or case[0] == SHARED, True),
 )
 def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool, onednn: bool) -> None:
     """A tensor-parallel layer, including its all-reduces, compiles without graph breaks, with any kind of matmul."""
