@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 
 
@@ -30,6 +31,20 @@ def will_run(node: Any, otherwise: bool) -> bool:
         return bool(asked(node)) if asked else otherwise
     except RuntimeError:
         return otherwise
+
+
+def accumulates(weight: Tensor) -> bool:
+    """Return whether the running backward pass writes to `weight.grad`, for use inside a custom operation.
+
+    torch turns autograd off inside custom operations, and has no public way to turn it on there. Without the private
+    one, the result is True, which is right for `backward()`.
+    """
+    guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+    if guard is None:
+        return True
+    with torch.enable_grad(), guard(torch._C.DispatchKey.AutogradFunctionality, False):
+        node = get_gradient_edge(weight).node
+    return will_run(node, otherwise=False)
 
 
 def onednn_is_there() -> bool:

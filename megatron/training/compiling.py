@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import mpu
 from .._torch import cpp_compiler_found, triton_found
 from ..config import Config
 from ..model.attention import Attention
@@ -47,6 +49,15 @@ def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:
     _keep_outside()
     for layer in layers:
         layer.compile()
+
+
+def accumulate_in_graph(model: Any) -> None:
+    """Let compiled layers accumulate weight gradients as eager layers do. Call this after the optimizer is attached."""
+    for module in model.modules():
+        if isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
+            spec = mpu.spec_of(module.weight)
+            if spec.accumulate_wgrad is not None and not spec.used_as_embedding and not module.options.onednn:
+                module.options = replace(module.options, wgrad_in_graph=True)
 
 
 def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int) -> str | None:
