@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     if torch.compiler.is_compiling():
         x = traced_gather(x, axis, options.sequence_parallel) if is_traced(axis) else x
         if onednn:
-            return _in_graph(x, weight, bias)
+            return _in_graph(x, weight, bias)  # type: ignore[no-any-return]
         if options.wgrad_in_graph and _accumulates_in_graph(x, weight):
             return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
         return F.linear(x, weight, bias)

@@ -74,9 +74,15 @@ def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int)
 
 def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
     """Yield what makes compiled layers slower or larger than eager ones on CUDA; --compile compiles them anyway."""
-    packs = config.data.reset_attention_mask or config.objective == "sft"
-    if packs and config.model.position_embedding != "relative" and config.model.sliding_window is None:
-        yield "the attention kernel for several documents in a sample cannot be compiled; --compile uses a mask instead"
+    m, window = config.model, config.model.sliding_window
+    documents = config.objective != "lm" or config.data.reset_attention_mask
+    contexts = config.parallel.context_parallel_size > 1
+    masked = documents or contexts or (window is not None and window < config.data.seq_length)
+    if masked and m.position_embedding != "relative":  # with relative positions, eager layers also save their scores
+        yield (
+            "each would save its own attention mask, which eager layers share or do not need, because of documents, "
+            "--sliding-window or --context-parallel-size; --compile compiles them anyway"
+        )
     if any(type(module).__module__.startswith("apex") for layer in layers for module in layer.modules()):
         yield "apex's norms cannot be compiled; --kernels torch avoids them"
 

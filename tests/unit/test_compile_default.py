@@ -59,19 +59,26 @@ def test_a_conflict_turns_the_default_off_and_refuses_the_flag(
         resolve(parse(f"{GPT2} {flags} --compile".split()), 1, False)
 
 
+LLAMA = "--family llama --position-embedding rope"
+T5 = "--family t5 --enc-seq-length 8 --dec-seq-length 8 --position-embedding relative"
+
+
 @pytest.mark.parametrize(
     ("flags", "is_compiled"),
     [
         ("--reset-attention-mask", False),
         ("--objective sft", False),
-        ("--reset-attention-mask --sliding-window 4 --family llama --position-embedding rope", True),
+        ("--objective prefix-lm", False),
+        (f"{LLAMA} --sliding-window 4", False),
+        (f"{LLAMA} --sliding-window 8", True),
+        (T5, True),
         ("--reset-attention-mask --compile", True),
     ],
 )
-def test_documents_keep_their_kernel_unless_the_flag_is_given(
+def test_layers_with_attention_masks_are_compiled_only_with_the_flag(
     flags: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's kernel for several documents in a sample runs only in layers that are not compiled."""
+    """Each compiled layer saves its own mask, so the default does not compile layers that need one."""
     assert compiled(flags, monkeypatch) is is_compiled
 
 
