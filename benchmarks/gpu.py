@@ -44,8 +44,9 @@ TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ff-hidden-size
 
 def flags_of(args: argparse.Namespace, model: str) -> str:
     batch, own = MODELS[model]
+    file = f"{ROOT}/configs/models/{model.removesuffix('_4_layers')}.json"
     common = (
-        f"--config {ROOT}/configs/models/{model.removesuffix('_4_layers')}.json --batch-size {2 if args.dry_run else args.batch or batch} "
+        f"--config {file} --batch-size {2 if args.dry_run else args.batch or batch} "
         f"--vocab-size {512 if args.dry_run else 50304} --hidden-dropout 0 --attention-dropout 0 --precision bf16"
     )
     if args.dry_run:
