@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from megatron.model.attention_kernels import kernels_for
-from megatron.model.mlp import gated_gelu, gelu
 from megatron.ranks import device
 from megatron.training.metrics import Timers
 
@@ -77,17 +76,3 @@ def test_timers_take_what_the_device_noted(monkeypatch: pytest.MonkeyPatch) -> N
         pass
     assert timers.take() == {"forward": 2.0, "inside": 1.0, "step": 3.0}
     assert timers.take() == {}
-
-
-def test_gate_and_value_may_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gated GELU equals its formula and leaves its input as is if gate and value interleave in memory, as on a GPU."""
-    from megatron.model import mlp
-
-    monkeypatch.setattr(mlp, "_apart", lambda x: x.view(*x.shape[:-1], -1, 2).unbind(-1))
-    x = torch.randn(3, 4, 10, dtype=torch.float64, requires_grad=True)
-    before, weight = x.detach().clone(), torch.randn(3, 4, 5, dtype=torch.float64)
-    found = gated_gelu(x)
-    wanted = gelu(x[..., ::2]) * x[..., 1::2]
-    assert torch.allclose(found, wanted, rtol=1e-14)
-    ours, plain = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (found, wanted))
-    assert torch.allclose(ours, plain, rtol=1e-13) and torch.equal(x, before)
