@@ -76,3 +76,22 @@ def test_timers_take_what_the_device_noted(monkeypatch: pytest.MonkeyPatch) -> N
         pass
     assert timers.take() == {"forward": 2.0, "inside": 1.0, "step": 3.0}
     assert timers.take() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_the_peak_is_that_of_the_device_and_its_form(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaks are those of the vendor's data sheets; cards of one generation differ by form factor."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert device.peak_tflops(CUDA) == peak
