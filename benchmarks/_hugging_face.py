@@ -25,13 +25,13 @@ def t5(vocab: int, hidden: int, ff: int, layers: int, heads: int, kv: int = 64) 
     return T5ForConditionalGeneration(config).train()
 
 
-def llama(vocab: int, seq: int, hidden: int, ff: int, layers: int, heads: int, groups: int) -> Any:
-    """Build a Llama with tied embeddings; calling it with (tokens [b, s], labels=) returns an object with `loss`."""
+def llama(vocab: int, seq: int, hidden: int, ff: int, layers: int, heads: int, groups: int, tied: bool = True) -> Any:
+    """Build a Llama; calling it with (tokens [b, s], labels=) returns an object with `loss`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocab, max_position_embeddings=seq, hidden_size=hidden, intermediate_size=ff,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=True,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=tied,
         use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()

@@ -1,6 +1,7 @@
 """Training on one accelerator in bf16, compared with Hugging Face and compiled plain torch: tokens/s, MFU, memory.
 
     python benchmarks/gpu.py --models gpt2_1.3B
+    python benchmarks/gpu.py --models llama_1b llama_8b_4_layers     Llama 1B, and four layers of Llama 8B
     python benchmarks/gpu.py --models gpt2_345M --batch 8 --rounds 7 --turns 2
     python benchmarks/gpu.py --dry-run          tiny models on any device, a CPU included: a smoke test
 
@@ -34,20 +35,23 @@ MODELS = {
     "gpt2_1.3B": (8, "--seq-length 1024"),
     "t5_base": (32, "--enc-seq-length 512 --dec-seq-length 114"),
     "t5_large": (16, "--enc-seq-length 512 --dec-seq-length 114"),
+    "llama_1b": (2, "--seq-length 4096 --vocab-size 128256"),
+    "llama_8b_4_layers": (2, "--seq-length 4096 --vocab-size 128256 --num-layers 4"),
 }
+SMALLER = {"1024": "32", "4096": "32", "512": "32", "114": "16", "128256": "512"}  # for --dry-run
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ff-hidden-size 128"
 
 
 def flags_of(args: argparse.Namespace, model: str) -> str:
     batch, own = MODELS[model]
+    file = f"{ROOT}/configs/models/{model.removesuffix('_4_layers')}.json"
     common = (
-        f"--config {ROOT}/configs/models/{model}.json --batch-size {2 if args.dry_run else args.batch or batch} "
+        f"--config {file} --batch-size {2 if args.dry_run else args.batch or batch} "
         f"--vocab-size {512 if args.dry_run else 50304} --hidden-dropout 0 --attention-dropout 0 --precision bf16"
     )
     if args.dry_run:
-        own = own.replace("1024", "32").replace("512", "32").replace("114", "16") + " " + TINY
-        if model.startswith("t5"):
-            own += " --kv-hidden-size 16"
+        own = " ".join(SMALLER.get(word, word) for word in own.split()) + " " + TINY
+        own += {"t5": " --kv-hidden-size 16", "ll": " --kv-hidden-size 16 --num-key-value-heads 2"}.get(model[:2], "")
     return f"{common} {own} {args.flags}"
 
 
@@ -57,7 +61,7 @@ def worker(args: argparse.Namespace) -> None:
     from megatron.training.metrics import flops_per_token
 
     name, contender = args.worker
-    compiled = " --compile" if contender == "ours, --compile" else ""
+    compiled = " --compile" if contender == "ours, --compile" else " --no-compile"
     device, flags = device_module.current(), flags_of(args, name)
     if not contender.startswith("ours"):
         config, model, step = peer(flags, device, contender)
@@ -110,6 +114,9 @@ def peer(flags: str, device: Any, contender: str) -> tuple[Any, Any, Callable[[]
             model: Any = Nano(vocab, d.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
         elif config.is_t5:
             model = _hugging_face.t5(vocab, m.hidden_size, m.ff_size, m.num_layers, m.num_attention_heads, m.head_size)
+        elif m.family == "llama":
+            sizes = m.hidden_size, m.ff_size, m.num_layers, m.num_attention_heads, m.key_value_heads
+            model = _hugging_face.llama(vocab, d.seq_length, *sizes, tied=m.tie_embeddings)
         else:
             model = _hugging_face.gpt2(vocab, d.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
     call: Any = torch.compile(model) if "compiled" in contender else model

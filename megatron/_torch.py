@@ -4,13 +4,18 @@ Where a public alternative exists, a function takes it if the installed torch la
 the function's docstring says why.
 """
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 
 
@@ -26,6 +31,20 @@ def will_run(node: Any, otherwise: bool) -> bool:
         return bool(asked(node)) if asked else otherwise
     except RuntimeError:
         return otherwise
+
+
+def accumulates(weight: Tensor) -> bool:
+    """Return whether the running backward pass writes to `weight.grad`, for use inside a custom operation.
+
+    torch turns autograd off inside custom operations, and has no public way to turn it on there. Without the private
+    one, the result is True, which is right for `backward()`.
+    """
+    guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+    if guard is None:
+        return True
+    with torch.enable_grad(), guard(torch._C.DispatchKey.AutogradFunctionality, False):
+        node = get_gradient_edge(weight).node
+    return will_run(node, otherwise=False)
 
 
 def onednn_is_there() -> bool:
@@ -151,6 +170,20 @@ def cpp_compiler_found() -> bool:
         return bool(get_cpp_compiler())
     except (InvalidCxxCompiler, RuntimeError):
         return False
+
+
+def triton_found() -> bool:
+    """Return whether torch.compile finds Triton for this device, and what Triton needs: a C compiler, Python's headers.
+
+    Without this check, a missing part would only raise an error in the first training step.
+    """
+    try:
+        from torch.utils._triton import has_triton
+    except ImportError:
+        return False
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return has_triton() and any(map(shutil.which, compilers)) and headers.is_file()
 
 
 def set_default_timeout(timeout: timedelta) -> None:

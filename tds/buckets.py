@@ -152,9 +152,11 @@ class Bucket:
         """Copy half-precision weights that a user changed since the last step into this replica's fp32 share."""
         if not self.copies:
             return
-        for at in range(0, self.share.numel(), NORM_SLICE):
-            exact, seen = (t[at : at + NORM_SLICE] for t in (self.share.data, self.weights[self.begin : self.end]))
-            exact.copy_(torch.where(exact.to(seen.dtype) == seen, exact, seen))
+        # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
+        size = NORM_SLICE if self.share.device.type == "cpu" else 8 * NORM_SLICE
+        for at in range(0, self.share.numel(), size):
+            exact, seen = (t[at : at + size] for t in (self.share.data, self.weights[self.begin : self.end]))
+            torch.where(exact.to(seen.dtype) == seen, exact, seen, out=exact)
 
     def wait(self) -> None:
         """Wait for the collective that `reduce` or `gather` has started."""

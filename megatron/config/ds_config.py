@@ -10,7 +10,7 @@ from typing import Any
 import tds
 
 from .command_line import nearest, read_json
-from .fields import ConfigError
+from .fields import ConfigError, refuse
 from .sections import Config
 
 # Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
@@ -73,7 +73,8 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     batch, notes = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
     zero = _zero_stage(config, given, path, precision)
-    _refuse_compiled(config, zero)
+    if config.train.compile:
+        refuse(config.conflicts_with_compile(zero))
     clip = _agree("gradient_clipping", given, "--clip-grad", config.optim.clip_grad, 1.0, path)
     log_interval, note = _log_interval(config, given, path)
     notes += note
@@ -240,18 +241,6 @@ def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str
     if precision == "fp64" and stage > 0:
         raise ConfigError(f"--precision fp64, a mode for numerical checks, needs --zero-stage 0, not {stage}")
     return int(stage)
-
-
-def _refuse_compiled(config: Config, zero: int) -> None:
-    """Raise ConfigError if --compile is combined with ZeRO 3 or --pipeline-schedule zb-h1."""
-    if config.train.compile and zero == 3:
-        raise ConfigError(
-            "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage 2"
-        )
-    if config.train.compile and config.parallel.pipeline_schedule == "zb-h1":
-        raise ConfigError(
-            "--compile cannot be used with --pipeline-schedule zb-h1, which splits the backward pass; use 1f1b"
-        )
 
 
 def _agree(key: str, given: dict[str, Any], flag: str, flag_value: Any, default: Any, path: str) -> Any:

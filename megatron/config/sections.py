@@ -55,19 +55,16 @@ class Config:
             yield f"--ff-hidden-size {m.ff_size} {split}"
 
     def _recomputation(self) -> Iterator[str]:
-        m, p, t = self.model, self.parallel, self.train
+        m, p = self.model, self.parallel
         zero_bubble = p.pipeline_schedule == "zb-h1"
         if m.checkpoint_attention and p.checkpoint_activations:
             yield "--checkpoint-activations recomputes attention with its layer; leave --checkpoint-attention out"
         if m.offload_activations and p.checkpoint_activations:
             yield "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out"
-        if m.offload_activations and t.compile:
-            yield "--offload-activations cannot see activations inside compiled layers; leave it or --compile out"
         for name, given in (
             ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
             ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
             ("--offload-activations, which keeps activations elsewhere", m.offload_activations),
-            ("--compile, which chooses what to recompute itself", t.compile),
             ("--pipeline-schedule zb-h1, which would recompute for each half of the backward pass", zero_bubble),
         ):
             if m.recompute_modules and given:
@@ -76,6 +73,28 @@ class Config:
             yield (
                 "--pipeline-schedule zb-h1 would recompute attention for each half of the backward pass; use 1f1b "
                 "with --checkpoint-attention"
+            )
+        if self.train.compile:
+            yield from self.conflicts_with_compile()
+
+    def conflicts_with_compile(self, zero_stage: int | None = None) -> Iterator[str]:
+        """Yield an error text for each setting that cannot be combined with --compile.
+
+        zero_stage: stage of ZeRO; None if it is not known yet.
+        """
+        if self.model.offload_activations:
+            yield "--offload-activations cannot see activations inside compiled layers; leave it or --compile out"
+        if self.model.recompute_modules:
+            yield (
+                "--recompute-modules cannot be used with --compile, which chooses what to recompute itself; leave one "
+                "of them out"
+            )
+        if self.parallel.pipeline_schedule == "zb-h1":
+            yield "--compile cannot be used with --pipeline-schedule zb-h1, which splits the backward pass; use 1f1b"
+        if zero_stage == 3:
+            yield (
+                "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage "
+                "2"
             )
 
     def _settings_of_other_families(self) -> Iterator[str]:

@@ -55,8 +55,10 @@ class TrainConfig(Section):
         "collection to Python",
         at_least(0),
     )
-    compile: bool = opt(
-        False, "compile the transformer layers with torch.compile: the first step is slow, later steps are faster"
+    compile: bool | None = opt(
+        None,
+        "compile the transformer layers with torch.compile: the first step is slow, later steps are faster; if not "
+        "given, on for CUDA devices, except with settings that cannot be combined with compiled layers",
     )
     cpu_matmul: str = opt(
         "auto",

@@ -21,7 +21,10 @@ from torch import Tensor
 
 from megatron import mpu
 
+from .fused import Fused
 from .rotary import Rotation, rotate, rotate_into
+
+Grads = tuple[Tensor | None, ...]  # gradients of the parts [s, b, g * part, d]; None for a part without a gradient
 
 
 def repeat_heads(query: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -86,11 +89,9 @@ def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, on
     """Split [s, b, g, sum(parts), d] into one tensor [s, b, g * part, d] for each part."""
     cut = list(_cut(by_group, parts))
     if one_buffer:
-        memory = torch.split(by_group.new_empty(by_group.numel()), [part.numel() for part in cut])
-        places = [place.view(part.shape) for place, part in zip(memory, cut, strict=True)]
-        for place, part, turn in zip(places, cut, _angles_of(parts, angles), strict=True):
-            rotate_into(place, part, turn)
-        cut = places
+        rotated = _ROTATED_PARTS if angles is not None else _rotated_parts_eagerly  # copies need no compiler
+        memory = torch.split(rotated(by_group, parts, angles), [part.numel() for part in cut])
+        cut = [place.view(part.shape) for place, part in zip(memory, cut, strict=True)]
     return tuple(part.flatten(2, 3) for part in cut)
 
 
@@ -106,6 +107,49 @@ def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
 
 def _angles_of(parts: tuple[int, ...], angles: Rotation | None) -> tuple[Rotation | None, ...]:
     return (angles, angles, None)[: len(parts)]
+
+
+def _rotated_parts(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> Tensor:
+    """Rotate the parts of [s, b, g, sum(parts), d] and write them one after another -> [s * b * g * sum(parts) * d]."""
+    turned = zip(_cut(by_group, parts), _angles_of(parts, angles), strict=True)
+    return torch.cat([rotate(part, turn).flatten() for part, turn in turned])
+
+
+def _rotated_parts_eagerly(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> Tensor:
+    cut = list(_cut(by_group, parts))
+    memory = by_group.new_empty(by_group.numel())
+    places = torch.split(memory, [part.numel() for part in cut])
+    for place, part, turn in zip(places, cut, _angles_of(parts, angles), strict=True):
+        rotate_into(place.view(part.shape), part, turn)
+    return memory
+
+
+def _joined(known: Tensor, grads: Grads, shape: torch.Size, parts: tuple[int, ...], angles: Rotation | None) -> Tensor:
+    """Rotate the gradients of all parts back and join them to one of `shape`, [s, b, g, sum(parts), d].
+
+    known: any of the gradients that is not None.
+    """
+    found = []
+    for grad, part, turn in zip(grads, parts, _angles_of(parts, angles), strict=True):
+        size = (*shape[:3], part, shape[4])
+        found.append(known.new_zeros(size) if grad is None else rotate(grad.view(size), turn, back=True))
+    return torch.cat(found, 3)
+
+
+def _joined_eagerly(
+    known: Tensor, grads: Grads, shape: torch.Size, parts: tuple[int, ...], angles: Rotation | None
+) -> Tensor:
+    whole = known.new_empty(shape)
+    for grad, place, turn in zip(grads, _cut(whole, parts), _angles_of(parts, angles), strict=True):
+        if grad is None:
+            place.zero_()
+        else:
+            rotate_into(place, grad.view(place.shape), turn, back=True)
+    return whole
+
+
+_ROTATED_PARTS = Fused(_rotated_parts, _rotated_parts_eagerly)
+_JOINED = Fused(_joined, _joined_eagerly)
 
 
 class _Split(torch.autograd.Function):
@@ -137,10 +181,5 @@ class _Split(torch.autograd.Function):
         known = next((grad for grad in grads if grad is not None), None)
         if known is None:
             return None, None, None, None, None, None
-        whole = known.new_empty(ctx.shape)
-        for grad, place, angles in zip(grads, _cut(whole, ctx.parts), _angles_of(ctx.parts, ctx.angles), strict=True):
-            if grad is None:
-                place.zero_()
-            else:
-                rotate_into(place, grad.view(place.shape), angles, back=True)
-        return whole.flatten(2), None, None, None, None, None
+        joined = _JOINED if ctx.angles is not None else _joined_eagerly
+        return joined(known, grads, ctx.shape, ctx.parts, ctx.angles).flatten(2), None, None, None, None, None

@@ -4,6 +4,7 @@ Shapes: s sequence, b batch, h hidden, f width of the MLP, t model-parallel rank
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,8 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
+from .fused import Fused
 from .recompute import Recipe, save_recipe_for
-
-# (gradient of a function's output, the function's input) -> gradient of that input
-Slope = Callable[[Tensor, Tensor], Tensor]
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -24,47 +23,86 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-class _Gated(torch.autograd.Function):
-    """Gated activation that saves only its input.
+class GatedActivation:
+    """Gated activation function(gate) * value: x [..., 2 f], with gate and value of each feature adjacent, -> [..., f].
 
-    On a CPU, gate and value are first copied to contiguous tensors, because torch is four times slower on strided ones.
+    slope: (gradient of the function's output, gate) -> gradient of the gate. Its keyword `grad_input` gives the tensor
+    to write this gradient to.
+    `value` and `gradient` are the two functions that training calls; the other methods are their definitions.
     """
 
+    def __init__(self, function: Callable[[Tensor], Tensor], slope: Callable[..., Tensor]) -> None:
+        self._function, self._slope = function, slope
+        self.value = Fused(self.plain, self.eager)
+        self.gradient = Fused(self.plain_gradient, self.eager_gradient)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Compute the activation, [..., 2 f] -> [..., f]."""
+        gate, value = _gate_and_value(x)
+        return self._function(gate) * value
+
+    def plain_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Compute the gradient of x [..., 2 f] from `grad` [..., f], the gradient of the result."""
+        gate, value = _gate_and_value(x)
+        return torch.stack([self._slope(value * grad, gate), self._function(gate) * grad], -1).view(x.shape)
+
+    def eager(self, x: Tensor) -> Tensor:
+        """Compute `plain` with fewer passes over memory."""
+        gate, value = _gate_and_value(x)
+        if x.device.type == "cpu":  # torch is four times slower on strided tensors
+            gate, value = gate.contiguous(), value.contiguous()
+        return self._function(gate).mul_(value)
+
+    def eager_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Compute `plain_gradient` with fewer passes over memory."""
+        if x.device.type != "cpu":
+            return self.gradient_in_place(grad, x)
+        gate, value = (part.contiguous() for part in _gate_and_value(x))
+        of_value = self._function(gate).mul_(grad)
+        return torch.stack([self._slope(value * grad, gate), of_value], -1).view(x.shape)
+
+    def gradient_in_place(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Compute `plain_gradient` without a stack: the gradients of gate and value go straight to their places."""
+        gate, value = _gate_and_value(x)
+        whole = torch.empty_like(x)
+        of_gate, of_value = _gate_and_value(whole)
+        torch.mul(self._function(gate), grad, out=of_value)
+        self._slope(value * grad, gate, grad_input=of_gate)
+        return whole
+
+
+def _gate_and_value(x: Tensor) -> tuple[Tensor, Tensor]:
+    """View [..., 2 f] as gate and value, [..., f] each, whose elements alternate in x."""
+    return x[..., ::2], x[..., 1::2]
+
+
+GATED_GELU = GatedActivation(gelu, partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+SWIGLU = GatedActivation(F.silu, torch.ops.aten.silu_backward)
+
+
+class _Gated(torch.autograd.Function):
+    """Gated activation that saves only its input."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], slope: Slope) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activation: GatedActivation) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.function, ctx.slope = function, slope
-        gate, value = _apart(x)
-        return function(gate).mul_(value)
+        ctx.activation = activation
+        return activation.value(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        gate, value = _apart(x)
-        of_value = ctx.function(gate).mul_(grad)
-        of_gate = ctx.slope(value * grad, gate)
-        return torch.stack([of_gate, of_value], -1).view(x.shape), None, None
-
-
-def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")  # type: ignore[no-any-return]
-
-
-def _apart(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split [..., 2 f] into gate and value, [..., f] each: copies on a CPU, views on accelerators."""
-    pairs = x.view(*x.shape[:-1], -1, 2)
-    gate, value = pairs[..., 0], pairs[..., 1]
-    return (gate.contiguous(), value.contiguous()) if x.device.type == "cpu" else (gate, value)
+        return ctx.activation.gradient(grad, x), None
 
 
 def gated_gelu(x: Tensor) -> Tensor:
     """Apply gated GELU (Shazeer 2020): [..., 2 f], with gate and value of each feature adjacent, -> [..., f]."""
-    return _Gated.apply(x, gelu, _gelu_backward)  # type: ignore[no-untyped-call,no-any-return]
+    return _Gated.apply(x, GATED_GELU)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def swiglu(x: Tensor) -> Tensor:
     """Apply SwiGLU, whose gate is x sigmoid(x): [..., 2 f], gate and value of each feature adjacent, -> [..., f]."""
-    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward)  # type: ignore[no-untyped-call,no-any-return]
+    return _Gated.apply(x, SWIGLU)  # type: ignore[no-untyped-call,no-any-return]
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -74,10 +112,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gated-gelu": gated_gelu,
     "swiglu": swiglu,
 }
-UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "gated-gelu": lambda x: gelu(x[..., ::2]) * x[..., 1::2],
-    "swiglu": lambda x: F.silu(x[..., ::2]) * x[..., 1::2],
-}
+UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {"gated-gelu": GATED_GELU.plain, "swiglu": SWIGLU.plain}
 
 
 class ParallelMLP(nn.Module):

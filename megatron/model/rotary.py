@@ -110,25 +110,30 @@ def rotation(
     return Rotation(*cached_on(document_ids, ("rotation", length, seen, restart, share, angles), None, make))
 
 
-def rotate(x: Tensor, angles: Rotation | None) -> Tensor:
-    """Rotate x [s, b, n, d] -> [s, b, n, d] by plain torch operations."""
-    if angles is None:
-        return x
-    cos, sin = angles.cos.to(x.dtype), angles.sin.to(x.dtype)
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-
-
-def rotate_into(place: Tensor, x: Tensor, angles: Rotation | None, back: bool = False) -> None:
-    """Write x [s, b, ..., d], rotated by `angles`, to `place`, which has the shape of x.
+def rotate(x: Tensor, angles: Rotation | None, back: bool = False) -> Tensor:
+    """Return x [s, b, ..., d], rotated by `angles`, as a new tensor of the same shape.
 
     back: rotate by the opposite angles, as the backward pass does with gradients.
     """
     if angles is None:
+        return x
+    cos, sin = _fitting(angles, x)
+    half, sin = cos.shape[-1], -sin if back else sin
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def _fitting(angles: Rotation, x: Tensor) -> list[Tensor]:
+    """Return cosine and sine in the dtype of x [s, b, ..., d], with as many dimensions as x."""
+    return [each.to(x.dtype).view(*each.shape[:2], *[1] * (x.dim() - 3), -1) for each in angles]
+
+
+def rotate_into(place: Tensor, x: Tensor, angles: Rotation | None, back: bool = False) -> None:
+    """Write x [s, b, ..., d], rotated by `angles`, to `place`, which has the shape of x. back: see `rotate`."""
+    if angles is None:
         place.copy_(x)
         return
-    cos, sin = (each.to(x.dtype).view(*each.shape[:2], *[1] * (x.dim() - 3), -1) for each in angles)
+    cos, sin = _fitting(angles, x)
     half, sign = cos.shape[-1], -1 if back else 1
     a, b = x[..., :half], x[..., half : 2 * half]
     torch.mul(a, cos, out=place[..., :half])

@@ -22,7 +22,6 @@ from .linear_cross_entropy import DeferredLogits, whole_logits
 from .mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
-    gather_partial_from_model_parallel_region,
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
@@ -60,6 +59,7 @@ from .sequence import (
     whole_length,
 )
 from .topology import Coord, Topology
+from .traced import gather_partial_from_model_parallel_region
 
 
 def initialize_model_parallel(

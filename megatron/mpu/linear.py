@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import onednn_linear, will_run
+from .._torch import accumulates, onednn_linear, will_run
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
@@ -36,12 +36,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     weight: [o/t, i]. bias: [o/t]. `by_onednn` decides between oneDNN and torch's BLAS.
     """
     onednn = by_onednn(x, options)
+    if torch.compiler.is_compiling():
+        x = traced_gather(x, axis, options.sequence_parallel) if is_traced(axis) else x
+        if onednn:
+            return _in_graph(x, weight, bias)  # type: ignore[no-any-return]
+        if options.wgrad_in_graph and _accumulates_in_graph(x, weight):
+            return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+        return F.linear(x, weight, bias)
     accumulate = _accumulate_wgrad(x, weight, options)
     if axis.size == 1 and not onednn and accumulate is None:
         return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling():
-        x = traced_gather(x, axis, options.sequence_parallel) if is_traced(axis) else x
-        return _in_graph(x, weight, bias) if onednn else F.linear(x, weight, bias)
     sequence = options.sequence_axis(axis)
     return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, accumulate)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -49,10 +53,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
 def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
     """Return the weight's `ParamSpec.accumulate_wgrad`, or None if autograd must accumulate the weight's gradient.
 
-    Autograd must accumulate with autocast, with torch.compile and with oneDNN. It must do so, too, for a weight that is
-    also an embedding, because it first has to sum the gradients of the look-up and of the matmul.
+    Autograd accumulates under autocast and oneDNN. It also accumulates for a weight tied to an embedding, because it
+    must first sum the gradients of look-up and matmul. Compiled code uses `_AccumulatingLinear` instead.
     """
-    if torch.compiler.is_compiling() or options.onednn:
+    if options.onednn:
         return None
     spec = spec_of(weight)
     if spec.accumulate_wgrad is None or spec.used_as_embedding or torch.is_autocast_enabled(x.device.type):
@@ -125,6 +129,51 @@ def _gradients_in_graph(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _in_graph.register_autograd(_gradients_in_graph, setup_context=_keep_factors)
+
+
+def _accumulates_in_graph(x: Tensor, weight: Tensor) -> bool:
+    """Return whether compiled code may use `_AccumulatingLinear`: both gradients are needed, and autocast is off."""
+    needed = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    return needed and not torch.is_autocast_enabled(x.device.type)
+
+
+class _AccumulatingLinear(torch.autograd.Function):
+    """Linear function for compiled code whose backward pass calls the weight's `ParamSpec.accumulate_wgrad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return _accumulate_in_graph(grad, x, weight), None, of_bias
+
+
+# One operation computes both gradients, because the compiler would drop an operation without a result.
+@torch.library.custom_op("megatron::linear_backward", mutates_args=())
+def _accumulate_in_graph(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of x [..., i] from `grad` [..., o], and accumulate the gradient of `weight` [o, i]."""
+    of_x = torch.matmul(grad, weight)
+    accumulate = spec_of(weight).accumulate_wgrad
+    if accumulate is None:
+        raise RuntimeError("a compiled layer lost the accumulation of its weights' gradients; use --no-compile")
+    if accumulates(weight):
+        flat = grad.reshape(-1, grad.shape[-1])
+        if not accumulate(flat.t(), x.reshape(-1, x.shape[-1])):
+            raise RuntimeError(
+                f"a weight of shape {tuple(weight.shape)} has a gradient hook, which compiled layers cannot call; use "
+                "--no-compile"
+            )
+    return of_x
+
+
+@_accumulate_in_graph.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:

@@ -114,13 +114,6 @@ def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Te
     return _apply(x, axis, all_gather, own_part)
 
 
-def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
-    """All-gather [..., n/t] -> [..., n]; the backward pass sums the ranks' gradients and keeps this rank's part.
-
-    Use it where the ranks do different computations with the gathered tensor.
-    """
-    return _apply(x, axis, all_gather, _own_part_of_sum)
-
-
-def _own_part_of_sum(x: Tensor, axis: Axis) -> Tensor:
+def own_part_of_sum(x: Tensor, axis: Axis) -> Tensor:
+    """Sum x [..., n] over the ranks and keep this rank's part, [..., n/t]."""
     return own_part(all_reduce(x, axis), axis)

@@ -67,11 +67,14 @@ class Options:
     (Korthikanti et al. 2022).
     overlap: all-reduce the gradient of a layer's input while the gradient of the layer's weight is computed.
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
+    wgrad_in_graph: in compiled code, too, call the weight's `ParamSpec.accumulate_wgrad` instead of giving the weight's
+    gradient to autograd.
     """
 
     sequence_parallel: bool = False
     overlap: bool = True
     onednn: bool = False
+    wgrad_in_graph: bool = False
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""

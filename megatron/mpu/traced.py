@@ -1,6 +1,6 @@
 """Model-parallel communication by functional collectives: torch.compile can trace these, but not `Work` handles.
 
-Only compiled code uses these functions. The compiler schedules communication, so this module does not start
+Only compiled code uses these collectives. The compiler schedules communication, so this module does not start
 collectives early by hand. The compiler also decides what is saved for the backward pass. With sequence parallelism it
 may save the gathered sequence.
 Shapes: s sequence, always the first dimension; t model-parallel ranks.
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .._torch import gather_in_graph, scatter_sum_in_graph, sum_in_graph
-from .mappings import _Mapped, keep
-from .mesh import Axis
+from . import mappings
+from .mappings import _Mapped, all_gather, keep, own_part_of_sum
+from .mesh import Axis, current
 
 
 def is_traced(axis: Axis) -> bool:
@@ -29,3 +30,15 @@ def traced_reduce(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """All-reduce the results [s, ...] of a row-parallel matmul, or if `sequence` reduce-scatter them to [s/t, ...]."""
     forward, backward = (scatter_sum_in_graph, gather_in_graph) if sequence else (sum_in_graph, keep)
     return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
+    """All-gather [..., n/t] -> [..., n]; the backward pass sums the ranks' gradients and keeps this rank's part.
+
+    Use it where each rank computes something different from the gathered tensor.
+    """
+    axis = axis or current().model
+    if is_traced(axis):
+        parts = traced_gather(x.unsqueeze(0), axis, sequence=True)  # [t, ..., n/t]
+        return parts.movedim(0, -2).flatten(-2)
+    return x if axis.size == 1 else mappings.over_ranks(x, axis, all_gather, own_part_of_sum)

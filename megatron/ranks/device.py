@@ -129,8 +129,12 @@ def keep_freed_memory(device: torch.device) -> None:
 
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # constants of mallopt, from malloc.h
 
-# Peak dense bf16 TFLOP/s (V100: fp16) from the vendors' data sheets. On other devices, no MFU is reported.
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "A800": 312.0, "H800": 989.0, "V100": 125.0}
+# Part of the device's name -> peak dense bf16 TFLOP/s (V100: fp16) from the vendors' data sheets. The first part that
+# occurs in the name counts. On other devices, no MFU is reported.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0,
+    "A100": 312.0, "A800": 312.0, "H800": 989.0, "V100": 125.0,
+}  # fmt: skip
 
 
 def peak_tflops(device: torch.device) -> float | None:

@@ -23,7 +23,7 @@ from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
 from ..ranks.initialize import initialize_megatron
 from ..tokenizer import Tokenizer
-from .compiling import compile_layers
+from .compiling import accumulate_in_graph, compile_layers
 from .engine import Engine, NoPipeEngine, PipeEngine
 from .global_vars import publish
 from .metrics import Timers
@@ -72,7 +72,7 @@ def build_engine(
     timers: Timers,
 ) -> Engine:
     """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise."""
-    compile_layers(model, config)
+    compile_layers(model, config, resolved.zero_stage)
     with all_ranks():
         pipeline = _checked(model, task, config)
     if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
@@ -85,6 +85,7 @@ def build_engine(
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
+    accumulate_in_graph(engine.module)
     remember(engine.module)
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)

@@ -1,42 +1,97 @@
 """The flag --compile: compiles each transformer layer separately, so that identical layers are compiled only once."""
 
 import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
-from .._torch import cpp_compiler_found
+from .. import mpu
+from .._torch import cpp_compiler_found, triton_found
 from ..config import Config
 from ..model.attention import Attention
 from ..model.block import TransformerLayer
 from ..mpu import mappings
+from ..ranks import device
 from ..ranks.rank_0 import print_rank_0
 
+# Whether the device is a CUDA device -> what is missing, and what to do.
+MISSING = {
+    False: "no C++ compiler was found; set the variable CXX to a C++ compiler",
+    True: "Triton, a C compiler or the headers of Python were not found, or this device is older than Volta; install "
+    "triton, gcc and python3-dev",
+}
 
-def compile_layers(model: Any, config: Config) -> None:
-    """Let `torch.compile` compile each transformer layer of this process at its first call, if --compile is given.
+
+def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:
+    """Let `torch.compile` compile each transformer layer of this process at its first call, see `reason_against`.
 
     All-reduces over model-parallel ranks (`mpu/traced.py`), dropout with named random streams (`mpu/dropout.py`) and
     oneDNN matmuls (`mpu/linear.py`) are compiled, too. Recomputation is not compiled. Attention with dropout is not
     compiled on accelerators.
-    On a CPU without a C++ compiler, the function prints a note and changes nothing.
+    Without --compile and --no-compile, a line of the log says whether layers are compiled on CUDA.
     """
-    if not config.train.compile:
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    asked, on_cuda = config.train.compile, device.current().type == "cuda"
+    if not (layers and (on_cuda if asked is None else asked)):
         return
-    if not compiler_found():
-        print_rank_0("--compile has no effect: no C++ compiler was found; set the variable CXX to a C++ compiler")
+    reason = reason_against(layers, config, zero_stage)
+    if reason is not None:
+        print_rank_0(f"{'--compile has no effect' if asked else 'note: layers are not compiled'}: {reason}")
         return
+    if asked is None:
+        print_rank_0(
+            "note: layers are compiled by torch.compile, so the first steps are slow; --no-compile turns it off"
+        )
     _keep_outside()
+    for layer in layers:
+        layer.compile()
+
+
+def accumulate_in_graph(model: Any) -> None:
+    """Let compiled layers accumulate weight gradients as eager layers do. Call this after the optimizer is attached."""
     for module in model.modules():
-        if isinstance(module, TransformerLayer):
-            module.compile()
+        if isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
+            spec = mpu.spec_of(module.weight)
+            if spec.accumulate_wgrad is not None and not spec.used_as_embedding and not module.options.onednn:
+                module.options = replace(module.options, wgrad_in_graph=True)
+
+
+def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int) -> str | None:
+    """Return why layers are not compiled, or None if they are.
+
+    If --compile is given, the only reason is a missing compiler, since the settings have already refused conflicts.
+    """
+    if not compiler_found():
+        return MISSING[device.current().type == "cuda"]
+    if config.train.compile:
+        return None
+    return next(chain(config.conflicts_with_compile(zero_stage), _drawbacks(layers, config)), None)
+
+
+def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
+    """Yield what makes compiled layers slower or larger than eager ones on CUDA; --compile compiles them anyway."""
+    m, window = config.model, config.model.sliding_window
+    documents = config.objective != "lm" or config.data.reset_attention_mask
+    contexts = config.parallel.context_parallel_size > 1
+    masked = documents or contexts or (window is not None and window < config.data.seq_length)
+    if masked and m.position_embedding != "relative":  # with relative positions, eager layers also save their scores
+        yield (
+            "each would save its own attention mask, which eager layers share or do not need, because of documents, "
+            "--sliding-window or --context-parallel-size; --compile compiles them anyway"
+        )
+    if any(type(module).__module__.startswith("apex") for layer in layers for module in layer.modules()):
+        yield "apex's norms cannot be compiled; --kernels torch avoids them"
 
 
 @functools.cache
 def _keep_outside() -> None:
     """Exclude the functions in `kept`, such as recomputation and eager collectives, from compilation.
 
-    Call this function only with --compile, because importing PyTorch's compiler takes seconds.
+    Call this function only if layers are compiled, because importing PyTorch's compiler takes seconds.
     """
     kept = [
         (Attention, "_with_dropout"),
@@ -49,9 +104,8 @@ def _keep_outside() -> None:
 
 
 def compiler_found() -> bool:
-    """Return True if torch.compile finds a compiler; on a CPU it needs a C++ compiler."""
-    from ..ranks.device import available
-
-    if available():
-        return True
-    return cpp_compiler_found()
+    """Return True if torch.compile finds what it needs: a C++ compiler on a CPU, Triton and a C compiler on CUDA."""
+    kind = device.current().type
+    if kind == "cpu":
+        return cpp_compiler_found()
+    return kind != "cuda" or triton_found()

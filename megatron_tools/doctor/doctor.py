@@ -127,7 +127,7 @@ class Examination:
             usable = device.available()
             present = any(Path("/dev").glob("nvidia[0-9]*"))
             yield from findings_of("devices", lambda: machine.build_fits_devices(device.built_for(), usable, present))
-        yield from machine.compiler(t.compile if t else False)
+        yield from machine.compiler(bool(t and t.compile))
         yield from machine.threads(self.ranks_here, not usable)
         yield from machine.open_files()
         yield from machine.shared_memory(self.config.data.num_workers if self.config else 0)

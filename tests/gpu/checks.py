@@ -6,6 +6,7 @@ Each training run is short and has its own process. Without an accelerator, the 
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,11 +21,13 @@ import torch
 
 from megatron.ranks import device
 
+from .attention import context_kernels_agree, packed_attention_agrees
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 GPT2 = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 40 --vocab-size 64 --batch-size 4 --lr 3e-3 "
-    "--warmup 0 --lr-decay-style constant --make-vocab-size-divisible-by 64"
+    "--warmup 0 --lr-decay-style constant --make-vocab-size-divisible-by 64 --no-compile"
 )
 T5 = (
     f"{GPT2} --family t5 --enc-seq-length 40 --dec-seq-length 20 --normalization rmsnorm --position-embedding relative "
@@ -60,7 +63,8 @@ def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
 @functools.cache
 def _train(flags: str, on_cpu: bool, more: str) -> str:
     """Run a worker process; return the last line of its output, which is the worker's result as JSON."""
-    command = [sys.executable, "-m", "tests.gpu.worker", json.dumps({"flags": flags, **json.loads(more)})]
+    given = {**({"flags": flags} if flags else {}), **json.loads(more)}
+    command = [sys.executable, "-m", "tests.gpu.worker", json.dumps(given)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(NO_DEVICE if on_cpu else {})}
     try:
         done = subprocess.run(
@@ -204,9 +208,44 @@ def an_offloaded_optimizer_agrees() -> str:
     )
 
 
+# Names of attention kernels on CUDA (flash, memory-efficient, cuDNN) and of attention operations on a CPU.
+ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
+
+
 def compiled_layers_agree() -> str:
-    flags = f"{GPT2} {DRY} --precision fp32"
-    return compare_losses(train(f"{flags} --compile")["losses"], train(flags)["losses"], 1e-4)
+    """Check that compiled layers give the losses of eager ones, in fp32 for GPT-2 and in bf16 for each family."""
+    findings = []
+    for name, flags, precision, tolerance in (
+        ("GPT-2 in fp32", GPT2, "fp32", 1e-4),
+        ("GPT-2", GPT2, "bf16", 1e-2),
+        ("Llama", LLAMA, "bf16", 1e-2),
+        ("T5", T5, "bf16", 1e-2),
+    ):
+        given = f"{flags} {DRY} --precision {precision}"
+        found, eager = train(f"{given} --compile"), train(given)
+        assert found["graphs"] and not eager["graphs"], f"{found['graphs']} and {eager['graphs']} compiled graphs"
+        assert not found["graph_breaks"], f"{name}: {found['graph_breaks']} graph breaks"
+        findings.append(f"{name} {compare_losses(found['losses'], eager['losses'], tolerance)}")
+    return f"{'; '.join(findings)}; no graph breaks"
+
+
+def kernels_of_a_step() -> str:
+    """Return the kernels of an eager and a compiled bf16 step of each family that take most of the time."""
+    findings = []
+    for name, flags in (("GPT-2", GPT2), ("Llama", LLAMA), ("T5", T5)):
+        for compiled in ("--no-compile", "--compile"):
+            found = train(f"{flags} {DRY} --precision bf16 {compiled}", kernels=True)["kernels"]
+            attention = [kernel for kernel in found if ATTENTION.search(kernel)]
+            assert attention, f"{name} {compiled}: none of these kernels computes attention: {found}"
+            chosen = dict.fromkeys([*attention, *found[:6]])
+            findings.append(f"\n    {name} {compiled}: {', '.join(kernel[:60] for kernel in chosen)}")
+    return "".join(findings)
+
+
+def groups_work_in_a_world_of_one() -> str:
+    """Check the collectives of a run on each of its groups, with NCCL on CUDA, in a world of one rank."""
+    found = train("", groups=True)
+    return f"{found['backend']}, groups {'split off the world' if found['split'] else 'created one by one'}"
 
 
 def texts_equal_the_cpu() -> str:
@@ -251,6 +290,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     for check in (
         fp32_equals_the_cpu, bf16_follows_the_cpu_in_fp32, attention_kernels_agree, fp16_finds_its_scale,
         recomputation_and_offloading_change_nothing, checkpoints_go_both_ways, an_offloaded_optimizer_agrees,
-        compiled_layers_agree, texts_equal_the_cpu, recomputation_saves_memory,
+        compiled_layers_agree, kernels_of_a_step, packed_attention_agrees, context_kernels_agree,
+        groups_work_in_a_world_of_one, texts_equal_the_cpu, recomputation_saves_memory,
     )
 }  # fmt: skip

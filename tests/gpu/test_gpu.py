@@ -13,6 +13,7 @@ from .checks import CHECKS, Impossible
 SEEN_ELSEWHERE = {
     "recomputation_and_offloading_change_nothing",
     "compiled_layers_agree",
+    "kernels_of_a_step",
     "bf16_follows_the_cpu_in_fp32",
     "fp32_equals_the_cpu",
     "checkpoints_go_both_ways",
@@ -32,11 +33,11 @@ def test_check(name: str) -> None:
 @FULL
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """The benchmark runs a tiny model on any device and prints a full table and a profile."""
-    flags = "--dry-run --no-compile --models t5_base --rounds 1 --steps 1 --profile"
+    flags = "--dry-run --no-compile --models t5_base llama_8b_4_layers --rounds 1 --steps 1 --profile"
     done = command("python", "benchmarks/gpu.py", *flags.split(), str(tmp_path / "profile.txt"))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if "ours |" in line or "Hugging Face |" in line]
-    assert len(rows) == 2
+    assert len(rows) == 4
     assert "failed" not in done.stdout
     assert "scaled_dot_product" in (tmp_path / "profile.txt").read_text()
 

@@ -1,5 +1,6 @@
 """Do one short training run and print measurements: `python -m tests.gpu.worker '{"flags": ...}'` prints JSON.
 
+With `{"groups": true}` it tries the communication of a run in a world of one rank instead.
 It needs only torch, DeepSpeed and numpy, and safetensors if it loads or saves checkpoints.
 """
 
@@ -7,16 +8,21 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron import mpu
+from megatron._torch import gather_in_graph, scatter_sum_in_graph, sum_in_graph
 from megatron.config.command_line import parse
 from megatron.model import global_parameters
 from megatron.ranks import device as device_module
 from megatron.training import start_engine
+from tds._torch import gather_shares, scatter_sum
+from tds.groups import gather_objects, new_groups, of_members, splits
 from tests.text_task import TextTask
 
 
@@ -35,10 +41,55 @@ def _batches(config: Any, steps: int, device: torch.device) -> list[dict[str, to
     ]
 
 
-def train(flags: str, steps: int = 8, load: str | None = None, save: str | None = None) -> dict[str, Any]:
+def _kernels(step: Callable[[], object], device: torch.device) -> list[str]:
+    """Run a step, and return the names of its kernels (on a CPU: operations), those with the longest time first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_device = device.type != "cpu"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    with profile(activities=kinds) as found:
+        step()
+        device_module.synchronize(device)
+    rows: list[Any] = list(found.key_averages())
+    if on_device:
+        rows = [row for row in rows if row.device_type != torch.autograd.DeviceType.CPU]
+        rows.sort(key=lambda row: -row.self_device_time_total)
+    else:
+        rows.sort(key=lambda row: -row.self_cpu_time_total)
+    return [str(row.key) for row in rows]
+
+
+def try_groups() -> dict[str, Any]:
+    """Create the groups of a run in a world of one rank, and run every kind of collective on each; return findings."""
+    device = device_module.current()
+    bound = device if device.type == "cuda" else None
+    backend = device_module.backend(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
+    wanted = torch.arange(8.0, device=device)
+    for name in ("pipe", "data", "model", "context", "members"):
+        group = of_members([0]) if name == "members" else new_groups([[0]])
+        for dtype in (torch.float32, torch.bfloat16):
+            x = wanted.to(dtype)
+            dist.all_reduce(x, group=group)
+            dist.broadcast(x, 0, group=group)
+            share, whole = x.clone(), x.clone()
+            scatter_sum(share, share, group).wait()
+            gather_shares(whole, share, group).wait()
+            in_graph = [f(x, group.group_name) for f in (sum_in_graph, gather_in_graph, scatter_sum_in_graph)]
+            for found in (x, share, whole, *in_graph):
+                assert torch.equal(found.float(), wanted), f"{name}, {dtype}: {found}, expected {wanted}"
+        assert gather_objects(name, group) == [name]
+    device_module.synchronize(device)
+    return {"backend": backend, "split": splits()}
+
+
+def train(
+    flags: str, steps: int = 8, load: str | None = None, save: str | None = None, kernels: bool = False
+) -> dict[str, Any]:
     """Train for `steps` steps; return losses and other measurements by name.
 
-    load, save: folders of checkpoints to load before and to write after training.
+    load, save: folders of checkpoints to load before and to write after training. kernels: run one more step and also
+    return the names of its kernels.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     config = parse(flags.split())
@@ -53,6 +104,12 @@ def train(flags: str, steps: int = 8, load: str | None = None, save: str | None 
     for iteration in range(steps):
         mpu.get_rng().begin(iteration)
         found.append(engine.train_batch(batches, config.optim.lr))
+    dynamo = sys.modules.get("torch._dynamo")
+    counters = dynamo.utils.counters if dynamo else {}
+    names = []
+    if kernels:
+        batch = _batches(config, 1, device)
+        names = _kernels(lambda: engine.train_batch(iter(batch), config.optim.lr), device)
     if save:
         from megatron.checkpointing import Saver, TrainState
 
@@ -68,10 +125,14 @@ def train(flags: str, steps: int = 8, load: str | None = None, save: str | None 
         "loss_scales": [step.loss_scale for step in found],
         "skipped": [step.skipped for step in found],
         "weights": digest.hexdigest(),
+        "kernels": names,
+        "graphs": counters["stats"]["unique_graphs"] if dynamo else 0,
+        "graph_breaks": sum(counters["graph_break"].values()) if dynamo else 0,
         "peak_mb": device_module.peak_memory_mb(device),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(train(**json.loads(sys.argv[1]))), flush=True)
+    given = json.loads(sys.argv[1])
+    print(json.dumps(try_groups() if given.pop("groups", False) else train(**given)), flush=True)
     os._exit(0)

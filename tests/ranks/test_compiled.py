@@ -1,5 +1,7 @@
 """--compile with tensor-parallel layers: their all-reduces and their dropout are compiled as well."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,12 +65,18 @@ T5 = (
     "--hidden-size 32 --num-attention-heads 4 --vocab-size 64 --compile"
 )
 CASES = [(f"{FLAGS} {dropout}", sequence, False) for dropout in DROPOUTS for sequence in (False, True)]
-CASES += [(LLAMA, True, False), (f"{FLAGS} {DROPOUTS[1]}", True, True), (f"{T5} {DROPOUTS[0]}", False, True)]
+SHARED = LLAMA.replace("--num-key-value-heads 2", "--num-key-value-heads 1")  # 2 ranks share the key-value head
+CASES += [
+    (LLAMA, True, False),
+    (SHARED, True, False),
+    (f"{FLAGS} {DROPOUTS[1]}", True, True),
+    (f"{T5} {DROPOUTS[0]}", False, True),
+]
 
 
 @pytest.mark.parametrize(
     ("flags", "sequence", "onednn"),
-    covering(CASES, lambda case: (DROPOUTS[1] in case[0] and case[1]) or "t5" in case[0], True),
+    covering(CASES, lambda case: (DROPOUTS[1] in case[0] and case[1]) or "t5" in case[0] or case[0] == SHARED, True),
 )
 def test_a_layer_is_compiled_with_its_sums_over_ranks(flags: str, sequence: bool, onednn: bool) -> None:
     """A tensor-parallel layer, including its all-reduces, compiles without graph breaks, with any kind of matmul."""
@@ -144,3 +152,66 @@ def _stretches() -> None:
 
 def test_stretches_of_a_compiled_layer_draw_masks_of_their_own() -> None:
     on_ranks(2, _stretches)
+
+
+class Sums(dict[nn.Parameter, Tensor]):
+    """Stand-in for an optimizer: the sum of each weight's gradients, given by its two factors."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.hooked = False
+        self.weights = [
+            m.weight for m in layer.modules() if isinstance(m, mpu.ColumnParallelLinear | mpu.RowParallelLinear)
+        ]
+        for weight in self.weights:
+            weight.spec.accumulate_wgrad = partial(self.accumulate, weight)  # type: ignore[union-attr]
+
+    def accumulate(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> bool:
+        if not self.hooked:
+            self[weight] = self.get(weight, torch.zeros_like(weight)) + left @ right
+        return not self.hooked
+
+
+@pytest.fixture
+def accumulating() -> tuple[Block, Tensor, Tensor, Sums, list[Tensor]]:
+    """Return a compiled layer, its input and document ids, the sums of its weight gradients, and the expected sums."""
+    config = parse(LLAMA.split())
+    layer, ids = Block(config.model, "layers.0").double(), no_documents(torch.device("cpu"))
+    x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    sums = Sums(layer)
+    layer((x, ids))[0].square().sum().backward()
+    expected = [sums.pop(weight) for weight in sums.weights]
+    assert len(expected) == 4
+    compiling._keep_outside()
+    compiling.accumulate_in_graph(layer)
+    layer.compile(backend="aot_eager_decomp_partition")  # torch.compile without kernel generation
+    return layer, x, ids, sums, expected
+
+
+Accumulating = tuple[Block, Tensor, Tensor, Sums, list[Tensor]]
+
+
+def test_a_compiled_layer_gives_weight_gradients_to_the_optimizer(accumulating: Accumulating) -> None:
+    """Two micro-batches add twice the gradient to the optimizer's sums, and nothing to `.grad`."""
+    layer, x, ids, sums, expected = accumulating
+    for times in (1, 2):
+        layer((x, ids))[0].square().sum().backward()
+        for weight, wanted in zip(sums.weights, expected, strict=True):
+            torch.testing.assert_close(sums[weight], times * wanted)
+            assert weight.grad is None
+    assert layer.input_layernorm.weight.grad is not None
+
+
+def test_a_gradient_of_inputs_alone_changes_no_sum(accumulating: Accumulating) -> None:
+    layer, x, ids, sums, _ = accumulating
+    (found,) = torch.autograd.grad(layer((x, ids))[0].square().sum(), x)
+    assert not sums
+    assert x.grad is not None
+    torch.testing.assert_close(found, x.grad)
+
+
+def test_a_compiled_layer_refuses_a_hook_that_it_cannot_call(accumulating: Accumulating) -> None:
+    layer, x, ids, sums, _ = accumulating
+    sums.hooked = True
+    with pytest.raises(RuntimeError, match="gradient hook.* --no-compile"):
+        layer((x, ids))[0].square().sum().backward()

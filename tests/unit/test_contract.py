@@ -106,7 +106,9 @@ TORCH = {
 # Kind of object -> attributes that users' models, torch or tds define, not DeepSpeed.
 OTHERS = {
     "module": {"_megatron_batch_fn", "layer_functions", "weight", "sparse", "__spec__", "training"},
-    "optimizer": {"param_groups", "state", "found_inf", "clip", "norm", "read_norm", "gradient_share", "squared_norm", "wait"},
+    "optimizer": {
+        *("param_groups", "state", "found_inf", "clip", "norm", "read_norm", "gradient_share", "squared_norm", "wait"),
+    },
     "layer": {"sparse", "weight"},
     "parameter": {"spec", "tensor"},
     "zero": {"get"},

@@ -261,7 +261,7 @@ PRIVATE = {
         "_non_persistent_buffers_set", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_softmax_backward_data", "_version",
         "_monitor_workers", "_remaining_restarts",
-        "_will_engine_execute_node", "_world",
+        "_SetExcludeDispatchKeyGuard", "_triton", "_will_engine_execute_node", "_world",
     },
     "tds/_torch.py": {
         "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
