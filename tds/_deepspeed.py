@@ -134,7 +134,8 @@ def prepare() -> None:
 
     Unpatched, DeepSpeed compiles a shared-memory op in every rank on a CPU (25-73 s, needs a compiler). It refuses
     fp16 on CPUs without native fp16 instructions, although torch supports fp16 there. It refuses to reduce fp64
-    gradients on every device.
+    gradients on every device. In half precision without ZeRO, it takes an optimizer step with zero gradients at the
+    start. Adam counts this step, so its first real step would be 0.75 times as large as it should be.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
@@ -148,6 +149,8 @@ def prepare() -> None:
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
+    for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        wrapper.initialize_optimizer_states = lambda _: None
 
 
 def set_local_rank() -> None:
@@ -217,6 +220,16 @@ def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: A
         return
     if not config_class.pipeline.setdefault("use_reentrant", False):
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
+
+
+def configure_compression(engine: Any) -> None:
+    """Set the attributes that DeepSpeed 0.19.0 to 0.19.6 sets in `_configure_optimizer` and reads in each step."""
+    for name, method in (
+        ("compression_scheduler", "_configure_compression_scheduler"),
+        ("quantizer", "_configure_quantization"),
+    ):
+        if hasattr(engine, method):
+            setattr(engine, name, getattr(engine, method)())
 
 
 def time_without_waiting(engine: Any) -> None:
