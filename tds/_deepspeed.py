@@ -21,6 +21,9 @@ from ._contract import CONTRACT
 from .messages import ways
 
 SUPPORTED = (0, 19), (0, 20)  # first supported release, first unsupported one; pyproject.toml has the same range
+# The first release whose ZeRO 3 waits for all messages on CPUs. Earlier ones wait for the last message only, so with
+# gloo, a weight may be read before it has arrived.
+ZERO_3_ON_CPU = 0, 19, 8
 INSIST = "TDS_ANY_DEEPSPEED"
 
 
@@ -39,12 +42,42 @@ def refuse_other_releases(version: str) -> str | None:
     lacks = "".join(f"; it lacks {each}" for each in missing_names())
     if SUPPORTED[0] <= found < SUPPORTED[1] and not lacks:
         return None
-    if os.environ.get(INSIST, "") not in ("", "0"):
+    if _insists():
         return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
         f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
         f"or set {INSIST}=1 to use this release nevertheless"
     )
+
+
+def _insists() -> bool:
+    return os.environ.get(INSIST, "") not in ("", "0")
+
+
+def refuse_wrong_route(engine: Any) -> str | None:
+    """Raise UnsupportedDeepSpeed if the installed release trains wrongly with the settings of `engine`.
+
+    tests/releases finds such settings. This function refuses those that tds.measure cannot detect. If TDS_ANY_DEEPSPEED
+    is set, return a warning instead. Return None if nothing is known to be wrong.
+    """
+    version = deepspeed.__version__
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if found >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
+        return None
+    problem = f"DeepSpeed {version} with ZeRO 3 on CPUs may read weights before they have arrived"
+    if _insists():
+        return problem
+    raise UnsupportedDeepSpeed(
+        f"{problem}: pip install 'deepspeed>={'.'.join(map(str, ZERO_3_ON_CPU))},<{'.'.join(map(str, SUPPORTED[1]))}', "
+        "or use ZeRO 1 or 2"
+    )
+
+
+def describe_route(engine: Any) -> str:
+    """Describe the settings of `engine` on which DeepSpeed's scaling of gradients depends: "bf16 with ZeRO 1"."""
+    precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+    pipeline = " under a pipeline" if isinstance(engine, StockPipelineEngine) else ""
+    return f"{precision} with ZeRO {int(engine.zero_optimization_stage())}{pipeline}"
 
 
 def missing_names() -> list[str]:
@@ -149,8 +182,8 @@ def prepare() -> None:
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
-    for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
-        wrapper.initialize_optimizer_states = lambda _: None
+    for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        optimizer.initialize_optimizer_states = lambda _: None
 
 
 def set_local_rank() -> None:
