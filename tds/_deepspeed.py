@@ -73,13 +73,6 @@ def refuse_wrong_route(engine: Any) -> str | None:
     )
 
 
-def describe_route(engine: Any) -> str:
-    """Describe the settings of `engine` on which DeepSpeed's scaling of gradients depends: "bf16 with ZeRO 1"."""
-    precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
-    pipeline = " under a pipeline" if isinstance(engine, StockPipelineEngine) else ""
-    return f"{precision} with ZeRO {int(engine.zero_optimization_stage())}{pipeline}"
-
-
 def missing_names() -> list[str]:
     """Describe each name of CONTRACT that the installed release lacks, and what tds needs the name for.
 

@@ -19,7 +19,6 @@ from ._deepspeed import (
     FP16_UnfusedOptimizer,
     StockPipelineEngine,
     deepspeed,
-    describe_route,
     quietly,
 )
 from .base_engine import Engine
@@ -132,6 +131,13 @@ def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction
     return moved
 
 
+def _describe_route(engine: Any) -> str:
+    """Describe the settings of `engine` on which DeepSpeed's scaling of gradients depends: "bf16 with ZeRO 1"."""
+    precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+    pipeline = " under a pipeline" if isinstance(engine, StockPipelineEngine) else ""
+    return f"{precision} with ZeRO {int(engine.zero_optimization_stage())}{pipeline}"
+
+
 def check_factor(
     engine: Any, factor_of: Callable[[int], float], own_reduction: bool = False, pipeline: bool = False
 ) -> None:
@@ -158,7 +164,7 @@ def check_factor(
     if not abs(found / wanted - 1) < TOLERANCE:
         raise ValueError(
             f"DeepSpeed {deepspeed.__version__} makes gradients {found / wanted:.4g} times as large as they should be "
-            f"in {describe_route(engine)} (measured on one weight with {micros} accumulation steps and {replicas} "
+            f"in {_describe_route(engine)} (measured on one weight with {micros} accumulation steps and {replicas} "
             "replicas): use another precision, ZeRO stage or release (docs/releases.md lists them), and leave "
             "settings that scale gradients out of the ds_config"
         )

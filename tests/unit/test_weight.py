@@ -15,8 +15,8 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     # Of these tokens, 400 are for the list of DeepSpeed's names in _contract.py, and 1,500 for posting.py and its
-    # callers, so that device synchronizations cannot deadlock.
-    "tds": (47_000, 1),
+    # callers, so that device synchronizations cannot deadlock. 250 are for settings that are wrong in some releases.
+    "tds": (47_250, 1),
     "megatron": (140_250, 14),  # including 250 for BLAKE3 checksums
     "data_utils": (30_600, 1),
     "megatron_tools": (65_600, 7),
