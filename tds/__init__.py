@@ -36,7 +36,7 @@ from .boundary import Boundary, BoundaryError
 from .diagnose import watch_the_start
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
-from .measure import check_scale_of_fp16
+from .measure import check_scale
 from .messages import say
 from .mistakes import warn_of_untied
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
@@ -51,8 +51,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
     Accepts DeepSpeed's arguments, including the older `config_params`. Returns
     `(engine, optimizer, training_dataloader, lr_scheduler)`.
-    Raises UnsupportedDeepSpeed, a ValueError, for a release of DeepSpeed that tds does not support, unless
-    TDS_ANY_DEEPSPEED=1 is set.
+    Raises UnsupportedDeepSpeed, a ValueError, for a release of DeepSpeed that tds does not support, or that trains
+    wrongly with these settings, unless TDS_ANY_DEEPSPEED=1 is set.
     """
     outside = _deepspeed.refuse_other_releases(_ds.__version__)
     _deepspeed.prepare()
@@ -64,10 +64,10 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     ):
         made = _ds.initialize(*args, **kwargs)
         _deepspeed.time_without_waiting(made[0])
-        check_scale_of_fp16(made[0])
+        check_scale(made[0], untested=outside is not None)
     if pipe.is_pipeline(made[0].module):
         warn_of_untied(made[0].module)
-    notes += [f"warning: {outside}"] if outside else []
+    notes += [f"warning: {each}" for each in (outside, _deepspeed.refuse_wrong_route(made[0])) if each]
     if notes and made[0].global_rank == 0:
         say("\n".join(notes))
     return made

@@ -102,6 +102,10 @@ deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3  training with ZeRO-
 
 deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer  training in fp16
     fields    fp16_groups fp16_groups_flat
+    patches   initialize_optimizer_states
+
+deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer  the first step of Adam in half precision
+    patches   initialize_optimizer_states
 
 deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler  the loss scale of fp16
     fields    cur_hysteresis cur_iter cur_scale dynamic last_overflow_iter min_scale raise_error_at_min_scale

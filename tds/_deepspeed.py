@@ -21,6 +21,9 @@ from ._contract import CONTRACT
 from .messages import ways
 
 SUPPORTED = (0, 19), (0, 20)  # first supported release, first unsupported one; pyproject.toml has the same range
+# The first release whose ZeRO 3 waits for all messages on CPUs. Earlier ones wait for the last message only, so with
+# gloo, a weight may be read before it has arrived.
+ZERO_3_ON_CPU = 0, 19, 8
 INSIST = "TDS_ANY_DEEPSPEED"
 
 
@@ -39,11 +42,34 @@ def refuse_other_releases(version: str) -> str | None:
     lacks = "".join(f"; it lacks {each}" for each in missing_names())
     if SUPPORTED[0] <= found < SUPPORTED[1] and not lacks:
         return None
-    if os.environ.get(INSIST, "") not in ("", "0"):
+    if _insists():
         return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
         f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
         f"or set {INSIST}=1 to use this release nevertheless"
+    )
+
+
+def _insists() -> bool:
+    return os.environ.get(INSIST, "") not in ("", "0")
+
+
+def refuse_wrong_route(engine: Any) -> str | None:
+    """Raise UnsupportedDeepSpeed if the installed release trains wrongly with the settings of `engine`.
+
+    tests/releases finds such settings. This function refuses those that tds.measure cannot detect. If TDS_ANY_DEEPSPEED
+    is set, return a warning instead. Return None if nothing is known to be wrong.
+    """
+    version = deepspeed.__version__
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if found >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
+        return None
+    problem = f"DeepSpeed {version} with ZeRO 3 on CPUs may read weights before they have arrived"
+    if _insists():
+        return problem
+    raise UnsupportedDeepSpeed(
+        f"{problem}: pip install 'deepspeed>={'.'.join(map(str, ZERO_3_ON_CPU))},<{'.'.join(map(str, SUPPORTED[1]))}', "
+        "or use ZeRO 1 or 2"
     )
 
 
@@ -134,7 +160,8 @@ def prepare() -> None:
 
     Unpatched, DeepSpeed compiles a shared-memory op in every rank on a CPU (25-73 s, needs a compiler). It refuses
     fp16 on CPUs without native fp16 instructions, although torch supports fp16 there. It refuses to reduce fp64
-    gradients on every device.
+    gradients on every device. In half precision without ZeRO, it takes an optimizer step with zero gradients at the
+    start. Adam counts this step, so its first real step would be 0.75 times as large as it should be.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     if on_cpu():
@@ -148,6 +175,8 @@ def prepare() -> None:
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
+    for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        optimizer.initialize_optimizer_states = lambda _: None
 
 
 def set_local_rank() -> None:
@@ -217,6 +246,16 @@ def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: A
         return
     if not config_class.pipeline.setdefault("use_reentrant", False):
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
+
+
+def configure_compression(engine: Any) -> None:
+    """Set the attributes that DeepSpeed 0.19.0 to 0.19.6 sets in `_configure_optimizer` and reads in each step."""
+    for name, method in (
+        ("compression_scheduler", "_configure_compression_scheduler"),
+        ("quantizer", "_configure_quantization"),
+    ):
+        if hasattr(engine, method):
+            setattr(engine, name, getattr(engine, method)())
 
 
 def time_without_waiting(engine: Any) -> None:

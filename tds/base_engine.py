@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, is_tested
+from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, is_tested
 from .distributed_optimizer import DistributedOptimizer
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
@@ -54,6 +54,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
             self.module, self.seq_data_parallel_group, chunk_of_weights(self.module), apart=tied_weights(self.module)
         )
         self.enable_backward_allreduce = False
+        configure_compression(self)
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed does, but leave a weight's `.grad` None if no replica has a gradient for it."""

@@ -131,6 +131,13 @@ def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction
     return moved
 
 
+def _describe_route(engine: Any) -> str:
+    """Describe the settings of `engine` on which DeepSpeed's scaling of gradients depends: "bf16 with ZeRO 1"."""
+    precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+    pipeline = " under a pipeline" if isinstance(engine, StockPipelineEngine) else ""
+    return f"{precision} with ZeRO {int(engine.zero_optimization_stage())}{pipeline}"
+
+
 def check_factor(
     engine: Any, factor_of: Callable[[int], float], own_reduction: bool = False, pipeline: bool = False
 ) -> None:
@@ -150,22 +157,28 @@ def check_factor(
     if kind in _verified:
         return
     wanted = GRADIENT * (replicas if pipeline and not engine.gradient_average else 1)
-    found = _learned(engine, settings, GRADIENT * factor_of(micros) / (micros * replicas), own_reduction, pipeline)
+    # The replicas' gradients differ, so that a rank also sees that they were not reduced. Their mean is GRADIENT.
+    last = not own_reduction and dist.get_rank(engine.seq_data_parallel_group) == replicas - 1
+    gradient = GRADIENT * ((replicas + 1) / 2 if last else 1.0 if own_reduction else 0.5)
+    found = _learned(engine, settings, gradient * factor_of(micros) / (micros * replicas), own_reduction, pipeline)
     if not abs(found / wanted - 1) < TOLERANCE:
         raise ValueError(
-            f"DeepSpeed {deepspeed.__version__} makes gradients {found / wanted:.4g} times as large as they should "
-            "be with this "
-            f"ds_config (measured on one weight with {micros} accumulation steps and {replicas} replicas): install a "
-            "release that "
-            f"tds supports, or leave settings that scale gradients out of the ds_config"
+            f"DeepSpeed {deepspeed.__version__} makes gradients {found / wanted:.4g} times as large as they should be "
+            f"in {_describe_route(engine)} (measured on one weight with {micros} accumulation steps and {replicas} "
+            "replicas): use another precision, ZeRO stage or release (docs/releases.md lists them), and leave "
+            "settings that scale gradients out of the ds_config"
         )
     _verified.add(kind)
 
 
-def check_scale_of_fp16(engine: Any) -> None:
-    """Raise ValueError if an engine without a pipeline divides by an fp16 loss scale that it never applied."""
-    if isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) and not isinstance(
-        engine, StockPipelineEngine
-    ):
+def check_scale(engine: Any, untested: bool) -> None:
+    """Raise ValueError if an engine without a pipeline scales gradients wrongly; a pipeline engine checks itself.
+
+    DeepSpeed may divide by an fp16 loss scale that it never applied. Other engines are measured only if `untested`,
+    that is, with a release that tds was not tested with.
+    """
+    if isinstance(engine, StockPipelineEngine) or engine.distributed or not hasattr(engine.optimizer, "param_groups"):
+        return
+    if untested or isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         replicas = dist.get_world_size(engine.seq_data_parallel_group) if engine.gradient_average else 1
         check_factor(engine, lambda micros: micros * replicas)

@@ -35,7 +35,15 @@ CHAPTERS = {
         "corpus/README",
     ],
     ("Running", "运行"): ["docs/launching", "docs/checkpoints", "docs/reliability", "docs/scaling", "docs/planning"],
-    ("Inside", "内部"): ["docs/design", "docs/tds", "docs/benchmarks", "CONTRIBUTING", "CHANGELOG", "SECURITY"],
+    ("Inside", "内部"): [
+        "docs/design",
+        "docs/tds",
+        "docs/releases",
+        "docs/benchmarks",
+        "CONTRIBUTING",
+        "CHANGELOG",
+        "SECURITY",
+    ],
     ("Reference", "参考"): [
         "docs/reference/flags",
         "docs/reference/ds_config",

@@ -1,5 +1,7 @@
 """Write the tables of measurements in docs/benchmarks.md and docs/scaling.md from benchmarks/results.toml.
 
+The table in docs/releases.md is made by docs/site/releases.py.
+
 `python -m docs.site.results` writes each table between `<!--table:NAME-->` and `<!--/table-->` of the English and the
 Chinese page; a test fails when a page is stale.
 """
@@ -10,11 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from . import releases
 from .reference import table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results.toml"
-PAGES = tuple(ROOT / "docs" / f"{name}{end}.md" for name in ("benchmarks", "scaling") for end in ("", "_zh"))
+PAGES = tuple(
+    ROOT / "docs" / f"{name}{end}.md" for name in ("benchmarks", "scaling", "releases") for end in ("", "_zh")
+)
 BLOCK = re.compile(r"(<!--table:([\w-]+)-->\n).*?(?=<!--/table-->)", re.DOTALL)
 
 
@@ -42,6 +47,8 @@ def block(name: str, language: str) -> str:
 
     The caption names the command that measured the table, and the date and machine if results.toml has them.
     """
+    if name == "releases":
+        return releases.block(language)
     found = results()["table"][name]
     machine = results()["machines"].get(found.get("machine"), {}).get(language)
     measured = "Measured with `{}`" if language == "en" else "用 `{}` 测量"
