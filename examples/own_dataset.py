@@ -5,7 +5,7 @@
         --vocab-file runs/sums/tokenizer.model --run-dir runs/sums --num-layers 2 --hidden-size 64 \
         --num-attention-heads 2 --seq-length 32 --train-iters 200 --lr 3e-3
 
-A dataset must meet only one requirement, as this example shows: sample n depends on n alone. Then the samples are equal
+The example shows the one requirement that a dataset must meet: sample n depends on n alone. Then the samples are equal
 in every parallel layout, after a resume, and with any number of reader processes. The example prints the training log.
 The loss falls as the model learns what sums look like.
 """

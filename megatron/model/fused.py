@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 def compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `plain`, compiled into one kernel; without this option, the compiler does not fuse every concatenation."""
+    """Return `plain`, a function of tensors [...], compiled into one kernel."""
+    # Without this option, the compiler does not fuse every concatenation.
     return torch.compile(plain, options={"force_pointwise_cat": True})
 
 

@@ -191,7 +191,7 @@ def test_a_corpus_from_before_there_were_dates(
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, **more}))
     pairs = [str(tmp_path / name) for name in "ab"]
     inspect_data.merge_pairs(Namespace(prefixes=pairs, output=str(tmp_path / "m")))
-    assert "the new sidecar records 2024-07-26" in capsys.readouterr().out
+    assert "the new sidecar records the date 2024-07-26" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spm", [False, True])
