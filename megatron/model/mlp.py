@@ -47,14 +47,14 @@ class GatedActivation:
         return torch.stack([self._slope(value * grad, gate), self._function(gate) * grad], -1).view(x.shape)
 
     def eager(self, x: Tensor) -> Tensor:
-        """Compute `plain` with fewer passes over memory."""
+        """Compute the activation, [..., 2 f] -> [..., f], with fewer passes over memory than `plain`."""
         gate, value = _gate_and_value(x)
         if x.device.type == "cpu":  # torch is four times slower on strided tensors
             gate, value = gate.contiguous(), value.contiguous()
         return self._function(gate).mul_(value)
 
     def eager_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Compute `plain_gradient` with fewer passes over memory."""
+        """Compute the gradient of x [..., 2 f] with fewer passes over memory than `plain_gradient`."""
         if x.device.type != "cpu":
             return self.gradient_in_place(grad, x)
         gate, value = (part.contiguous() for part in _gate_and_value(x))
@@ -62,7 +62,7 @@ class GatedActivation:
         return torch.stack([self._slope(value * grad, gate), of_value], -1).view(x.shape)
 
     def gradient_in_place(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Compute `plain_gradient` without a stack: the gradients of gate and value go straight to their places."""
+        """Compute the gradient of x [..., 2 f] without a stack: write those of gate and value to their places."""
         gate, value = _gate_and_value(x)
         whole = torch.empty_like(x)
         of_gate, of_value = _gate_and_value(whole)
