@@ -21,7 +21,7 @@ def check_complete(
             raise CheckpointError(f"no rank has written {key!r}")
         if list(tensors[key]["shape"]) != list(shape):
             raise CheckpointError(f"{key!r} was written with shape {tensors[key]['shape']} instead of {list(shape)}")
-    files: dict[str, Any] = {}
+    shapes: dict[str, dict[str, list[int]]] = {}  # file -> key -> shape
     for key, entry in tensors.items():
         dim, at = entry["dim"], 0
         for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
@@ -29,17 +29,14 @@ def check_complete(
                 break
             at = piece["end"]
             name = piece["file"]
-            if name not in files:
-                files[name] = open_tensors(folder / name)
-            _check_piece(folder / name, files[name], key, dim, entry["shape"], piece["end"] - piece["begin"])
+            if name not in shapes:
+                file: Any = open_tensors(folder / name)
+                shapes[name] = {each: file.get_slice(each).get_shape() for each in file.keys()}  # noqa: SIM118  # no dict
+            shape = [*entry["shape"][:dim], piece["end"] - piece["begin"], *entry["shape"][dim + 1 :]]
+            if shapes[name].get(key) != shape:
+                raise CheckpointError(f"{folder / name} does not hold {key!r} of shape {shape}")
         if at != entry["shape"][dim]:
             raise CheckpointError(f"no rank has written rows {at} and later of {key!r}")
-
-
-def _check_piece(path: Path, file: Any, key: str, dim: int, whole: Sequence[int], rows: int) -> None:
-    shape = [*whole[:dim], rows, *whole[dim + 1 :]]
-    if key not in file.keys() or file.get_slice(key).get_shape() != shape:  # noqa: SIM118  # it is no dict
-        raise CheckpointError(f"{path} does not hold {key!r} of shape {shape}")
 
 
 def is_complete(checkpoint: Path) -> bool:
