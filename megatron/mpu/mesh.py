@@ -69,12 +69,14 @@ class Options:
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
     wgrad_in_graph: in compiled code, too, call the weight's `ParamSpec.accumulate_wgrad` instead of giving the weight's
     gradient to autograd.
+    fp8: run the matmuls of outputs and of input gradients in fp8; see `fp8.py`.
     """
 
     sequence_parallel: bool = False
     overlap: bool = True
     onednn: bool = False
     wgrad_in_graph: bool = False
+    fp8: bool = False
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""
