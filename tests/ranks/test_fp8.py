@@ -5,6 +5,10 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
+from megatron.ranks import device
+from megatron.ranks.initialize import initialize_megatron
 from tests.parity.reference import Fp8Product
 from tests.support import on_ranks
 
@@ -54,3 +58,19 @@ def close(ours: Tensor | None, theirs: Tensor) -> None:
 @pytest.mark.parametrize(("ranks", "sequence"), [(1, False), (2, False), (2, True)])
 def test_layers_equal_one_process(ranks: int, sequence: bool) -> None:
     on_ranks(ranks, _layers, ranks, sequence)
+
+
+def _start_without_a_kernel(precision: str) -> None:
+    device.fp8_problem = lambda which: "it has no kernel"
+    sizes = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
+    initialize_megatron(parse(f"{sizes} --precision {precision}".split()))
+
+
+def _refused() -> None:
+    with pytest.raises(ConfigError, match="--precision fp8: this cpu device cannot be used, as it has no kernel"):
+        _start_without_a_kernel("fp8")
+
+
+def test_a_device_without_a_kernel_ends_the_run() -> None:
+    on_ranks(1, _refused)
+    on_ranks(1, _start_without_a_kernel, "bf16")
