@@ -57,7 +57,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
         kwargs.pop("backend", None)  # A gloo group needs its other ranks.
         return honest(*args, **kwargs)
 
-    def split_group(split_ranks: list[list[int]]) -> Any:
+    def split_group(split_ranks: list[list[int]], **_: Any) -> Any:
         """Emulate NCCL's split, which creates only this rank's group."""
         calls["at once"] += 1
         mine = next((line for line in split_ranks if rank in line), None)
@@ -73,6 +73,7 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
         from tds import groups, neighbours
 
         dist.split_group, groups.splits = split_group, lambda: True
+        groups.urgent_options = lambda world, device: None
         neighbours.in_queues = lambda _: True  # Create separate groups for each stage boundary, as under NCCL.
     config = parse(
         f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 "

@@ -59,9 +59,27 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Call this only if `onednn_is_there()`. For fp32, torch's public functions use MKL instead of oneDNN.
     """
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
-    # A plain view would not do: autograd forbids in-place changes of a view that a custom Function returns, and the
-    # all-reduce over tensor-parallel ranks changes this result in place.
-    return torch.ops.aten._unsafe_view(found, (*x.shape[:-1], found.shape[-1]))  # type: ignore[no-any-return]
+    return reshaped(found, (*x.shape[:-1], found.shape[-1]))
+
+
+def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return `x` in another shape, as a tensor that autograd does not regard as a view.
+
+    autograd forbids in-place changes of a view that a custom Function returns, and the all-reduce over tensor-parallel
+    ranks changes the result of a matmul in place.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
+
+
+def scaled_matmul(x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply fp8 x [n, i] by the transpose of fp8 weight [o, i] -> bf16 [n, o], summing in fp32.
+
+    x_scales, weight_scales: factors of the rows, fp32 [n, 1] and [o, 1]. bias: bf16 [o] or None.
+    torch's public name for this matmul, torch.nn.functional.scaled_mm, is newer than the oldest supported torch.
+    """
+    return torch._scaled_mm(  # type: ignore[no-any-return]
+        x, weight.t(), x_scales, weight_scales.t(), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=False
+    )
 
 
 def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:

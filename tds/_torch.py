@@ -4,6 +4,7 @@ If torch lacks a name, the code uses a public alternative if there is one; other
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import sys
@@ -98,6 +99,19 @@ def default_store() -> Any:
 def can_split(group: Any, device: torch.device) -> bool:
     """Return whether the communicator of `group` on `device` can be split, as with `ncclCommSplit`."""
     return bool(group._get_backend(device).supports_splitting)
+
+
+def urgent_options(group: Any, device: torch.device) -> Any:
+    """Return options for a group split off `group` whose collectives run on a high-priority stream of the device.
+
+    All other options are those of `group`, as torch chooses them. None if the backend, unlike NCCL, has no such option.
+    """
+    options = group._get_backend(device).options
+    if not hasattr(options, "is_high_priority_stream"):
+        return None
+    options = copy.deepcopy(options)  # splitting changes its options, and `group` may be split again
+    options.is_high_priority_stream = True
+    return options
 
 
 def recorded_collectives() -> list[dict[str, Any]]:

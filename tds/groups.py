@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ._deepspeed import deepspeed
-from ._torch import can_split, new_local_group
+from ._torch import can_split, new_local_group, urgent_options
 
 Lines = Sequence[Sequence[int]]
 AXES = ("pipe", "data", "model")
@@ -37,21 +37,24 @@ def splits() -> bool:
     return device is not None and can_split(world, device)
 
 
-def new_groups(lines: Lines) -> Any:
+def new_groups(lines: Lines, urgent: bool = False) -> Any:
     """Create disjoint groups and return this rank's group, or None. Collective over the world.
 
-    lines: the ranks of each group.
+    lines: the ranks of each group. urgent: whether the next computation waits for the messages of these groups. On NCCL
+    they then run on a stream of high priority, so a device starts their kernels before waiting blocks of other kernels.
     """
     if splits():
-        return dist.split_group(split_ranks=[list(line) for line in lines])
+        world: Any = dist.group.WORLD
+        options = urgent_options(world, world.bound_device_id) if urgent else None
+        return dist.split_group(split_ranks=[list(line) for line in lines], pg_options=options)
     made = [dist.new_group(list(line)) for line in lines]
     return next((group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line), None)
 
 
-def shared(lines: Lines) -> Any:
-    """Return `new_groups(lines)`, but create each set of groups only once."""
+def shared(lines: Lines, urgent: bool = False) -> Any:
+    """Return `new_groups(lines, urgent)`, but create each set of groups only once, as its first caller wants it."""
     key = tuple(sorted(tuple(sorted(line)) for line in lines))
-    return _cached(key, lambda: new_groups(key))
+    return _cached(key, lambda: new_groups(key, urgent))
 
 
 def of_members(ranks: Sequence[int]) -> Any:

@@ -109,7 +109,8 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     parities = 1 + max(boundary_parity(b, stages) for b in range(count))
     pipelines = grid._topo.get_axis_comm_lists("pipe")
     # Two groups for each parity: down the pipeline, and up.
-    groups = [[new_groups(pipelines) for _ in range(2)] for _ in range(parities if in_queues(device) else 1)]
+    pairs = parities if in_queues(device) else 1
+    groups = [[new_groups(pipelines, urgent=True) for _ in range(2)] for _ in range(pairs)]
     pool, ahead = Pool(device), posted_ahead(device)
     hosts = of_hosts(grid.get_pipe_parallel_group()) if in_queues(device) else None
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())

@@ -25,7 +25,7 @@ CONSTANTS: dict[str, Any] = {
 }
 ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "args": lambda args: args,  # CPM-Pretrain's tutorial uses args.args.hidden_size
-    "bf16": lambda args: args.config.train.precision == "bf16",
+    "bf16": lambda args: args.config.train.dtype == "bf16",
     "checkpoint_in_cpu": lambda args: args.offload_activations,
     "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
     "distributed_backend": lambda args: "nccl" if _on_cuda() else "gloo",
@@ -96,7 +96,7 @@ def _params_dtype(args: Args) -> Any:
     import torch
 
     names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-    return names.get(args.config.train.precision, torch.float32)
+    return names.get(args.config.train.dtype, torch.float32)
 
 
 def _padded_vocab_size(args: Args) -> int:

@@ -48,7 +48,7 @@ class Resolved:
     """Settings of a run after reconciling DeepSpeed's JSON file with the flags."""
 
     deepspeed: dict[str, Any]  # configuration for `tds.initialize`
-    precision: str
+    precision: str  # of weights and activations: bf16 with --precision fp8
     zero_stage: int
     clip_grad: float
     log_interval: int
@@ -213,11 +213,11 @@ def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool
     enabled = [name for name in ("fp16", "bf16") if given.get(name, {}).get("enabled") is True]
     if len(enabled) == 2:
         raise ConfigError(f"{path} enables both fp16 and bf16; keep one")
-    wanted = config.train.precision
+    wanted, named = config.train.dtype, config.train.precision
     if wanted == "auto":
         return enabled[0] if enabled else "bf16" if fast_bf16 else "fp32"
     if enabled and enabled[0] != wanted:
-        raise ConfigError(f"{path} enables {enabled[0]}, but --precision is {wanted}; change one of them")
+        raise ConfigError(f"{path} enables {enabled[0]}, but --precision is {named}; change one of them")
     return wanted
 
 

@@ -91,6 +91,8 @@ class Config:
             )
         if self.parallel.pipeline_schedule == "zb-h1":
             yield "--compile cannot be used with --pipeline-schedule zb-h1, which splits the backward pass; use 1f1b"
+        if self.train.precision == "fp8":
+            yield "--compile cannot be used with --precision fp8, whose matmuls are not compiled; use bf16"
         if zero_stage == 3:
             yield (
                 "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage "

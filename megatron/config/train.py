@@ -24,9 +24,9 @@ class TrainConfig(Section):
     seed: int = opt(1234, "random seed of initial weights, sample order and dropout", at_least(0))
     precision: str = opt(
         "auto",
-        "number format: fp32, bf16, fp16 or fp64; auto takes the format in --deepspeed-config; without one, bf16 if "
-        "the device computes faster in bf16, else fp32",
-        one_of("auto", "fp32", "bf16", "fp16", "fp64"),
+        "number format: fp32, bf16, fp16, fp64 or fp8 (bf16, but the matmuls of transformer layers are in fp8); auto "
+        "takes the format in --deepspeed-config; without one, bf16 if the device computes faster in bf16, else fp32",
+        one_of("auto", "fp32", "bf16", "fp16", "fp64", "fp8"),
     )
     max_skipped_steps: int = opt(
         10,
@@ -72,6 +72,11 @@ class TrainConfig(Section):
         "that were returned to it",
     )
     deepspeed_config: str | None = opt(None, "configuration file of DeepSpeed (JSON), e.g. configs/ds_config_gpt2.json")
+
+    @property
+    def dtype(self) -> str:
+        """Number format of weights and activations, or auto: that of --precision, except that fp8 keeps bf16."""
+        return "bf16" if self.precision == "fp8" else self.precision
 
     def _problems(self) -> Iterator[str]:
         for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import accumulates, onednn_linear, will_run
+from .fp8 import fp8_matmul
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
@@ -44,10 +45,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
             return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
         return F.linear(x, weight, bias)
     accumulate = _accumulate_wgrad(x, weight, options)
-    if axis.size == 1 and not onednn and accumulate is None:
+    if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
         return F.linear(x, weight, bias)
     sequence = options.sequence_axis(axis)
-    return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, accumulate)  # type: ignore[no-untyped-call,no-any-return]
+    return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, accumulate, options.fp8)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
@@ -203,11 +204,13 @@ class _Linear(torch.autograd.Function):
         overlap: bool,
         onednn: bool,
         accumulate: Callable[[Tensor, Tensor], bool] | None,
+        fp8: bool,
     ) -> Tensor:
         ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn = axis, sequence, overlap, onednn
-        ctx.accumulate = accumulate
+        ctx.accumulate, ctx.fp8 = accumulate, fp8
         ctx.save_for_backward(x, weight)
-        return matmul(start_all_gather(x, sequence).wait() if sequence.size > 1 else x, weight, bias, onednn)
+        whole = start_all_gather(x, sequence).wait() if sequence.size > 1 else x
+        return fp8_matmul(whole, weight, bias) if fp8 else matmul(whole, weight, bias, onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -217,7 +220,7 @@ class _Linear(torch.autograd.Function):
         whole = start_all_gather(x, ctx.sequence) if of_weight and ctx.sequence.size > 1 else None
         if whole is not None and not ctx.overlap:
             whole.settle()
-        summed = start_sum(matmul(grad, weight.t(), None, ctx.onednn), ctx.axis, ctx.sequence) if of_x else None
+        summed = start_sum(_gradient_of_input(ctx, grad, weight), ctx.axis, ctx.sequence) if of_x else None
         if summed is not None and not ctx.overlap:
             summed.settle()
         weight_grad = bias_grad = None
@@ -227,7 +230,14 @@ class _Linear(torch.autograd.Function):
             weight_grad = _gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
         if of_bias:
             bias_grad = flat.sum(0)
-        return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None, None
+        return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None, None, None
+
+
+def _gradient_of_input(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:
+    """Return this rank's part of the gradient of x: grad [..., o/t] times weight [o/t, i]."""
+    if ctx.fp8:
+        return fp8_matmul(grad, weight.t(), None)
+    return matmul(grad, weight.t(), None, ctx.onednn)
 
 
 def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:

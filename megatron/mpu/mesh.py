@@ -69,12 +69,14 @@ class Options:
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
     wgrad_in_graph: in compiled code, too, call the weight's `ParamSpec.accumulate_wgrad` instead of giving the weight's
     gradient to autograd.
+    fp8: run the matmuls of outputs and of input gradients in fp8; see `fp8.py`.
     """
 
     sequence_parallel: bool = False
     overlap: bool = True
     onednn: bool = False
     wgrad_in_graph: bool = False
+    fp8: bool = False
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""
@@ -117,20 +119,22 @@ class Mesh:
             raise ValueError(
                 f"{dist.get_world_size()} ranks are running, but the grid {topology} needs {topology.world_size()}"
             )
-        lines = {name: cls._line(topology.lines(name)) for name in ("pipe", "data", "model")}
+        # Every layer waits for the all-reduces of the model axis. It comes first, as axes of equal ranks share a group.
+        model = cls._line(topology.lines("model"), urgent=True)
+        lines = {name: cls._line(topology.lines(name)) for name in ("pipe", "data")}
         replica = cls._line(topology.lines("pipe", "model"))
-        return cls(topology, **lines, replica=replica, context=cls._line(topology.context_lines()))
+        return cls(topology, **lines, model=model, replica=replica, context=cls._line(topology.context_lines()))
 
     def streams(self, seed: int) -> RngStreams:
         """Return the dropout streams of this rank."""
         return RngStreams(seed, self.data.rank, self.model.rank, self.pipe.rank)
 
     @staticmethod
-    def _line(lines: list[list[int]]) -> Axis:
+    def _line(lines: list[list[int]], urgent: bool = False) -> Axis:
         from tds.groups import shared  # imports DeepSpeed, which a single process does not need
 
         ranks = next(line for line in lines if dist.get_rank() in line)
-        return Axis(shared(lines) if len(ranks) > 1 else None, tuple(ranks), ranks.index(dist.get_rank()))
+        return Axis(shared(lines, urgent) if len(ranks) > 1 else None, tuple(ranks), ranks.index(dist.get_rank()))
 
 
 @dataclass(frozen=True)

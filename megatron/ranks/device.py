@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._torch import amx_tiles
+from .._torch import amx_tiles, scaled_matmul
 
 
 def available() -> bool:
@@ -52,6 +52,20 @@ def fast_bf16(device: torch.device) -> bool:
         return amx_tiles()
     # V100 and T4 only emulate bf16, which is slow.
     return bool(torch.cuda.is_bf16_supported(including_emulation=False)) if device.type == "cuda" else True
+
+
+def fp8_problem(device: torch.device) -> str | None:
+    """Return why `device` cannot multiply in fp8 with one scale per row, or None if it can."""
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            return f"its compute capability is {capability[0]}.{capability[1]}, and fp8 needs 8.9 or higher"
+    try:
+        x, scales = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
+        scaled_matmul(x, x, scales, scales, None)
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+        return f"this build of torch has no such kernel for it ({str(error).splitlines()[0]})"
+    return None
 
 
 def precision_note(device: torch.device, precision: str) -> str | None:

@@ -78,6 +78,9 @@ def initialize_megatron(config: Config) -> torch.device:
     same_everywhere(settings_and_versions(config))
     torch.manual_seed(config.train.seed)
     p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
+    problem = device_module.fp8_problem(device) if config.train.precision == "fp8" else None
+    if problem:
+        raise ConfigError(f"--precision fp8: this {device.type} device cannot be used, as {problem}; use bf16")
     onednn = by_onednn(config.train.cpu_matmul, device)
     options = mpu.Options(
         sequence_parallel=config.splits_sequences(device.type != "cpu"),

@@ -15,8 +15,10 @@ from tds.apart import zero3_partitioner
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
+from ..model.block import TransformerLayer
 from ..model.embedding import embedding_weights
 from ..model.layers import global_parameters
+from ..mpu.fp8 import MULTIPLE
 from ..optim import build_optimizer
 from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks
@@ -74,6 +76,8 @@ def build_engine(
     """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise."""
     compile_layers(model, config, resolved.zero_stage)
     with all_ranks():
+        if config.train.precision == "fp8":
+            use_fp8(model)
         pipeline = _checked(model, task, config)
     if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
@@ -97,6 +101,25 @@ def build_engine(
     if not hasattr(model, "_megatron_batch_fn"):
         engine.set_batch_fn(batch_fn)
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
+
+
+def use_fp8(model: nn.Module) -> None:
+    """Let the linear layers inside the transformer layers of `model` multiply in fp8; see `mpu/fp8.py`.
+
+    Raises ValueError for a weight whose shard has a size that is not a multiple of 16.
+    """
+    for layer in model.modules():
+        for name, module in layer.named_modules() if isinstance(layer, TransformerLayer) else ():
+            if not isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
+                continue
+            shape = mpu.spec_of(module.weight).local_shape  # ZeRO 3 may hold the weight itself as an empty tensor
+            if any(size % MULTIPLE for size in shape):
+                raise ValueError(
+                    f"--precision fp8 needs weights whose sizes on each rank are multiples of {MULTIPLE}, but "
+                    f"{name} of a transformer layer has {shape[0]} x {shape[1]}; change --hidden-size, "
+                    "--ff-hidden-size, the number of heads or --model-parallel-size, or use --precision bf16"
+                )
+            module.options = replace(module.options, fp8=True)
 
 
 def _checked(model: nn.Module, task: Task, config: Config) -> bool:

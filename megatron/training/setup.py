@@ -142,10 +142,11 @@ def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, 
 
 def _print_layout(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:
     grid = mpu.get_topology()
+    precision = config.train.precision if config.train.precision == "fp8" else resolved.precision
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
     print_rank_0(
         f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), "
-        f"{resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"{precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(grid.world_size())}"
     )
     if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:

@@ -124,7 +124,7 @@ def _choices(wanted: Wanted) -> dict[str, list[Any]]:
     c, n, cluster = wanted.config, wanted.devices, wanted.cluster
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     layers = c.model.num_layers + (c.model.decoder_layers if c.is_t5 else 0)
-    mixed = c.train.precision in ("bf16", "fp16")
+    mixed = c.train.dtype in ("bf16", "fp16")
     again = [(False, ()), (False, MODULES), (True, ())]
     found: dict[str, list[Any]] = {
         "model_parallel_size": [d for d in divisors if d <= cluster.devices_per_node],

@@ -67,7 +67,7 @@ def try_groups() -> dict[str, Any]:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
     wanted = torch.arange(8.0, device=device)
     for name in ("pipe", "data", "model", "context", "members"):
-        group = of_members([0]) if name == "members" else new_groups([[0]])
+        group = of_members([0]) if name == "members" else new_groups([[0]], urgent=name == "model")
         for dtype in (torch.float32, torch.bfloat16):
             x = wanted.to(dtype)
             dist.all_reduce(x, group=group)

@@ -122,6 +122,7 @@ def plain(
     by_document: bool = False,
     z_loss: float = 0.0,
     steps: int = STEPS,
+    multiply: reference.Multiply = reference.plain_product,
 ) -> list[float]:
     """Train in one process of plain torch, with the data and settings of `ours`; return the losses."""
     tokenizer = load_tokenizer(vocab_file)
@@ -143,4 +144,5 @@ def plain(
         clip=1.0,
         dtype=dtype,
         z_loss=z_loss,
+        multiply=multiply,
     )

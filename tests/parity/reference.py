@@ -6,6 +6,7 @@ Only initial weights and samples come from the code under test; model, loss, opt
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +14,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
+Multiply = Callable[[Tensor, Tensor], Tensor]  # the product of x [..., i] and the transpose of a weight [o, i]
+
+
+def in_fp8(x: Tensor) -> Tensor:
+    """Round the rows of x [n, i] to multiples of a scale that e4m3 can represent, and return these multiples."""
+    largest = x.abs().amax(-1, keepdim=True).double()
+    scale = torch.exp2(torch.ceil(torch.log2(largest.clamp(min=1e-30) / 448))).to(x.dtype)
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+class Fp8Product(torch.autograd.Function):
+    """The matmul of `--precision fp8`: output and input gradient from rounded rows, weight gradient unrounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return in_fp8(x) @ in_fp8(weight).T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        return in_fp8(grad) @ in_fp8(weight.T).T, flat.T @ x.flatten(0, -2)
+
+
+def plain_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the unrounded product."""
+    return x @ weight.T
 
 
 def logits(
-    w: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, allowed: Tensor, layers: int, heads: int
+    w: Mapping[str, Tensor],
+    tokens: Tensor,
+    positions: Tensor,
+    allowed: Tensor,
+    layers: int,
+    heads: int,
+    multiply: Multiply = plain_product,
 ) -> Tensor:
     """Return logits [b, s, v] from tokens and positions [b, s].
 
-    allowed: bool [b, s, s], True where a query (second dimension) attends to a key.
+    allowed: bool [b, s, s], True where a query (second dimension) attends to a key. multiply: matmul of the linear
+    layers.
     """
     b, s = tokens.shape
     x = w["embedding.word_embeddings.weight"][tokens] + w["position_embedding.weight"][positions]
@@ -28,16 +64,16 @@ def logits(
     for i in range(layers):
         p = f"layers.{i}."
         y = F.layer_norm(x, (h,), w[p + "input_layernorm.weight"], w[p + "input_layernorm.bias"])
-        qkv = y @ w[p + "attention.query_key_value.weight"].T + w[p + "attention.query_key_value.bias"]
+        qkv = multiply(y, w[p + "attention.query_key_value.weight"]) + w[p + "attention.query_key_value.bias"]
         q, k, v = (each.transpose(1, 2) for each in qkv.view(b, s, heads, 3, -1).unbind(3))  # [b, n, s, d]
         scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(~allowed[:, None], -math.inf).softmax(-1)
         context = (weights @ v).transpose(1, 2).reshape(b, s, -1)
-        x = x + context @ w[p + "attention.dense.weight"].T + w[p + "attention.dense.bias"]
+        x = x + multiply(context, w[p + "attention.dense.weight"]) + w[p + "attention.dense.bias"]
         y = F.layer_norm(x, (h,), w[p + "post_attention_layernorm.weight"], w[p + "post_attention_layernorm.bias"])
-        y = y @ w[p + "mlp.dense_h_to_4h.weight"].T + w[p + "mlp.dense_h_to_4h.bias"]
+        y = multiply(y, w[p + "mlp.dense_h_to_4h.weight"]) + w[p + "mlp.dense_h_to_4h.bias"]
         y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        x = x + y @ w[p + "mlp.dense_4h_to_h.weight"].T + w[p + "mlp.dense_4h_to_h.bias"]
+        x = x + multiply(y, w[p + "mlp.dense_4h_to_h.weight"]) + w[p + "mlp.dense_4h_to_h.bias"]
     x = F.layer_norm(x, (h,), w["final_norm.norm.weight"], w["final_norm.norm.bias"])
     return x @ w["embedding.word_embeddings.weight"].T
 
@@ -77,6 +113,7 @@ def train(
     clip: float,
     dtype: torch.dtype,
     z_loss: float = 0.0,
+    multiply: Multiply = plain_product,
 ) -> list[float]:
     """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss."""
 
@@ -84,7 +121,7 @@ def train(
         text = torch.from_numpy(batch)
         tokens, labels = text[:, :-1], text[:, 1:]
         positions, allowed, loss_mask = masks(tokens, eod, by_document)
-        out = logits(w, tokens, positions, allowed, layers, heads)
+        out = logits(w, tokens, positions, allowed, layers, heads, multiply)
         each = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none")
         z = z_loss * out.flatten(0, 1).logsumexp(-1) ** 2
         return ((each + (z - z.detach())) * loss_mask.flatten()).sum() / loss_mask.sum()

@@ -1,6 +1,7 @@
 """A few calls create all process groups, with the same ranks as the groups that DeepSpeed would create."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.model import GPT2ModelPipe
 from megatron.mpu import Topology
 from megatron.ranks.initialize import initialize_megatron
 from tds import groups
+from tds._torch import urgent_options
 from tests.sentences import SENTENCES
 from tests.support import command, on_ranks
 
@@ -20,6 +22,9 @@ FLAGS = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64 --batch-size 2 --gas 2 "
     "--precision fp32 --pipe-parallel-size {} --model-parallel-size {}"
 )
+
+
+URGENT = "options with a high priority"
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 2), (4, 1, 2), (1, 4, 1), (3, 2, 1)])
@@ -49,21 +54,24 @@ def test_lines_of_a_large_grid_are_arithmetic() -> None:
         grid.filter_match(pipes=1)
 
 
-def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
+def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any, list[Any]]:
     """Initialise a pipeline; return (calls of new_group, calls of split_group, groups of DeepSpeed's engine).
 
     Each group is given by its list of ranks, and by a bit mask of the ranks that took part in an all-reduce over it.
+    The fourth result lists the ranks of the groups that were created for urgent messages.
     splitting: emulate torch's split_group, which gloo lacks.
     """
-    one_by_one, at_once, honest = [0], [0], dist.new_group
+    one_by_one, at_once, urgent, honest = [0], [0], list[Any](), dist.new_group
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
         one_by_one[0] += 1
         return honest(*args, **kwargs)
 
-    def split_group(split_ranks: list[list[int]]) -> Any:
+    def split_group(split_ranks: list[list[int]], pg_options: Any) -> Any:
         """Emulate torch's split_group, in which each rank may be in at most one group."""
         at_once[0] += 1
+        if pg_options == URGENT:
+            urgent.append(sorted(sorted(line) for line in split_ranks))
         assert len({rank for line in split_ranks for rank in line}) == sum(map(len, split_ranks))
         made = [honest(line) for line in split_ranks]
         return next((group for group, line in zip(made, split_ranks, strict=True) if dist.get_rank() in line), None)
@@ -73,6 +81,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
     dist.new_group = new_group
     if splitting:
         dist.split_group, groups.splits = split_group, lambda: True
+        groups.urgent_options = lambda world, device: URGENT
     initialize_megatron(config)
     pipe = GPT2ModelPipe(config)
     engine, *_ = tds.initialize(
@@ -86,7 +95,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any]:
         dist.all_reduce(number, group=group)
         found.append((dist.get_process_group_ranks(group), number.item()))
     ties = [dist.get_process_group_ranks(each["group"]) for each in pipe.tied_comms.values()]
-    return one_by_one[0], at_once[0], (found, ties)
+    return one_by_one[0], at_once[0], (found, ties), urgent
 
 
 @pytest.mark.parametrize(("stages", "model"), [(2, 2), (4, 1)])
@@ -98,6 +107,9 @@ def test_one_collective_an_axis(stages: int, model: int) -> None:
     for rank, (by_hand, cut) in enumerate(zip(plain, split, strict=True)):
         assert by_hand[2] == cut[2]
         assert by_hand[1] == 0 and cut[1] <= 12 and cut[0] <= 2, (by_hand[:2], cut[:2])
+        lines = {axis: sorted(map(sorted, grid.lines(axis))) for axis in ("pipe", "model")}
+        # Stage boundaries have two groups on gloo, one for each direction.
+        assert cut[3] == [*([lines["model"]] if model > 1 else []), lines["pipe"], lines["pipe"]] and not by_hand[3]
         at = grid.get_coord(rank)
         ranks, sums = zip(*cut[2][0], strict=True)
         assert list(ranks) == [
@@ -119,3 +131,13 @@ def test_the_start_of_a_thousand_ranks() -> None:
     assert (found["one by one"], found["stage"], found["layers"]) == (1, 8, 2)
     assert found["at once"] <= 11  # calls of split_group, including one for context parallelism
     assert found["grid"] + found["model"] + found["engine"] < 60
+
+
+def test_urgent_options_are_a_copy_with_a_high_priority() -> None:
+    """`urgent_options` changes one option of the world's group, in a copy; gloo's options have no priority."""
+    honest = SimpleNamespace(is_high_priority_stream=False, _timeout=7)
+    world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=honest))
+    found = urgent_options(world, torch.device("cuda"))
+    assert (found.is_high_priority_stream, found._timeout) == (True, 7) and not honest.is_high_priority_stream
+    world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=SimpleNamespace(_timeout=7)))
+    assert urgent_options(world, torch.device("cpu")) is None

@@ -112,7 +112,7 @@ CHINESE = {
     "use --zero-stage 3 to shard weights over replicas": "在副本间分摊权重的是 --zero-stage 3",
     "use --offload-activations, which offloads the activations of all layers": "--offload-activations 搬走所有层的激活",
     "steps with a NaN or Inf gradient are always skipped": "梯度不是有限数的一步从不更新权重",
-    "FP8 is not supported; see --precision for the choices": "不支持 FP8；有哪几种见 --precision",
+    "the only FP8 recipe is that of --precision fp8; use this flag instead": "FP8 只有 --precision fp8 一种做法；改用它",
     "the warmup of the learning rate always starts from 0": "学习率从 0 升起",
     "give --data-path; to try a run, preprocess corpus/sample.jsonl": "给出 --data-path；试运行可用 corpus/sample.jsonl 预处理",
     "name corpora with --data-path, or with --train-data-path, "

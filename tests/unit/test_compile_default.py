@@ -46,6 +46,7 @@ FORBIDDEN = [
     ("--pipeline-schedule zb-h1 --pipe-parallel-size 1", "zb-h1"),
     ("--offload-activations", "--offload-activations"),
     ("--recompute-modules norm", "--recompute-modules"),
+    ("--precision fp8", "--precision fp8"),
 ]
 
 

@@ -9,7 +9,7 @@ _NO_EXPERTS = Refused("there are no experts; all tokens share one MLP")
 _ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can load")
 _CUTS = Refused("--partition-method sets how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
-_NO_FP8 = Refused("FP8 is not supported; see --precision for the choices")
+_NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")
 
 ROWS = (
     Row("--tensor-parallel-size --tp-size", same("model_parallel_size"), int),

@@ -80,7 +80,7 @@ def _merges_beside(vocab: Path) -> list[Path]:
 def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
     """Accept fp32 gradient accumulation and reduction if --precision and --zero-stage imply them, else refuse."""
     if config.train.precision in ("fp32", "fp64") or (
-        config.train.precision == "bf16" and (config.parallel.zero_stage or 0) <= 1
+        config.train.dtype == "bf16" and (config.parallel.zero_stage or 0) <= 1
     ):
         return NoEffect(f"--precision {config.train.precision} always reduces gradients in fp32 or fp64")
     return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or use --precision bf16')
