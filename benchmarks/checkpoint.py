@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,10 @@ def background(engine: Any, config: Any, step: Step, folder: Path, rounds: int) 
         action()
         found[name].append(time.perf_counter() - begin)
 
-    for _ in range(rounds):
+    for iteration in range(1, rounds + 1):
         timed("step", step)
         begin = time.perf_counter()
-        timed("stall", lambda: saver.begin(TrainState(iteration=1)))
+        timed("stall", partial(saver.begin, TrainState(iteration=iteration)))
         while saver.busy:
             timed("step while saving", step)
         timed("stall", saver.finish)  # type: ignore[arg-type]
