@@ -153,8 +153,8 @@ class Losses:
             for each in gather_objects({key: total.item() for key, total in self._sums.items()}, self._replicas):
                 for key, value in each.items():
                     totals[key] = totals.get(key, 0.0) + value
-            totals = {key: totals[key] / (self.targets if key[0] == TRAINED else micros) for key in sorted(totals)}
-        names = [totals]
+            totals = {key: total / (self.targets if key[0] == TRAINED else micros) for key, total in totals.items()}
+        names = [dict(sorted(totals.items(), key=lambda item: item[0][0]))]  # trained losses first
         if dist.get_world_size(self._stages) > 1:
             dist.broadcast_object_list(names, self._source, group=self._stages)
         return {key: torch.tensor(mean, dtype=torch.float64, device=self.device) for key, mean in names[0].items()}
@@ -166,7 +166,7 @@ class Losses:
 
     @property
     def shared_sum_on_host(self) -> float:
-        """The same sum as a float. Call `read` first."""
+        """The value of `shared_sum` as a float. Call `read` first."""
         assert self._host is not None, "read() comes first"
         return self._host[-1]
 

@@ -48,6 +48,11 @@ def complete_weights(engine: Any) -> None:
         engine.optimizer.wait()
 
 
+def reads_copies(engine: Any) -> bool:
+    """Return whether `get_weight` and `get_moment` return copies, because an optimizer wraps the torch optimizer."""
+    return engine.optimizer is not _inner(engine)
+
+
 def before_step(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` before each change of weights and moments by the optimizer."""
     _inner(engine).register_step_pre_hook(lambda *_: hook())

@@ -184,13 +184,17 @@ class Saver:
         if not self.background:
             self._write(path, parts, values)
             return
-        live = deque(values)  # read here, because reading a value may be a collective
-        stream = zero_state.side_stream(self.engine.device)
-        self._copied.clear()
+        copied = zero_state.reads_copies(self.engine)
         try:
+            # Read the values here, because reading a value may be a collective. Move copies off the device at once, as
+            # it may have no memory for all of them.
+            live = deque((key, value.cpu() if copied else value) for key, value in values)
+            stream = zero_state.side_stream(self.engine.device)
+            self._copied.clear()
             self._thread = threading.Thread(target=self._copy_and_write, args=(path, parts, live, stream), daemon=True)
             self._thread.start()
-        except RuntimeError as error:  # no thread can be started; `finish` raises the error on all ranks
+        # Memory or threads may be exhausted. Do not raise here: `finish` raises the error on all ranks.
+        except Exception as error:
             self._copied.set()
             self._thread, self._problem = None, _named(error)
 

@@ -63,6 +63,19 @@ def test_replicas_that_name_other_losses() -> None:
             assert found == expected
 
 
+def _in_order() -> list[list[str]]:
+    """Return the names of the losses of two steps, as `named_losses` orders them."""
+    engine, found = _engine(lambda out, labels: {"z": out.sum(), "a": 0 * out.sum()}, 2), []
+    for _ in range(2):
+        engine.train_batch(iter([(torch.ones(1, 2), torch.ones(1, 2))] * 2))
+        found.append(list(engine.named_losses))
+    return found
+
+
+def test_losses_have_the_order_in_which_the_loss_function_names_them() -> None:
+    assert on_ranks(2, _in_order) == [[["z", "a"]] * 2] * 2
+
+
 def _label(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return 0 * out.sum() + labels.mean()
 

@@ -56,6 +56,13 @@ def test_every_schedule_ends_wherever_stages_synchronize_their_devices(stages: i
                     finish(plan, Rules(ahead=None, one_hardware_queue=True, device_waits=True, dynamic=dynamic))
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_hardware_queue_is_enough(name: str) -> None:
+    for stages in (2, 3, 4, 8, 16):
+        for micros in (1, stages, 2 * stages - 1, 4 * stages):
+            finish(plan_of(name, stages, micros), Rules(ahead=None, one_hardware_queue=True, device_waits=True))
+
+
 def test_chunks_with_a_header_for_each_message_are_refused() -> None:
     """Interleaving deadlocks if shapes depend on the data and both stages synchronize; the error names a stage."""
     with pytest.raises(ScheduleError, match=SENTENCES["stages_that_synchronize"]):
