@@ -25,8 +25,8 @@ def timed_event(device: torch.device) -> torch.Event:
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:
     """Return `values` as a vector `[n]` in fp64 on the device, without waiting for the device."""
-    host = torch.tensor(values, dtype=torch.float64)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type != "cpu")
+    return host.to(device, non_blocking=True)
 
 
 def host_copy(tensor: Tensor, device: torch.device) -> Tensor:

@@ -65,7 +65,6 @@ class Link:
     peer: int
     group: Any
     hosts: Any
-    device: torch.device
     pool: Pool
     slice_group: Any
     slice_rank: int

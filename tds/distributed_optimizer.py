@@ -230,7 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Store the global gradient norm, a scalar, and its limit (0: no clipping) for the next `step()`.
 
         read_norm: function that returns the norm on the host. If it is given, `step()` calls it after it has given the
-        device all its work, and sets `overflow`, which tells DeepSpeed whether the step was skipped.
+        device all its work, and sets `overflow`, from which DeepSpeed learns whether the step was skipped.
         """
         self.norm, self._limit, self.read_norm = norm, limit, read_norm
 

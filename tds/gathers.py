@@ -30,6 +30,7 @@ class DeferredGathers:
 
     def __init__(self, buckets: Sequence[Bucket], layers: Sequence[nn.Module]) -> None:
         place = {p: at for at, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
+        # Bucket -> index of the first layer that uses it; -1 if it has weights that no layer in `layers` has.
         self._first = {bucket: min(place.get(p, -1) for p in bucket.parameters) for bucket in buckets}
         self._pending: deque[Bucket] = deque()
         for at, layer in enumerate(layers):
@@ -37,11 +38,8 @@ class DeferredGathers:
 
     def defer(self) -> None:
         """Wait only for the buckets that no layer's hook waits for. Call this when all all-gathers have started."""
-        by_layer = sorted(self._first, key=self._first.__getitem__)
-        for bucket in by_layer:
-            if self._first[bucket] < 0:
-                bucket.wait()
-        self._pending = deque(bucket for bucket in by_layer if self._first[bucket] >= 0)
+        self._pending = deque(sorted(self._first, key=self._first.__getitem__))
+        self.wait(-1)
 
     def wait(self, last: int | None = None) -> None:
         """Wait for the weights of the layers up to index `last`, by default of all layers."""

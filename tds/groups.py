@@ -76,7 +76,8 @@ def of_hosts(group: Any) -> Any:
 def _of_members(ranks: Sequence[int], backend: str | None = None) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    if bound is not None:  # with a bound device, new_group splits the world's communicator, which all ranks must join
+    if bound is not None:
+        # With a bound device, new_group would split the world's communicator, which all ranks must join.
         world.bound_device_id = None
     try:
         return new_local_group(ranks, backend or "members", backend)

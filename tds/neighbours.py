@@ -120,8 +120,8 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
             down, up = groups[boundary_parity(boundary, stages) % len(groups)]
             peer = grid.stage_to_global(stage_id=other)
             out, back = (down, up) if side == NEXT else (up, down)
-            found.senders[side] = Sender(Link(peer, out, hosts or out, device, pool, *slices))
-            found.receivers[side] = Receiver(Link(peer, back, hosts or back, device, pool, *slices), ahead)
+            found.senders[side] = Sender(Link(peer, out, hosts or out, pool, *slices))
+            found.receivers[side] = Receiver(Link(peer, back, hosts or back, pool, *slices), ahead)
     _meet(found, device, parities)
     return found
 

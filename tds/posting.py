@@ -153,7 +153,7 @@ def receive_points(plan: Plan, dynamic: bool = False) -> list[Points]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does in a step.
+    """The instructions that one stage runs in a step.
 
     points: the stage's item of `receive_points`; empty if the number `Rules.ahead` decides when receives are posted.
     """

@@ -28,7 +28,7 @@ class CertificateError(ValueError):
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What was measured in one layout. All differences are relative to the run in one process.
+    """Measurements of one layout. All differences are relative to the run in one process.
 
     largest: the largest of all differences; None if nothing could be compared.
     losses, outputs: largest difference of the losses and of the layers' outputs; None if not compared.

@@ -27,6 +27,10 @@ RESOLVED = {
 SECTIONS = {
     "zero_optimization", "fp16", "bf16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
 }  # fmt: skip
+LATE_GATHER = (
+    "--overlap-param-gather needs --zero-stage 1 in fp32 or bf16, --overlap-grad-reduce, and a --deepspeed-config "
+    "without other keys in zero_optimization and bf16"
+)
 ENABLED = '{"enabled": true}'
 SECTIONS_LOOK = {"zero_optimization": '{"stage": 1}'}
 NUMBERS = {
@@ -48,7 +52,7 @@ class Resolved:
     """Settings of a run after reconciling DeepSpeed's JSON file with the flags."""
 
     deepspeed: dict[str, Any]  # configuration for `tds.initialize`
-    precision: str  # of weights and activations: bf16 with --precision fp8
+    precision: str  # number format of weights and activations; this is bf16 with --precision fp8
     zero_stage: int
     clip_grad: float
     log_interval: int
@@ -112,18 +116,10 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     # sections, use DeepSpeed's ZeRO 1.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
-    _refuse_late_gather(p.overlap_param_gather and not own)
+    refuse([LATE_GATHER] if p.overlap_param_gather and not own else [])
     overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
     return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own, tuple(notes))
-
-
-def _refuse_late_gather(refused: bool) -> None:
-    if refused:
-        raise ConfigError(
-            "--overlap-param-gather needs --zero-stage 1 in fp32 or bf16, --overlap-grad-reduce, and a "
-            "--deepspeed-config without other keys in zero_optimization and bf16"
-        )
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:

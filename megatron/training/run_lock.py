@@ -156,7 +156,7 @@ class RunLock:
         except FileExistsError:
             return False
         try:
-            # Take the advisory lock before writing: whoever reads the record of this holder must find the lock held.
+            # Take the advisory lock before writing: a process that reads this record must find the lock held.
             me = replace(self._me, advisory=advisory.hold(handle))
             os.write(handle, json.dumps(asdict(me)).encode())
             os.fsync(handle)

@@ -14,7 +14,7 @@ from .compare import Verdict, explained
 
 
 def result_of(found: Verdict) -> LayoutResult:
-    """Return the result of one layout as it stands in a certificate."""
+    """Return the entry of one layout in a certificate."""
     single = [each.error for each in (found.forward, found.backward, found.state) if each is not None]
     numbers = [found.loss, found.forward_error, *found.weights.values(), *found.gradients.values(), *single]
     return LayoutResult(

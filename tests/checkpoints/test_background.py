@@ -1,4 +1,4 @@
-"""Background saves: training goes on while a thread copies the state, and the checkpoint has the state of its step."""
+"""Background saves: training continues while a thread copies the state; the checkpoint has the state of its step."""
 
 import time
 from collections.abc import Iterator
