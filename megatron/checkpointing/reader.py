@@ -138,6 +138,8 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "sequence_parallel": False,  # needs sequence lengths divisible by the number of ranks
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
+        "tp_comm_overlap": False,
+        "flash_attention_impl": None,
     }
     try:
         known = {name: value for name, value in with_family(saved).items() if name in HOME}

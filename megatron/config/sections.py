@@ -74,6 +74,8 @@ class Config:
                 "--pipeline-schedule zb-h1 would recompute attention for each half of the backward pass; use 1f1b "
                 "with --checkpoint-attention"
             )
+        if p.tp_comm_overlap and self.train.precision == "fp8":
+            yield "--tp-comm-overlap cannot be used with --precision fp8, whose matmuls are other kernels; use bf16"
         if self.train.compile:
             yield from self.conflicts_with_compile()
 
@@ -93,6 +95,8 @@ class Config:
             yield "--compile cannot be used with --pipeline-schedule zb-h1, which splits the backward pass; use 1f1b"
         if self.train.precision == "fp8":
             yield "--compile cannot be used with --precision fp8, whose matmuls are not compiled; use bf16"
+        if self.parallel.tp_comm_overlap:
+            yield "--compile cannot be used with --tp-comm-overlap, whose kernels are not compiled; leave one out"
         if zero_stage == 3:
             yield (
                 "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage "

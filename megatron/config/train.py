@@ -60,6 +60,12 @@ class TrainConfig(Section):
         "compile the transformer layers with torch.compile: the first step is slow, later steps are faster; if not "
         "given, on for CUDA devices, except with settings that cannot be combined with compiled layers",
     )
+    flash_attention_impl: str | None = opt(
+        None,
+        "version of FlashAttention for attention without a mask on CUDA devices, from a package that torch activates; "
+        "if not given, torch chooses between cuDNN and its own FlashAttention 2",
+        one_of("FA3", "FA4"),
+    )
     cpu_matmul: str = opt(
         "auto",
         "library for fp32 matmuls on a CPU: torch (torch's BLAS, MKL) or onednn; auto takes the faster library, which "

@@ -17,7 +17,6 @@ from .data import broadcast_data
 from .dropout import Stream
 from .grads import clip_grad_norm, counts_here, grad_norm, is_split
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
-from .linear import needs_grad
 from .linear_cross_entropy import DeferredLogits, whole_logits
 from .mappings import (
     copy_to_model_parallel_region,
@@ -25,6 +24,7 @@ from .mappings import (
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
+from .matmuls import needs_grad
 from .megatron_compat import (
     LayerNorm,
     checkpoint,

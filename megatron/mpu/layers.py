@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from .._torch import assert_later
 from . import mappings
-from .linear import linear
+from .fused_communication import scattered_linear
+from .linear import accumulate_wgrad, linear
 from .linear_cross_entropy import DeferredLogits, defer_logits
 from .mappings import (
     gather_from_model_parallel_region,
@@ -217,7 +218,14 @@ class RowParallelLinear(_Sharded):
         """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
-        y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)
+        if self._is_fused():
+            y = scattered_linear(x, self.weight, self.axis, accumulate_wgrad(x, self.weight, self.options))
+        else:
+            y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)
         if self.skip_bias_add:
             return y, self.bias
         return (y if self.bias is None else y + self.bias), None
+
+    def _is_fused(self) -> bool:
+        asked = self.options.fused_communication and self.options.sequence_parallel
+        return asked and self.axis.size > 1 and not torch.compiler.is_compiling()

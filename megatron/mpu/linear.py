@@ -19,8 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import accumulates, onednn_linear, will_run
+from .._torch import accumulates
 from .fp8 import fp8_matmul
+from .fused_communication import gathered_linear
+from .matmuls import gradient_of_weight, matmul, needs_grad, transposed_matmul
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
@@ -44,15 +46,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
         if options.wgrad_in_graph and _accumulates_in_graph(x, weight):
             return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
         return F.linear(x, weight, bias)
-    accumulate = _accumulate_wgrad(x, weight, options)
+    accumulate = accumulate_wgrad(x, weight, options)
     if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
         return F.linear(x, weight, bias)
     sequence = options.sequence_axis(axis)
+    if options.fused_communication and sequence.size > 1:
+        return gathered_linear(x, weight, bias, axis, accumulate)
     return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, accumulate, options.fp8)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
-    """Return the weight's `ParamSpec.accumulate_wgrad`, or None if autograd must accumulate the weight's gradient.
+def accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
+    """Return `ParamSpec.accumulate_wgrad` of weight [o, i], or None if autograd must accumulate the weight's gradient.
 
     Autograd accumulates under autocast and oneDNN. It also accumulates for a weight tied to an embedding, because it
     must first sum the gradients of look-up and matmul. Compiled code uses `_AccumulatingLinear` instead.
@@ -69,26 +73,6 @@ def by_onednn(x: Tensor, options: Options) -> bool:
     """Return whether oneDNN multiplies x [..., i]: it is enabled, and x is fp32, on a CPU, with >= FEWEST_ROWS rows."""
     rows = x.shape[:-1].numel()
     return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
-
-
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
-    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides."""
-    if onednn:
-        return onednn_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
-    """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
-
-    oneDNN copies its first factor unless that factor is row-major, so it would copy the transposed x. For a large x,
-    such as the gradient of logits, copying y and the result is cheaper: y is then the first factor, and the result
-    is transposed.
-    """
-    (n, o), i = x.shape, y.shape[1]
-    if onednn and n * o > n * i + o * i:
-        return matmul(y.t(), x.t(), None, onednn).t().contiguous()
-    return matmul(x.t(), y.t(), None, onednn)
 
 
 # oneDNN matmuls are registered as custom operations so that torch.compile need not trace into them.
@@ -177,21 +161,6 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
-    """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
-
-    If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
-    to it in a single pass over memory.
-    """
-    if total is not None and total.dtype == x.dtype and not onednn:
-        return total.addmm_(x, weight.t(), alpha=factor)
-    found = matmul(x, weight, None, onednn)
-    if total is not None:
-        return total.add_(found, alpha=factor)
-    found = found.to(torch.promote_types(x.dtype, torch.float32))
-    return found.mul_(factor) if factor != 1.0 else found
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -227,7 +196,7 @@ class _Linear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
         if of_weight:
             x = whole.wait() if whole is not None else x
-            weight_grad = _gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
+            weight_grad = gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
         if of_bias:
             bias_grad = flat.sum(0)
         return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None, None, None
@@ -240,41 +209,8 @@ def _gradient_of_input(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:
     return matmul(grad, weight.t(), None, ctx.onednn)
 
 
-def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Return the transpose of grad [n, o] times x [n, i], for n tokens; None if `ctx.accumulate` did the work.
-
-    `ctx.accumulate` runs the matmul and adds its result to the accumulated gradient in one pass over memory.
-    """
-    autograd_adds = ctx.accumulate is None or torch.is_grad_enabled() or not _is_accumulated(ctx, 1)
-    if not autograd_adds and ctx.accumulate(grad.t(), x):
-        return None
-    return transposed_matmul(grad, x, ctx.onednn)
-
-
-def _is_accumulated(ctx: Any, i: int) -> bool:
-    """Return whether this backward pass accumulates the gradient of input `i` into `.grad`.
-
-    `backward()` accumulates; `torch.autograd.grad` returns gradients instead.
-    """
-    return will_run(ctx.next_functions[i][0], otherwise=False)
-
-
 def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
     """Start an all-reduce of partial sums [s, ...], or with sequence parallelism a reduce-scatter to [s/t, ...]."""
     if sequence.size > 1:
         return start_reduce_scatter(x, sequence)
     return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)
-
-
-def needs_grad(ctx: Any, i: int) -> bool:
-    """Return whether this backward pass needs the gradient of input `i`.
-
-    A pipeline may compute gradients of inputs and of weights separately (Qi et al. 2023).
-    """
-    if torch.compiler.is_compiling():
-        # The compiler of torch 2.11 cannot trace `next_functions`, but the compiler itself removes unused gradients.
-        return bool(ctx.needs_input_grad[i])
-    # A bias of None has no entry in `next_functions`.
-    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
-    # If torch cannot tell whether the gradient is needed, compute it: autograd discards an unneeded gradient.
-    return node is not None and will_run(node, otherwise=True)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import compute_losses, gradient
-from .linear import add_matmul, by_onednn, linear, matmul, needs_grad, start_sum
+from .linear import by_onednn, linear, start_sum
+from .matmuls import add_matmul, matmul, needs_grad
 from .mesh import Axis, Options
 from .sequence import start_all_gather
 

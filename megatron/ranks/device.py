@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._torch import amx_tiles, scaled_matmul
+from .._torch import amx_tiles, scaled_matmul, share_memory
 
 
 def available() -> bool:
@@ -65,6 +65,37 @@ def fp8_problem(device: torch.device) -> str | None:
         scaled_matmul(x, x, scales, scales, None)
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         return f"this build of torch has no such kernel for it ({str(error).splitlines()[0]})"
+    return None
+
+
+def use_flash_attention(impl: str, device: torch.device) -> None:
+    """Make torch's attention use a version of FlashAttention, such as FA3, instead of cuDNN and FlashAttention 2.
+
+    Raises ValueError if the device, this version of torch or the installed packages do not support the version.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"--flash-attention-impl {impl} is for CUDA devices, not for a {device.type}; leave it out")
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None:
+        raise ValueError(f"--flash-attention-impl {impl}: torch {torch.__version__} cannot activate it; update torch")
+    try:
+        activate(impl)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"--flash-attention-impl {impl} cannot be used: {str(error).splitlines()[0]}") from None
+    torch.backends.cuda.enable_cudnn_sdp(False)  # on Hopper, torch would prefer cuDNN's kernel
+
+
+def symmetric_memory_problem(device: torch.device, group: str) -> str | None:
+    """Return why the ranks of `group` cannot map each other's memory, or None if they can. All of them must call this.
+
+    group: name of a process group.
+    """
+    if device.type != "cuda":
+        return f"this is a {device.type}"
+    try:
+        share_memory(1 << 20, device, group)
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
     return None
 
 

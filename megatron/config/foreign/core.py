@@ -42,10 +42,6 @@ ROWS = (
     Row("--moe-aux-loss-coeff", _NO_EXPERTS, float),
     Row("--moe-grouped-gemm --moe-permute-fusion", _NO_EXPERTS),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
-    Row(
-        "--tp-comm-overlap",
-        NoEffect("--async-tensor-model-parallel-allreduce overlaps communication and is on by default"),
-    ),
     Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
     Row("--optimizer-cpu-offload", in_json("zero_optimization", "offload_optimizer")),
     Row(

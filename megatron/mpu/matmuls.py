@@ -1,0 +1,80 @@
+"""Matmuls of linear layers, and which gradients a backward pass needs.
+
+Shapes: ... any leading dimensions; i features in, o features out, n tokens.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._torch import onednn_linear, will_run
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
+    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides."""
+    if onednn:
+        return onednn_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
+    """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
+
+    oneDNN copies its first factor unless that factor is row-major, so it would copy the transposed x. For a large x,
+    such as the gradient of logits, copying y and the result is cheaper: y is then the first factor, and the result
+    is transposed.
+    """
+    (n, o), i = x.shape, y.shape[1]
+    if onednn and n * o > n * i + o * i:
+        return matmul(y.t(), x.t(), None, onednn).t().contiguous()
+    return matmul(x.t(), y.t(), None, onednn)
+
+
+def add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
+    """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
+
+    If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
+    to it in a single pass over memory.
+    """
+    if total is not None and total.dtype == x.dtype and not onednn:
+        return total.addmm_(x, weight.t(), alpha=factor)
+    found = matmul(x, weight, None, onednn)
+    if total is not None:
+        return total.add_(found, alpha=factor)
+    found = found.to(torch.promote_types(x.dtype, torch.float32))
+    return found.mul_(factor) if factor != 1.0 else found
+
+
+def gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Return the transpose of grad [n, o] times x [n, i], for n tokens; None if `ctx.accumulate` did the work.
+
+    `ctx.accumulate` runs the matmul and adds its result to the accumulated gradient in one pass over memory.
+    """
+    autograd_adds = ctx.accumulate is None or torch.is_grad_enabled() or not _is_accumulated(ctx, 1)
+    if not autograd_adds and ctx.accumulate(grad.t(), x):
+        return None
+    return transposed_matmul(grad, x, ctx.onednn)
+
+
+def _is_accumulated(ctx: Any, i: int) -> bool:
+    """Return whether this backward pass accumulates the gradient of input `i` into `.grad`.
+
+    `backward()` accumulates; `torch.autograd.grad` returns gradients instead.
+    """
+    return will_run(ctx.next_functions[i][0], otherwise=False)
+
+
+def needs_grad(ctx: Any, i: int) -> bool:
+    """Return whether this backward pass needs the gradient of input `i`.
+
+    A pipeline may compute gradients of inputs and of weights separately (Qi et al. 2023).
+    """
+    if torch.compiler.is_compiling():
+        # The compiler of torch 2.11 cannot trace `next_functions`, but the compiler itself removes unused gradients.
+        return bool(ctx.needs_input_grad[i])
+    # A bias of None has no entry in `next_functions`.
+    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
+    # If torch cannot tell whether the gradient is needed, compute it: autograd discards an unneeded gradient.
+    return node is not None and will_run(node, otherwise=True)
