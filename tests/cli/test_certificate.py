@@ -8,7 +8,7 @@ import pytest
 from megatron.checkpointing import CheckpointReader, find_checkpoint
 from megatron.checkpointing.certificate import read_certificate
 from megatron.checkpointing.files import CheckpointError
-from tests.support import command
+from tests.support import FULL, command
 
 TOOL = "tools/verify_layout.py"
 SMALL = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
@@ -75,6 +75,7 @@ def test_a_check_names_what_has_changed(certificate: Path, tmp_path: Path) -> No
     assert "differences: all " in said and "NOT CONFIRMED" in said
 
 
+@FULL
 def test_a_failed_comparison_is_recorded_as_failed(flags: list[str], tmp_path: Path) -> None:
     path = tmp_path / "failed.json"
     argv = ["pretrain_gpt2.py", "--layouts", "tp 2", "--steps", "1", "--tolerance", "1e-12", "--certificate", str(path)]

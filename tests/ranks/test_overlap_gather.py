@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tds
 from tds.pipe import SequentialModule, TiedLayerSpec
-from tests.support import on_ranks
+from tests.support import covering, on_ranks
 
 WIDTH, MICROS = 6, 4
 
@@ -111,8 +111,10 @@ def _plain_step(engine: Any, optimizer: Any, batches: list[Any]) -> float:
     return total.item()
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("stages", "chunks"), [(0, 1), (1, 1), (2, 1), (2, 2)])
+CASES = [(*layout, bf16) for layout in ((0, 1), (1, 1), (2, 1), (2, 2)) for bf16 in (False, True)]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "bf16"), covering(CASES, CASES[::3].__contains__, several=True))
 def test_late_gathers_change_no_number(stages: int, chunks: int, bf16: bool, tmp_path: Any) -> None:
     """Each layer waits for its own weights and those of earlier layers; tied weights arrive at the end of a step."""
     ranks = 2 * max(stages, 1)
