@@ -15,6 +15,7 @@ from typing import Any
 
 from ..atomic import whole_file
 from ..config import Config
+from ..data.corpora import NAMED
 from ..data.indexed_dataset import LOSS
 from ..tokenizer.beside import (
     GENERATION,
@@ -111,7 +112,10 @@ def relocated(config: Config, run_dir: Path) -> Config:
         return path if inside.startswith("..") else str(run_dir / inside)
 
     def all_moved(paths: Sequence[str] | None) -> tuple[str, ...] | None:
-        return None if paths is None else tuple(moved(path) for path in paths)
+        if paths is None:
+            return None
+        named = [(match[1], match[2]) if (match := NAMED.match(path)) else ("", path) for path in paths]
+        return tuple(f"{name}={moved(path)}" if name else moved(path) for name, path in named)
 
     vocab_file = kept_tokenizer(run_dir, d.vocab_file) or (d.vocab_file and moved(d.vocab_file))
     paths: dict[str, Any] = {

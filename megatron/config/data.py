@@ -54,8 +54,14 @@ class DataConfig(Section):
         "several corpora are given with weights, e.g. 0.7 a 0.3 b",
     )
     train_data_path: tuple[str, ...] | None = opt(None, "corpora for training, instead of --data-path and --split")
-    valid_data_path: tuple[str, ...] | None = opt(None, "corpora for validation; needs --train-data-path")
-    test_data_path: tuple[str, ...] | None = opt(None, "corpora for test; needs --train-data-path")
+    valid_data_path: tuple[str, ...] | None = opt(
+        None,
+        "corpora for validation; needs --train-data-path. Data sets with names, e.g. web=a books=b, are evaluated one "
+        "by one",
+    )
+    test_data_path: tuple[str, ...] | None = opt(
+        None, "corpora for test, perhaps with names, as in --valid-data-path; needs --train-data-path"
+    )
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder with such a file")
     tokenizer_type: str = opt(

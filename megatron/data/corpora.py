@@ -4,9 +4,13 @@ Each dataset reads one corpus or a blend of several corpora.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils.data import Dataset
 
 from ..json_text import describe_json
 from .blend import BlendedDataset
@@ -15,6 +19,7 @@ from .splits import PARTS, parse_split, split_documents
 
 Paths = str | Sequence[str] | Mapping[str, Sequence[str]]
 Make = Callable[[range, str], Any]  # dataset factory: (documents, "train", "valid" or "test") -> dataset
+NAMED = re.compile(r"([A-Za-z][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 Open = Callable[[str], tuple[int, Make]]  # prefix of a corpus -> (number of documents, dataset factory)
 
 
@@ -53,12 +58,58 @@ def _is_number(word: str) -> bool:
 
 def prefixes_of(paths: Paths) -> list[str]:
     """Return the prefixes of all corpora in `paths`."""
-    groups = paths.values() if isinstance(paths, Mapping) else [paths]
-    return list(dict.fromkeys(prefix for group in groups for _, prefix in parse_blend(group)))
+    parts = paths if isinstance(paths, Mapping) else {"train": paths}
+    blends = [blend for part, words in parts.items() for blend in sets_of(words, part).values()]
+    return list(dict.fromkeys(prefix for blend in blends for _, prefix in parse_blend(blend)))
+
+
+def sets_of(words: str | Sequence[str], part: str) -> dict[str, str | Sequence[str]]:
+    """Return name -> blend of the data sets in `web=a "books=0.7 b 0.3 c"`; {"": words} if the words have no names.
+
+    part: "train", "valid" or "test".
+    Raises DatasetError if only some words have a name, if two have the same, or if training data have a name.
+    """
+    each = [words] if isinstance(words, str) else words
+    named = [(match[1], match[2]) for word in each if (match := NAMED.match(word)) and not Path(f"{word}.idx").exists()]
+    if not named:
+        return {"": words}
+    if part == "train":
+        raise DatasetError(f"{' '.join(each)}: only --valid-data-path and --test-data-path take names; leave them out")
+    if len(named) < len(each):
+        raise DatasetError(f"{' '.join(each)}: give every data set a name, as in web=data/a, or none")
+    repeated = next((name for i, (name, _) in enumerate(named) if name in dict(named[:i])), None)
+    if repeated:
+        raise DatasetError(f"two data sets have the name {repeated}; give each another name")
+    return dict(named)
+
+
+def corpus_names(paths: Paths) -> list[str]:
+    """Return a short name of each corpus of `prefixes_of`, or its prefix if two corpora would have the same name."""
+    prefixes = prefixes_of(paths)
+    short = [Path(prefix).name.removesuffix("_text_document") for prefix in prefixes]
+    return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]
+
+
+class OfCorpus(Dataset[dict[str, Any]]):
+    """Data set of one of several corpora. Its samples also have "corpus", the number of the corpus, int64 scalar."""
+
+    def __init__(self, dataset: Any, number: int) -> None:
+        self.dataset, self._number = dataset, torch.tensor(number)
+
+    def __getitem__(self, n: int) -> dict[str, Any]:
+        return {**self.dataset[n], "corpus": self._number}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # missing while pickle restores the object in a worker
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
 
 def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
     """Return ((training, validation, test) datasets, notes on empty datasets); an empty dataset is None.
+
+    Validation and test may have several named data sets (see `sets_of`), which are returned as a dict. If there are
+    several corpora, each sample has the number of its corpus (see `OfCorpus`).
 
     paths: corpora whose documents `split` divides into the three datasets, or a mapping from `train`, `valid` and
     `test` to corpora of which all documents are used.
@@ -67,11 +118,16 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
     Raises DatasetError if the training dataset is empty.
     """
     notes: list[str] = []
-    found: dict[str, list[tuple[str | None, Any]]] = {part: [] for part in PARTS}
+    # part -> name of the data set, "" without names -> (weight, data set of a corpus)
+    found: dict[str, dict[str, list[tuple[str | None, Any]]]] = {part: {} for part in PARTS}
+    prefixes = prefixes_of(paths)
 
-    def add(part: str, weight: str | None, prefix: str, make: Make, chosen: range, total: int) -> None:
+    def add(part: str, name: str, weight: str | None, prefix: str, make: Make, chosen: range, total: int) -> None:
         try:
-            found[part].append((weight, make(chosen, part)))
+            dataset = make(chosen, part)
+            if len(prefixes) > 1:
+                dataset = OfCorpus(dataset, prefixes.index(prefix))
+            found[part].setdefault(name, []).append((weight, dataset))
         except DatasetError:
             raise
         except ValueError as error:
@@ -82,23 +138,30 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
 
     if isinstance(paths, Mapping):
         for part in PARTS:
-            for weight, prefix in parse_blend(paths.get(part, ())):
-                total, make = open_(prefix)
-                add(part, weight, prefix, make, range(total), total)
+            for name, blend in sets_of(paths.get(part, ()), part).items():
+                for weight, prefix in parse_blend(blend):
+                    total, make = open_(prefix)
+                    add(part, name, weight, prefix, make, range(total), total)
     else:
         shares = parse_split(split)
         for weight, prefix in parse_blend(paths):
             total, make = open_(prefix)
             for part, chosen, share in zip(PARTS, split_documents(shares, total), shares, strict=True):
                 if share:
-                    add(part, weight, prefix, make, chosen, total)
+                    add(part, "", weight, prefix, make, chosen, total)
     if not found["train"]:
         raise DatasetError(
             "there is no training data; "
             + (f"change --split {split}" if not isinstance(paths, Mapping) else "set --train-data-path")
         )
-    train, valid, test = (_blend(found[part]) for part in PARTS)
+    train, valid, test = (_sets(found[part]) for part in PARTS)
     return (train, valid, test), notes
+
+
+def _sets(found: Mapping[str, list[tuple[str | None, Any]]]) -> Any:
+    """Return a data set, a dict from names to data sets if they are named, or None."""
+    blends = {name: _blend(members) for name, members in found.items()}
+    return blends.get("") or blends or None
 
 
 def _blend(members: list[tuple[str | None, Any]]) -> Any:

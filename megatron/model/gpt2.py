@@ -104,14 +104,21 @@ class LanguageModel(LayerStack):
         self.vocab_size, self.parallel_output = vocab_size, parallel_output
         self.loss_fn: TokenLoss = TokenLoss.by(config, vocab_size, is_text)
 
-    def compute(self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None) -> Tensor:
+    def compute(
+        self,
+        inputs: tuple[Tensor, ...],
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        corpora: Tensor | None = None,
+    ) -> Tensor:
         """Run the layers and return logits, [b, s, v/t] or [b, s, v].
 
         With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, the masked sum.
+        corpora: see `Targets` in loss.py.
         """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
-            return self.loss_fn.of_labels(logits, labels, loss_mask)
+            return self.loss_fn.of_labels(logits, labels, loss_mask, corpora)
         return self.output(logits, self.vocab_size, self.parallel_output)
 
 
@@ -129,6 +136,7 @@ class GPT2Model(LanguageModel):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        corpora: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of tokens [b, s], or the loss if labels are given.
 
@@ -139,6 +147,7 @@ class GPT2Model(LanguageModel):
         position ids only to find where they restart at 0, see `DecoderStart`.
         document_ids: [b, s], the number of the document to which each token's attention is restricted; by
         default one document.
+        corpora: float [b, c], 1 at the corpus of each sample, to get the loss of each corpus as additional losses.
         On each of c context-parallel ranks, tokens, labels and loss mask are the rank's own, [b, s/c]; position and
         document ids are those of the whole sequence.
         """
@@ -147,4 +156,4 @@ class GPT2Model(LanguageModel):
             position_ids = torch.arange(own * self.context.size, device=tokens.device).expand(b, -1)
         if document_ids is None:
             document_ids = no_documents(tokens.device)
-        return self.compute((tokens, position_ids, document_ids), labels, loss_mask)
+        return self.compute((tokens, position_ids, document_ids), labels, loss_mask, corpora)

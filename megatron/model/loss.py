@@ -14,12 +14,28 @@ from megatron.config import Config
 
 IsText = Callable[[Tensor], Tensor]
 Logits = Tensor | mpu.DeferredLogits
-Targets = tuple[Tensor, Tensor]  # labels and loss mask, both [b, s]
+# Labels and loss mask, both [b, s]; with several corpora also float [b, c], 1 at the corpus of each sample and else 0.
+Targets = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+CORPUS_LOSS, CORPUS_TARGETS = "corpus_loss", "corpus_targets"  # names of additional values, followed by a number
 
 
 def count_targets(targets: Targets) -> Tensor:
     """Return the number of targets of a micro-batch, a scalar in fp64, exact for any batch."""
     return targets[1].sum(dtype=torch.float64)
+
+
+def _by_corpus(losses: Tensor, loss_mask: Tensor, corpora: Tensor) -> dict[str, Tensor]:
+    """Return the sums of losses [b, s] and the numbers of targets by corpus: name -> scalar in fp64.
+
+    corpora: [b, c], 1 at the corpus of each sample.
+    """
+    # [2, c]: the rows are summed losses and numbers of targets
+    sums = torch.stack([losses.sum(1, dtype=torch.float64), loss_mask.sum(1, dtype=torch.float64)]) @ corpora.double()
+    return {
+        f"{name}/{i}": value
+        for name, row in zip((CORPUS_LOSS, CORPUS_TARGETS), sums, strict=True)
+        for i, value in enumerate(row)
+    }
 
 
 class TokenLoss:
@@ -57,9 +73,16 @@ class TokenLoss:
         fused = "cross-entropy" not in config.model.reference_ops
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
-    def of_labels(self, logits: Logits, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Return the loss [b, s] of every token, or with a loss mask [b, s] the sum over targets, a scalar."""
-        return self.per_token(logits, labels) if loss_mask is None else self(logits, (labels, loss_mask))
+    def of_labels(
+        self, logits: Logits, labels: Tensor, loss_mask: Tensor | None, corpora: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss [b, s] of every token, or with a loss mask [b, s] the sum over targets, a scalar.
+
+        corpora: third element of `Targets`.
+        """
+        if loss_mask is None:
+            return self.per_token(logits, labels)
+        return self(logits, (labels, loss_mask) if corpora is None else (labels, loss_mask, corpora))
 
     def per_token(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of logits [s, b, v/t] and labels [b, s], in nats, fp32 (fp64 for fp64 logits).
@@ -115,16 +138,22 @@ class TokenLoss:
     def __call__(self, logits: Logits, targets: Targets) -> Tensor:
         """Return the loss summed over targets, a scalar.
 
-        logits: [s, b, v/t]. targets: (labels [b, s], loss mask [b, s]).
+        logits: [s, b, v/t]. targets: (labels [b, s], loss mask [b, s]), perhaps with the samples' corpora [b, c].
         """
-        labels, loss_mask = targets
+        labels, loss_mask, *corpora = targets
         if not torch.is_grad_enabled():
-            return (self.per_token(logits, labels) * loss_mask).sum()
-        if isinstance(logits, mpu.DeferredLogits):
-            total, z = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
+            losses = self.per_token(logits, labels) * loss_mask
+            total = losses.sum()
+        elif isinstance(logits, mpu.DeferredLogits):
+            total, z, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
+            losses = losses.t()
+            self.aux = {"z_loss": z} if self.z_loss else {}
         else:
-            total, z = ((each * loss_mask).sum() for each in self._both(logits, labels))
-        self.aux = {"z_loss": z} if self.z_loss else {}
+            losses, z = (each * loss_mask for each in self._both(logits, labels))
+            total = losses.sum()
+            self.aux = {"z_loss": z.sum()} if self.z_loss else {}
+        if corpora:
+            self.aux = self.aux | _by_corpus(losses.detach(), loss_mask, corpora[0])
         return total
 
     def count_targets(self, targets: Targets) -> Tensor:

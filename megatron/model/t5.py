@@ -201,6 +201,7 @@ class T5Model(LanguageModel):
         decoder_document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        corpora: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of encoder tokens [b, k] and decoder tokens [b, q], or the loss if labels are given.
 
@@ -215,4 +216,4 @@ class T5Model(LanguageModel):
         encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids
         decoder_document_ids = none if decoder_document_ids is None else decoder_document_ids
         inputs = encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids
-        return self.compute(inputs, labels, loss_mask)
+        return self.compute(inputs, labels, loss_mask, corpora)

@@ -53,18 +53,19 @@ class DeferredLogits:
 
     def summed_loss(
         self, target: Tensor, weights: Tensor, vocab_size: int, z_loss: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """Return the weighted sums of cross entropy and z-loss over all tokens, a scalar each, in nats.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weighted sums of cross entropy and z-loss over all tokens, and the weighted cross entropy [s, b].
 
-        Both are fp32 (fp64 for fp64 hidden states). The first sum has the gradient of both losses, and the second sum
-        has no gradient.
+        All are in nats and fp32 (fp64 for fp64 hidden states). The first sum has the gradient of both losses. The other
+        two tensors have no gradient.
         target: ids [s, b] < vocab_size. weights: [s, b], factors of the tokens' losses, without gradient.
         The matmul runs in autocast's dtype. The backward pass may run once, or once for the hidden states and
         once for the weight. A further backward pass raises RuntimeError.
         """
-        return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call,no-any-return]
+        total, z, losses = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             self.hidden, self.weight, target.reshape(-1), weights.reshape(-1), vocab_size, z_loss, self
         )
+        return total, z, losses.view(target.shape)
 
 
 def defer_logits(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
@@ -109,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         z_loss: float,
         deferred: DeferredLogits,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         tokens = _all_tokens(deferred)
@@ -133,12 +134,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad = add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad, ctx.deferred, ctx.unit, ctx.dtype = weight_grad, _places(deferred), unit, weight.dtype
-        total, of_z = (losses * weights).sum(), (z * weights).sum()
-        ctx.mark_non_differentiable(of_z)
-        return total, of_z
+        losses, of_z = losses * weights, (z * weights).sum()
+        ctx.mark_non_differentiable(of_z, losses)
+        return losses.sum(), of_z, losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         axis, sequence, overlap = ctx.deferred
         factor = grad / ctx.unit
         summed = weight_grad = None

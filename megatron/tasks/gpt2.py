@@ -16,7 +16,7 @@ from ..model.gpt2 import GPT2Model
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
-from . import sft
+from . import by_corpus, sft
 from .prefix import with_prefixes
 
 
@@ -58,26 +58,28 @@ class GPT2(Task):
 
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return ((tokens, positions, document ids), (labels, loss mask)), each [b, s].
 
+        With several corpora, the second tuple also has the samples' corpora [b, c], see `by_corpus`.
         data: batch of samples with the keys that `datasets` describes, or None on ranks that read no data.
 
         With c context-parallel ranks, tokens, labels and loss mask are this rank's shard, [b, s/c]. Positions and
         document ids cover the whole sequence on every rank.
         """
-        (tokens, *others), (labels, loss_mask) = self._whole_batch(data, config, tokenizer)
+        data = by_corpus.with_numbers(data, config, config.train.batch_size)
+        (tokens, *others), (labels, loss_mask, *corpora) = self._whole_batch(data, config, tokenizer)
         tokens, labels, loss_mask = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (tokens, labels, loss_mask))
-        return (tokens, *others), (labels, loss_mask)
+        return (tokens, *others), (labels, loss_mask, *corpora)
 
     def _whole_batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         if config.objective == "sft":
             return sft.batch(data, config)
         assert tokenizer is not None, "batches of GPT-2 need the tokenizer's end-of-document id"
         size = config.train.batch_size, config.data.seq_length + 1
-        sizes = {"text": size}
+        sizes: dict[str, tuple[int, ...]] = {"text": size, **{key: size[:1] for key in by_corpus.keys(config)}}
         if config.objective == "prefix-lm":
             sizes["prefixes"] = size[0], size[1] - 1
         found = mpu.broadcast_data(list(sizes), data, torch.int64, sizes=sizes)
@@ -92,15 +94,15 @@ class GPT2(Task):
         )
         if "prefixes" in found:
             document_ids, loss_mask = with_prefixes(found["prefixes"], document_ids, loss_mask)
-        return (tokens, position_ids, document_ids), (labels, loss_mask)
+        return (tokens, position_ids, document_ids), by_corpus.targets(labels, loss_mask, found, config)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the summed loss, a scalar.
 
         The model computes the loss because it may compute the logits in chunks.
         """
-        inputs, (labels, loss_mask) = batch
-        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
+        inputs, (labels, loss_mask, *corpora) = batch
+        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **by_corpus.given(corpora))
         return total
 
 

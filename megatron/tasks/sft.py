@@ -13,6 +13,7 @@ from ..data.sft_dataset import build_train_valid_test_datasets
 from ..model.masks import positions_in_documents
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets
+from . import by_corpus
 
 KEYS = ("tokens", "labels", "loss_mask", "document_ids")
 
@@ -28,13 +29,18 @@ def datasets(config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]
     )
 
 
-def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return ((tokens, positions, document ids), (labels, loss mask)), each [b, s], from a batch of samples.
 
+    With several corpora, the second tuple also has the samples' corpora [b, c], see `by_corpus`.
     --reset-position-ids and --reset-attention-mask have no effect here: records are always separate documents.
     """
     size = config.train.batch_size, config.data.seq_length
-    found = mpu.broadcast_data(KEYS, data, torch.int64, sizes=dict.fromkeys(KEYS, size))
+    sizes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(KEYS, size),
+        **{key: size[:1] for key in by_corpus.keys(config)},
+    }
+    found = mpu.broadcast_data(list(sizes), data, torch.int64, sizes=sizes)
     positions = positions_in_documents(found["document_ids"])
     inputs = found["tokens"], positions, found["document_ids"].int()
-    return inputs, (found["labels"], found["loss_mask"].float())
+    return inputs, by_corpus.targets(found["labels"], found["loss_mask"].float(), found, config)

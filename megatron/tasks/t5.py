@@ -17,6 +17,7 @@ from ..model.masks import no_documents
 from ..model.t5 import T5Model
 from ..tokenizer import SentinelTokenizer, Tokenizer
 from ..training.task import Batch, Datasets, Task
+from . import by_corpus
 
 KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_document_ids", "loss_mask"]
 
@@ -80,10 +81,11 @@ class T5(Task):
 
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return ((encoder, decoder, encoder document ids, decoder document ids), (labels, loss mask)).
 
         Shapes: encoder and its document ids [b, k], all other tensors [b, q].
+        With several corpora, the second tuple also has the samples' corpora [b, c], see `by_corpus`.
         The layers build attention masks from the document ids; padding has id 0. Padding that this method appends to
         the decoder gets id 1. Any id is correct there, because no decoder token attends to later tokens. Labels that
         do not count in the loss become padding.
@@ -91,7 +93,9 @@ class T5(Task):
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
             data = _without_needless_ids(data)
-        batch = mpu.broadcast_data(KEYS, data, torch.int64)
+        data = by_corpus.with_numbers(data, config, config.train.batch_size)
+        sent = mpu.broadcast_data([*KEYS, *by_corpus.keys(config)], data, torch.int64)
+        batch = {key: sent[key] for key in KEYS}
         plain = not batch["encoder_document_ids"].numel()
         if plain and mpu.pad_sequence(batch["encoder"], words.pad).shape != batch["encoder"].shape:
             plain = False
@@ -106,13 +110,14 @@ class T5(Task):
             no_documents(labels.device) if plain else batch[f"{side}_document_ids"].short()
             for side in ("encoder", "decoder")
         )
-        return (batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids), (labels, loss_mask)
+        inputs = batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids
+        return inputs, by_corpus.targets(labels, loss_mask, sent, config)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the summed loss, a scalar.
 
         The model computes the loss because it may compute the logits in chunks.
         """
-        inputs, (labels, loss_mask) = batch
-        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask)
+        inputs, (labels, loss_mask, *corpora) = batch
+        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **by_corpus.given(corpora))
         return total

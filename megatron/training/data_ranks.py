@@ -3,7 +3,7 @@
 In the first and the last pipeline stage, one rank of each model-parallel group reads data.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from .. import mpu
@@ -83,13 +83,20 @@ def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datase
         if is_rank_0():
             datasets, notes = checked_datasets(task, config, tokenizer)
             print_notes(notes)
-    placeholders = tuple(each if each is None else RemoteDataset(lengths_of(each)) for each in datasets)
+    placeholders = tuple(map(_placeholder, datasets))
     found, placeholders = from_rank_0((checked, placeholders))
     checked.update(found)
     with all_ranks(), checked_once(checked):
         if reads() and not is_rank_0():
             datasets, _ = checked_datasets(task, config, tokenizer)
     return cast(Datasets, datasets or placeholders)
+
+
+def _placeholder(dataset: Any) -> Any:
+    """Return a `RemoteDataset` for a data set, a dict of them for named data sets, None for None."""
+    if isinstance(dataset, Mapping):
+        return {name: _placeholder(each) for name, each in dataset.items()}
+    return None if dataset is None else RemoteDataset(lengths_of(dataset))
 
 
 def read(

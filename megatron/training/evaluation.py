@@ -1,12 +1,14 @@
 """Evaluation of a run on its validation and test data."""
 
-import math
 from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
 
 from tds import trace
 
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import print_rank_0
+from .corpus_losses import names_of, perplexity, rows_of
 from .data_ranks import read
 from .engine import Step
 from .health import SampleRange
@@ -19,26 +21,54 @@ def evaluate(run: Run, part: str) -> float | None:
     """Return the mean loss per target over the first --eval-iters global batches of a data set; None without data.
 
     part: `train`, `valid` or `test`. The function also prints and logs the loss. If the model reports text tokens
-    separately, it also prints and logs the loss and the accuracy on text tokens.
+    separately, it also prints and logs the loss and the accuracy on text tokens. For a blend of corpora and for a dict
+    of named data sets, it also logs the loss of each, as the split `valid/<name>`. The mean loss of named data sets is
+    that of all their targets.
     """
     dataset = run.datasets[("train", "valid", "test").index(part)]
-    iterations = run.config.train.eval_iters
-    if dataset is None or not iterations:
+    if dataset is None or not run.config.train.eval_iters:
         return None
+    total: defaultdict[str, float] = defaultdict(float)
+    rows = []
+    for name, each in dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]:
+        sums = _sums(run, each)
+        for key, value in sums.items():
+            total[key] += value
+        if name:
+            rows.append(_row(sums, f"{part}/{name}", run.state.iteration))
+    if not rows:
+        corpora = rows_of(total, names_of(run.config), part, run.state.iteration, total["targets"])
+        rows = corpora if len(corpora) > 1 else []
+    row = _row(total, part, run.state.iteration)
+    for each in [*rows, row]:
+        print_rank_0(_line(each))
+        run.metrics.write(each)
+    return float(row["lm_loss"])
+
+
+def _sums(run: Run, dataset: Any) -> defaultdict[str, float]:
+    """Evaluate a data set; return its summed loss, its number of targets, and the sums of additional values."""
     batches = read(dataset, run.config, 0)
     sums: defaultdict[str, float] = defaultdict(float)
-    for _ in range(iterations):
+    for _ in range(run.config.train.eval_iters):
         for name, value in run.engine.eval_batch(batches).items():
             sums[name] += value
+    return sums
+
+
+def _row(sums: Mapping[str, float], split: str, iteration: int) -> dict[str, Any]:
     loss = sums["loss"] / sums["targets"]
-    row = {"split": part, "iteration": run.state.iteration, "lm_loss": loss, "ppl": math.exp(min(loss, 700))}
-    line = f"iteration {run.state.iteration:7d} | {part} loss {loss:.4f} | ppl {row['ppl']:.2f}"
-    if tokens := sums["text_tokens"]:
+    row = {"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)}
+    if tokens := sums.get("text_tokens"):
         row |= {"text_loss": sums["text_loss"] / tokens, "text_accuracy": sums["text_right"] / tokens}
+    return row
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    line = f"iteration {row['iteration']:7d} | {row['split']} loss {row['lm_loss']:.4f} | ppl {row['ppl']:.2f}"
+    if "text_loss" in row:
         line += f" | text loss {row['text_loss']:.4f} | text accuracy {row['text_accuracy']:.1%}"
-    print_rank_0(line)
-    run.metrics.write(row)
-    return loss
+    return line
 
 
 def evaluate_once(run: Run, part: str) -> None:

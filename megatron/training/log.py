@@ -15,6 +15,7 @@ from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
 from ..ranks.stragglers import straggler
 from .console import TimeLeft, training_line
+from .corpus_losses import CorpusLosses
 from .engine import Step
 from .find_nonfinite import explain
 from .health import Health, SampleRange
@@ -48,6 +49,7 @@ class TrainingLog(Hook):
         self.loss_scale: float | None = None
         self.spikes: list[dict[str, Any]] = []
         self.z_losses: list[Any] = []
+        self.corpora = CorpusLosses(self.run.config)
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         if step is None:
@@ -59,6 +61,7 @@ class TrainingLog(Hook):
             self.health.add(step, samples, self.run.state)
             self.loss_scale = step.loss_scale
             self.z_losses += [step.aux["z_loss"]] if "z_loss" in step.aux else []
+            self.corpora.add(step)
             self.timed += 1
         if (
             due(samples.iteration, self.run.resolved.log_interval)
@@ -130,5 +133,7 @@ class TrainingLog(Hook):
             row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in (timed | run.engine.times()).items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
         run.metrics.write(row)
+        for each in self.corpora.rows(run.state.iteration):
+            run.metrics.write(each)
         self.forget()
         self.restart()

@@ -51,8 +51,11 @@ class Start(NamedTuple):
     save_first: bool = False
 
 
-def run_all(starts: Sequence[Start], data: str, vocab_file: str) -> None:
-    """Do the training runs `starts` one after another; call this function on every rank."""
+def run_all(starts: Sequence[Start], data: str | None, vocab_file: str) -> None:
+    """Do the training runs `starts` one after another; call this function on every rank.
+
+    data: prefix of the corpus, or None if the flags of `starts` name the corpora.
+    """
     with remembered_groups() as begin:
         for start in starts:
             begin()
@@ -63,18 +66,19 @@ def run_all(starts: Sequence[Start], data: str, vocab_file: str) -> None:
                 raise RuntimeError(f"in {start}") from error
 
 
-def _run(start: Start, data: str, vocab_file: str) -> None:
+def _run(start: Start, data: str | None, vocab_file: str) -> None:
     with make(start, data, vocab_file) as run:
         if start.save_first:
             run.saver.save(run.state, wait=True)
         train(run)
 
 
-def make(start: Start, data: str, vocab_file: str) -> Run:
+def make(start: Start, data: str | None, vocab_file: str) -> Run:
     """Return a run with its model, data and checkpoint loaded, ready for `train`."""
     name = start.model.split("-")[0]
     task = TASKS[name]()
-    argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --data-path {data} --vocab-file {vocab_file}"
+    argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --vocab-file {vocab_file}"
+    argv += f" --data-path {data}" if data else ""
     config = parse(argv.split(), task.defaults)
     resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
     return set_up(task, config, resolved)

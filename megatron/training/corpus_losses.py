@@ -1,0 +1,72 @@
+"""The loss of each corpus of a blend, from the sums that `model/loss.py` reports beside the loss.
+
+The weighted mean of the losses of all corpora, with their shares of the targets as weights, is the loss of the blend.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from ..data.corpora import corpus_names
+from ..model.loss import CORPUS_LOSS, CORPUS_TARGETS
+from .engine import Step
+
+
+def names_of(config: Config) -> list[str]:
+    """Return the names of the corpora; [] if the settings name no corpora."""
+    data = config.data
+    return corpus_names(data.paths) if data.data_path or data.train_data_path else []
+
+
+def rows_of(
+    sums: Mapping[str, float], names: Iterable[str], split: str, iteration: int, divisor: float = 1.0
+) -> list[dict[str, Any]]:
+    """Return a row for metrics.jsonl for each corpus that has targets; its split is, e.g., `train/wiki`.
+
+    sums: values that the loss reports beside the loss, summed over micro-batches. divisor: number by which they are to
+    be divided so that the targets of all corpora sum to 1.
+    """
+    found = []
+    for i, name in enumerate(names):
+        targets = sums.get(f"{CORPUS_TARGETS}/{i}", 0.0)
+        if targets:
+            loss = sums[f"{CORPUS_LOSS}/{i}"] / targets
+            row = {"split": f"{split}/{name}", "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)}
+            found.append({**row, "target_share": targets / divisor})
+    return found
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), but at most exp(700), the largest power of e below the largest float."""
+    return math.exp(min(loss, 700.0))
+
+
+class CorpusLosses:
+    """Sums of the losses of each corpus over training steps. The host does not wait for the device until `rows`."""
+
+    def __init__(self, config: Config) -> None:
+        self._names = names_of(config)
+        self._sums: dict[str, Tensor] = {}
+        self._steps: Tensor | float = 0.0
+
+    def add(self, step: Step) -> None:
+        """Add the sums of a step, unless its loss is NaN or Inf."""
+        finite = torch.isfinite(step.loss)
+        mine = {name: value for name, value in step.aux.items() if name.startswith((CORPUS_LOSS, CORPUS_TARGETS))}
+        for name, value in mine.items():
+            self._sums[name] = self._sums.get(name, 0.0) + torch.where(finite, value, 0.0)
+        if mine:
+            self._steps = self._steps + finite.double()
+
+    def rows(self, iteration: int) -> list[dict[str, Any]]:
+        """Return the rows of the steps since the last call, see `rows_of`."""
+        if not self._sums:
+            return []
+        steps, *sums = torch.stack([torch.as_tensor(self._steps), *self._sums.values()]).tolist()
+        found = rows_of(dict(zip(self._sums, sums, strict=True)), self._names, "train", iteration, steps)
+        self._sums, self._steps = {}, 0.0
+        return found
