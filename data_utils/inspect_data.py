@@ -62,7 +62,7 @@ def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
     Corpora whose sidecar records no chat template are omitted.
     """
     data = config.data
-    if config.objective != "sft" or not (data.data_path or data.train_data_path):
+    if config.objective != "sft" or not data.names_corpora:
         return []
     return [(prefix, about) for prefix in corpora_of(data.paths) if (about := sidecar(prefix)).get("chat_template")]
 

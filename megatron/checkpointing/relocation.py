@@ -15,6 +15,7 @@ from typing import Any
 
 from ..atomic import whole_file
 from ..config import Config
+from ..config.data_stages import with_prefixes
 from ..data.corpora import NAMED
 from ..data.indexed_dataset import LOSS
 from ..tokenizer.beside import (
@@ -122,6 +123,8 @@ def relocated(config: Config, run_dir: Path) -> Config:
         name: all_moved(getattr(d, name))
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     }
+    if d.data_stages:
+        paths["data_stages"] = (with_prefixes(d.data_stages[0], moved),)
     return replace(
         config, data=replace(d, vocab_file=vocab_file, **paths), log=replace(config.log, run_dir=str(run_dir))
     )

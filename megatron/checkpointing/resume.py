@@ -13,9 +13,9 @@ from megatron.optim import settled
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 
-from . import data_change
+from .data_plan import difference, stages_of
 from .files import CheckpointError, find_checkpoint, latest_checkpoint, recover
-from .load import Wanted, load_checkpoint, settings_of_samples
+from .load import Wanted, load_checkpoint
 from .reader import CheckpointReader, plain_config
 from .relocation import corpus_fingerprint
 from .state import TrainState
@@ -105,12 +105,17 @@ def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, 
         state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
     ):
         return found
-    same_settings = settings_of_samples(saved) == settings_of_samples(config)
-    in_order = same_settings and saved.train.seed == config.train.seed and not others
-    change = data_change.describe(saved, config, dataset, state.consumed_samples, in_order)
+    samples = state.consumed_samples
+    change = difference(saved, config, samples, state.consumed_tokens // max(samples, 1))
     if wanted.same_data:
-        raise CheckpointError(f"{change}; pass --override-data to continue")
-    print_rank_0(f"note: --override-data: {change}")
+        raise CheckpointError(
+            f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
+            f"{f' ({change})' if change else ''}; pass --override-data to continue"
+        )
+    print_rank_0(
+        f"note: --override-data: the {samples} samples consumed so far differ from what this data, --split and --seed "
+        f"produce, so samples may be skipped and repeated"
+    )
     return found
 
 
@@ -121,7 +126,7 @@ def _other_documents(saved: Config, config: Config) -> bool:
     hash, and two splits can have the same number. Existing checkpoints contain such hashes, so their definition must
     not change.
     """
-    if saved.data.split == config.data.split or not (saved.data.data_path and config.data.data_path):
+    if saved.data.split == config.data.split or any(isinstance(each.data.paths, dict) for each in (saved, config)):
         return False
     there, here = parse_split(saved.data.split), parse_split(config.data.split)
     for prefix in prefixes_of(config.data.paths):
@@ -135,9 +140,12 @@ def _other_documents(saved: Config, config: Config) -> bool:
 
 
 def _corpora(config: Config) -> int:
-    """Return the initial value of the sample hash: a hash of the training corpora's content, not of their paths."""
-    if not (config.data.data_path or config.data.train_data_path):
+    """Return the initial value of the sample hash: a hash of the training corpora's content, not of their paths.
+
+    Corpora that only later stages use do not count, because later stages may change.
+    """
+    if not config.data.names_corpora:
         return 0  # a custom entry script provides the data sets, so there are no corpora to hash
-    paths = config.data.paths
-    looks = " ".join(map(corpus_fingerprint, prefixes_of(paths["train"] if isinstance(paths, dict) else paths)))
+    first = dict.fromkeys(prefix for _, prefix in stages_of(config)[0].blend)
+    looks = " ".join(map(corpus_fingerprint, first))
     return int.from_bytes(hashlib.sha256(looks.encode()).digest()[:8])

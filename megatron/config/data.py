@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .data_stages import Staged, parse_stages, text_of
 from .fields import ConfigError, Section, at_least, between, one_of, opt
 
 OF_T5 = ("span-corruption", "prefix-lm")
@@ -52,6 +53,12 @@ class DataConfig(Section):
         None,
         "corpus: the prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or one of the two files; "
         "several corpora are given with weights, e.g. 0.7 a 0.3 b",
+    )
+    data_stages: tuple[str, ...] | None = opt(
+        None,
+        'blend of the training data that changes during the run, e.g. "0: 0.8 a 0.2 b; 1M: 0.4 a 0.6 c": the numbers '
+        'before the colons are consumed samples, or tokens as in "1G tokens: ..."; or a JSON file (docs/data.md). Each '
+        "corpus is read on where earlier stages stopped",
     )
     train_data_path: tuple[str, ...] | None = opt(None, "corpora for training, instead of --data-path and --split")
     valid_data_path: tuple[str, ...] | None = opt(
@@ -128,19 +135,39 @@ class DataConfig(Section):
             if given := getattr(self, name):
                 object.__setattr__(self, name, prefixes_of(given))
 
+        if (
+            self.data_stages
+        ):  # the text of the stages instead of the name of a file, so that settings contain the stages
+            object.__setattr__(self, "data_stages", (text_of(parse_stages(self.data_stages)),))
+
     def _problems(self) -> Iterator[str]:
+        if self.data_stages and self.train_data_path:
+            yield "--data-stages names the training data, so leave --train-data-path out"
         separate = self.train_data_path or self.valid_data_path or self.test_data_path
         if separate and self.data_path:
             yield "give either --data-path, which --split divides, or --train-data-path, not both"
-        if separate and not self.train_data_path:
-            yield "--valid-data-path and --test-data-path need --train-data-path"
+        if separate and not self.train_data_path and not self.data_stages:
+            yield "--valid-data-path and --test-data-path need --train-data-path or --data-stages"
 
     @property
-    def paths(self) -> tuple[str, ...] | dict[str, tuple[str, ...]]:
-        """Corpora of --data-path, or a dict with the corpora of each split (train, valid, test).
+    def names_corpora(self) -> bool:
+        """Whether a flag names training corpora."""
+        return bool(self.data_path or self.train_data_path or self.data_stages)
 
-        Raises ConfigError if no corpus is given.
+    @property
+    def paths(self) -> tuple[str, ...] | Staged | dict[str, tuple[str, ...] | Staged]:
+        """Corpora that --split divides, or a dict with the corpora of each split (train, valid, test).
+
+        With --data-stages and --split, validation and test data come from the corpora of --data-path, by default from
+        those of the first stage. So they do not change when stages are added. Raises ConfigError if no corpus is given.
         """
+        if self.data_stages:
+            stages = parse_stages(self.data_stages)
+            if self.valid_data_path is not None or self.test_data_path is not None:
+                parts = {"valid": self.valid_data_path or (), "test": self.test_data_path or ()}
+                return {"train": Staged(stages, None), **parts}
+            first = tuple(word for pair in stages[0].blend for word in pair if word is not None)
+            return Staged(stages, self.data_path or first)
         if self.data_path:
             return self.data_path
         if not self.train_data_path:

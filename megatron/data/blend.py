@@ -75,11 +75,6 @@ def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
     return found
 
 
-def consumed_by_corpus(weights: Sequence[float | str], samples: int) -> list[int]:
-    """Return how many of the first `samples` samples of a blend with these weights come from each corpus."""
-    return BlendedDataset([None] * len(weights), weights).consumed(samples)
-
-
 class BlendedDataset(Dataset[dict[str, Tensor]]):
     """Blend that draws its samples from `datasets` in proportion to `weights`.
 
@@ -139,7 +134,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
-        owners, numbers = self._locate_all(first, count)
+        owners, numbers = self.locate_all(first, count)
         found = np.empty(count, dtype=np.int64)
         for i, dataset in enumerate(self.datasets):
             mine = np.flatnonzero(owners == i)
@@ -150,7 +145,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
                 found[mine] = dataset.places(int(k[0]), len(k)) * len(self.datasets) + i
         return found
 
-    def _locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (corpus indices [count], sample indices in these corpora [count]) of `count` samples from `first`."""
         begin, end = (math.floor(n * self._share) for n in (first, first + count))
         owners, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -158,7 +153,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         common = np.ones(count, dtype=np.bool_)
         common[taken] = False
         if self._rare and len(taken):
-            which, numbers[taken] = self._rare._locate_all(begin, len(taken))
+            which, numbers[taken] = self._rare.locate_all(begin, len(taken))
             owners[taken] = np.array(self._rare_ones)[which]
         block, at = np.divmod(np.arange(first - begin, first - begin + count - len(taken)), self.block)
         inner = self._which[at]

@@ -5,19 +5,21 @@ Each dataset reads one corpus or a blend of several corpora.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
+from ..config.data_stages import Stage, Staged
 from ..json_text import describe_json
 from .blend import BlendedDataset
 from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
+from .staged import StagedDataset
 
-Paths = str | Sequence[str] | Mapping[str, Sequence[str]]
+Paths = str | Sequence[str] | Staged | Mapping[str, Sequence[str] | Staged]
 Make = Callable[[range, str], Any]  # dataset factory: (documents, "train", "valid" or "test") -> dataset
 NAMED = re.compile(r"([A-Za-z][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 Open = Callable[[str], tuple[int, Make]]  # prefix of a corpus -> (number of documents, dataset factory)
@@ -59,8 +61,13 @@ def _is_number(word: str) -> bool:
 def prefixes_of(paths: Paths) -> list[str]:
     """Return the prefixes of all corpora in `paths`."""
     parts = paths if isinstance(paths, Mapping) else {"train": paths}
-    blends = [blend for part, words in parts.items() for blend in sets_of(words, part).values()]
-    return list(dict.fromkeys(prefix for blend in blends for _, prefix in parse_blend(blend)))
+    found: list[str] = []
+    for part, words in parts.items():
+        if isinstance(words, Staged):
+            found += [prefix for stage in words.stages for _, prefix in stage.blend]
+            words = words.held_out or ()
+        found += [prefix for blend in sets_of(words, part).values() for _, prefix in parse_blend(blend)]
+    return list(dict.fromkeys(found))
 
 
 def sets_of(words: str | Sequence[str], part: str) -> dict[str, str | Sequence[str]]:
@@ -112,7 +119,7 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
     several corpora, each sample has the number of its corpus (see `OfCorpus`).
 
     paths: corpora whose documents `split` divides into the three datasets, or a mapping from `train`, `valid` and
-    `test` to corpora of which all documents are used.
+    `test` to corpora of which all documents are used. Training corpora may be in stages.
     open_: opens the corpus of a prefix and returns (number of documents, dataset factory). The factory must raise
     ValueError if the documents do not fill a sample.
     Raises DatasetError if the training dataset is empty.
@@ -121,6 +128,7 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
     # part -> name of the data set, "" without names -> (weight, data set of a corpus)
     found: dict[str, dict[str, list[tuple[str | None, Any]]]] = {part: {} for part in PARTS}
     prefixes = prefixes_of(paths)
+    trained: dict[str, Any] = {}  # prefix -> training data set
 
     def add(part: str, name: str, weight: str | None, prefix: str, make: Make, chosen: range, total: int) -> None:
         try:
@@ -128,6 +136,8 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
             if len(prefixes) > 1:
                 dataset = OfCorpus(dataset, prefixes.index(prefix))
             found[part].setdefault(name, []).append((weight, dataset))
+            if part == "train":
+                trained[prefix] = dataset
         except DatasetError:
             raise
         except ValueError as error:
@@ -136,26 +146,81 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
                 raise DatasetError(f"{where}: {error}") from None
             notes.append(f"{where} is empty: {error}")
 
-    if isinstance(paths, Mapping):
-        for part in PARTS:
-            for name, blend in sets_of(paths.get(part, ()), part).items():
-                for weight, prefix in parse_blend(blend):
-                    total, make = open_(prefix)
-                    add(part, name, weight, prefix, make, range(total), total)
-    else:
-        shares = parse_split(split)
-        for weight, prefix in parse_blend(paths):
-            total, make = open_(prefix)
-            for part, chosen, share in zip(PARTS, split_documents(shares, total), shares, strict=True):
-                if share:
-                    add(part, "", weight, prefix, make, chosen, total)
+    shares = dict(zip(PARTS, parse_split(split), strict=True))
+    for use in _uses(paths):
+        total, make = open_(use.prefix)
+        ranges = split_documents(list(shares.values()), total) if use.is_split else [range(total)] * len(PARTS)
+        for part, chosen in zip(PARTS, ranges, strict=True):
+            if part in use.parts and (shares[part] or not use.is_split):
+                add(part, use.name, use.weight, use.prefix, make, chosen, total)
     if not found["train"]:
         raise DatasetError(
             "there is no training data; "
             + (f"change --split {split}" if not isinstance(paths, Mapping) else "set --train-data-path")
         )
     train, valid, test = (_sets(found[part]) for part in PARTS)
-    return (train, valid, test), notes
+    stages = _stages(paths)
+    return (_in_stages(trained, stages) if stages else train, valid, test), notes
+
+
+class _Use(NamedTuple):
+    """A corpus that a run uses.
+
+    parts: the parts of the run that read it. name: name of the data set to which it belongs, or "".
+    is_split: whether --split divides its documents.
+    """
+
+    parts: Sequence[str]
+    name: str
+    weight: str | None
+    prefix: str
+    is_split: bool
+
+
+def _uses(paths: Paths) -> Iterator[_Use]:
+    for prefix in dict.fromkeys(prefix for stage in _stages(paths) for _, prefix in stage.blend):
+        yield _Use(("train",), "", None, prefix, isinstance(paths, Staged))
+    if isinstance(paths, Staged):
+        for weight, prefix in parse_blend(paths.held_out or ()):
+            yield _Use(PARTS[1:], "", weight, prefix, True)
+    elif isinstance(paths, Mapping):
+        for part in PARTS:
+            words = paths.get(part, ())
+            for name, blend in sets_of(() if isinstance(words, Staged) else words, part).items():
+                for weight, prefix in parse_blend(blend):
+                    yield _Use((part,), name, weight, prefix, False)
+    else:
+        for weight, prefix in parse_blend(paths):
+            yield _Use(PARTS, "", weight, prefix, True)
+
+
+def _stages(paths: Paths) -> tuple[Stage, ...]:
+    words = paths.get("train") if isinstance(paths, Mapping) else paths
+    return words.stages if isinstance(words, Staged) else ()
+
+
+def _in_stages(trained: Mapping[str, Any], stages: Sequence[Stage]) -> StagedDataset:
+    """Return the training data set of `stages`. trained: prefix -> data set of a corpus.
+
+    Raises DatasetError if the begin of a stage is not after that of the stage before it.
+    """
+    datasets, numbers = list(trained.values()), {prefix: i for i, prefix in enumerate(trained)}
+    tokens = tokens_of(datasets[0])
+    found = []
+    for stage in stages:
+        weights = {numbers[prefix]: w or str(trained[prefix].samples_per_epoch) for w, prefix in stage.blend}
+        # A stage that begins at a number of tokens begins with the first sample after them.
+        found.append((stage.begin if stage.unit == "samples" else -(-stage.begin // tokens), weights))
+    try:
+        return StagedDataset(datasets, found)
+    except ValueError as error:
+        raise DatasetError(f"--data-stages: {error}; a sample has {tokens} tokens") from None
+
+
+def tokens_of(dataset: Any) -> int:
+    """Return the number of tokens of a sample: of encoder and decoder for T5, else of one window."""
+    plan = getattr(dataset, "plan", None)
+    return plan.encoder + plan.decoder if plan is not None else int(dataset.seq_length)
 
 
 def _sets(found: Mapping[str, list[tuple[str | None, Any]]]) -> Any:

@@ -37,7 +37,7 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
         fim: FillInTheMiddle | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        self.fim, self.prefixes = fim, prefixes
+        self.fim, self.prefixes, self.seq_length = fim, prefixes, seq_length
         self.seed = [seed, *f"{part} {'prefixes' if prefixes else 'gaps'}".encode()]
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
         self.order = self.windows.order

@@ -90,7 +90,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, records: Records, documents: range, seq_length: int, eod: int, seed: int, part: str) -> None:
-        self._records, self._documents, self._seq_length, self._eod = records, documents, seq_length, eod
+        self._records, self._documents, self.seq_length, self._eod = records, documents, seq_length, eod
         sizes = records.tokens.document_sizes(documents).astype(np.int64)
         learned = records.targets(documents, seq_length + 1) > 0
         self.cut = int((learned & (sizes > seq_length + 1)).sum())
@@ -108,14 +108,14 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         return self.order.places(first, count)
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        tokens, labels = (np.full(self._seq_length, self._eod, dtype=np.int64) for _ in range(2))
-        loss_mask, document_ids = (np.zeros(self._seq_length, dtype=np.int64) for _ in range(2))
+        tokens, labels = (np.full(self.seq_length, self._eod, dtype=np.int64) for _ in range(2))
+        loss_mask, document_ids = (np.zeros(self.seq_length, dtype=np.int64) for _ in range(2))
         at, pair = 0, self._records
         for number, record in enumerate(self.order.records(int(n)).tolist(), start=1):
             document = self._documents[record]
             start = pair.tokens.document_start(document)
             size = int(pair.tokens.document_sizes(range(document, document + 1))[0])
-            whole = slice(start, start + min(size, self._seq_length + 1))
+            whole = slice(start, start + min(size, self.seq_length + 1))
             ids, counts = pair.tokens.tokens[whole], pair.counts.tokens[whole]
             self._check(ids, document)
             here = slice(at, at + len(ids) - 1)
@@ -134,7 +134,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
 
     def note(self) -> str:
         """Return a summary: the numbers of used, truncated and skipped records, and how full the windows are."""
-        cut = f", {self.cut} of them truncated to {self._seq_length + 1} tokens" if self.cut else ""
+        cut = f", {self.cut} of them truncated to {self.seq_length + 1} tokens" if self.cut else ""
         left = (
             f"; {self.left_out} skipped, as none of their tokens within --seq-length counts in the loss"
             if self.left_out

@@ -17,7 +17,7 @@ KEY = "corpus"
 
 @lru_cache(4)
 def _number_of_corpora(data: DataConfig) -> int:
-    return len(prefixes_of(data.paths)) if data.data_path or data.train_data_path else 0
+    return len(prefixes_of(data.paths)) if data.names_corpora else 0
 
 
 def keys(config: Config) -> list[str]:

@@ -19,7 +19,7 @@ from .engine import Step
 def names_of(config: Config) -> list[str]:
     """Return the names of the corpora; [] if the settings name no corpora."""
     data = config.data
-    return corpus_names(data.paths) if data.data_path or data.train_data_path else []
+    return corpus_names(data.paths) if data.names_corpora else []
 
 
 def rows_of(

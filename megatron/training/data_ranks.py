@@ -6,6 +6,8 @@ In the first and the last pipeline stage, one rank of each model-parallel group 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
+import torch.distributed as dist
+
 from .. import mpu
 from ..checkpointing.relocation import corpus_fingerprint
 from ..config import Config
@@ -71,6 +73,7 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
             datasets, notes = checked_datasets(task, config, tokenizer)
         print_notes(notes)
     with all_ranks():
+        _check_stages(datasets[0], config)
         fingerprints = _corpus_fingerprints(config) if reads() or not task.reads_alone else None
     same_everywhere(fingerprints)
     return datasets
@@ -116,7 +119,7 @@ def read(
 
 def _corpora(config: Config) -> list[str]:
     """Return the prefixes of the run's `.bin/.idx` pairs, or [] if neither --data-path nor --train-data-path is set."""
-    return prefixes_of(config.data.paths) if config.data.data_path or config.data.train_data_path else []
+    return prefixes_of(config.data.paths) if config.data.names_corpora else []
 
 
 def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
@@ -131,6 +134,17 @@ def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
             )
         if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
             raise ValueError(f"{path}.bin {otherwise}: pass the tokenizer of the corpus, or preprocess the text again")
+
+
+def _check_stages(dataset: Any, config: Config) -> None:
+    """Raise ValueError if a data stage begins after the last sample of the run."""
+    last = config.train.train_iters * config.train_batch_size(dist.get_world_size())
+    late = [begin for begin in getattr(dataset, "begins", ()) if begin and begin >= last]
+    if late:
+        raise ValueError(
+            f"--data-stages: the stage at sample {late[0]} begins after the last of the {last} samples of "
+            f"--train-iters {config.train.train_iters}; raise --train-iters or leave the stage out"
+        )
 
 
 def _corpus_fingerprints(config: Config) -> dict[str, str]:

@@ -41,6 +41,11 @@ def refuse_missing(task: Task, config: Config) -> None:
         raise MissingInputs(listed(problems, "input files or folders are missing"))
 
 
+def reads_corpora(task: Task) -> bool:
+    """Return whether a task reads .bin/.idx pairs, as the tasks of this project do; others may read anything."""
+    return type(task).datasets.__module__.startswith("megatron.tasks.")
+
+
 def _has_begun(config: Config) -> bool:
     """Return True if the run resumes from its own checkpoint.
 
@@ -63,7 +68,7 @@ def _tokenizer(config: Config) -> Iterator[str]:
 
 def _corpora(task: Task, config: Config) -> Iterator[str]:
     """Yield a message for each missing .bin/.idx pair, but nothing for custom tasks, which may read other formats."""
-    if not type(task).datasets.__module__.startswith("megatron.tasks."):
+    if not reads_corpora(task):
         return
     try:
         prefixes = prefixes_of(config.data.paths)

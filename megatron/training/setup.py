@@ -14,6 +14,7 @@ from tds.diagnose import Watchdog
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.certificate import certificate_for_run
+from ..checkpointing.data_plan import with_consumed_stages
 from ..checkpointing.files import clear
 from ..config import Config
 from ..config.command_line import with_values
@@ -31,6 +32,7 @@ from .data_ranks import open_datasets
 from .engine import NoPipeEngine
 from .estimate import estimate, memory_advice
 from .global_vars import publish
+from .inputs import reads_corpora
 from .metrics import MetricsWriter, Timers
 from .run_lock import RunLock
 from .run_state import Run
@@ -56,9 +58,10 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
             locks = run_folder.lock(config, run_dir)
     try:
         _print_layout(config, resolved, device, locks)
-        datasets = open_datasets(task, config, tokenizer)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
+        config = with_consumed_stages(config, *start) if reads_corpora(task) else config
+        datasets = open_datasets(task, config, tokenizer)
         with all_ranks():
             estimates = estimate(task, config, resolved, device, mpu.get_topology().world_size())
         for line in estimates:

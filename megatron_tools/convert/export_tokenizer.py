@@ -57,7 +57,7 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     if config.objective != "sft":
         return Chat(own, None, tuple(notes))
     data = config.data
-    prefixes = prefixes_of(data.paths) if data.data_path or data.train_data_path else []
+    prefixes = prefixes_of(data.paths) if data.names_corpora else []
     abouts = [about for _, about in of_conversations(config)]
     if not abouts:
         notes.append(

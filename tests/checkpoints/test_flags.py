@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from data_utils.documents import texts
-from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron import mpu
 from megatron.config.command_line import parse
@@ -215,27 +214,3 @@ def test_another_corpus_with_documents_as_long(before: Path, tmp_path: Path, tin
     go(tmp_path / "new", more, str(tmp_path / "same"), vocab_file)
     with pytest.raises(RankFailure, match="6 samples .* --override-data"):
         go(tmp_path / "refused", more, str(tmp_path / "other"), vocab_file)
-
-
-def test_other_weights_name_what_is_skipped_and_repeated(tmp_path: Path, vocab_file: str) -> None:
-    """The error about changed weights of a blend names the skipped and repeated samples of each corpus."""
-    dice = np.random.default_rng(1)
-    for name in "abc":
-        prefix = str(tmp_path / name)
-        builder = IndexedDatasetBuilder(prefix, np.uint16)
-        for _ in range(40):
-            builder.add_document(dice.integers(10, 2000, 60))
-        builder.finalize()
-    names = [str(tmp_path / name) for name in "abc"]
-    first, second = f"0.5 {names[0]} 0.5 {names[1]}", f"0.9 {names[0]} 0.1 {names[1]}"
-    third = f"0.5 {names[0]} 0.5 {names[2]}"
-    # With `first`, the first 20 samples are 10 from corpus a and 10 from b; with `second`, 18 from a and 2 from b.
-    go(tmp_path / "run", "--train-iters 10", first, vocab_file)
-    with pytest.raises(RankFailure, match="--override-data"):
-        go(tmp_path / "run", "--train-iters 11", second, vocab_file)
-    with pytest.raises(RankFailure, match="--override-data"):
-        go(tmp_path / "run", "--train-iters 11", third, vocab_file)
-    go(tmp_path / "run", "--train-iters 11 --override-data", second, vocab_file)
-    go(tmp_path / "run", "--train-iters 12", second, vocab_file)
-    with pytest.raises(RankFailure, match="the 24 samples .* --override-data"):
-        go(tmp_path / "run", "--train-iters 13 --seed 3", second, vocab_file)

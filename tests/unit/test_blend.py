@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from megatron.data.blend import BlendedDataset, consumed_by_corpus, order_of, quotas
+from megatron.data.blend import BlendedDataset, order_of, quotas
 from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
@@ -65,7 +65,8 @@ WEIGHTS = st.sampled_from(["0.7", "0.3", "1", "2.5", "1e-3", "0.123456789", "1e-
 def test_consumed_samples_are_those_that_were_located(weights: list[str], samples: int) -> None:
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     owners = [blend.locate(n)[0] for n in range(samples)]
-    assert consumed_by_corpus(weights, samples) == [owners.count(i) for i in range(len(weights))]
+    consumed = blend.consumed(samples)
+    assert consumed == [owners.count(i) for i in range(len(weights))]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_shares_hold_after_any_number_of_samples(weights: tuple[float, ...], bou
     """Of the first n samples, for any n, each corpus has its share to within one sample; two if a weight is tiny."""
     samples = 400_000
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
-    owners, _ = blend._locate_all(0, samples)
+    owners, _ = blend.locate_all(0, samples)
     prefix = np.arange(1, samples + 1)
     for i, weight in enumerate(weights):
         deviation = np.abs(np.cumsum(owners == i) - prefix * (weight / sum(weights)))
@@ -102,7 +103,7 @@ def test_any_weight_is_kept(weights: tuple[float, ...]) -> None:
     total = sum(weights)
     for n in (0, 10**6, 10**9 + 7, 10**12 + 1):
         places = [blend.locate(k) for k in range(n, n + 3000)]
-        owners, numbers = blend._locate_all(n, 3000)
+        owners, numbers = blend.locate_all(n, 3000)
         assert places == list(zip(owners.tolist(), numbers.tolist(), strict=True))
         assert blend.places(n, 3000).tolist() == [k * len(weights) + i for i, k in places]
         for which, k in places:
@@ -116,7 +117,7 @@ def test_any_weight_is_kept(weights: tuple[float, ...]) -> None:
 
 def test_a_millionth_is_a_millionth() -> None:
     blend = BlendedDataset([Numbers("a"), Numbers("b"), Numbers("c")], ["0.9999", "0.000099", "0.000001"])
-    owners, _ = blend._locate_all(0, 4_000_000)
+    owners, _ = blend.locate_all(0, 4_000_000)
     assert np.bincount(owners).tolist() == [3_999_600, 396, 4]
 
 

@@ -1,0 +1,128 @@
+"""The training data of a resumed run: what has been consumed stays as it was, what comes may change.
+
+A run reads its corpora in stages (`config/data_stages.py`); without --data-stages it has one stage. The settings in a
+checkpoint contain its stages. If a resumed run has other data, --override-data lets a stage with the new data begin at
+its next sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.config import Config
+from megatron.config.data_stages import Stage, Staged, parse_stages, text_of
+from megatron.data.corpora import parse_blend
+from megatron.ranks.agreement import all_ranks
+from megatron.ranks.objects import from_rank_0
+from megatron.ranks.rank_0 import is_rank_0, print_rank_0
+
+from .load import Wanted, settings_of_samples
+from .reader import CheckpointReader, plain_config
+
+Blends = list[Stage]
+
+
+def with_consumed_stages(config: Config, path: Path | None, wanted: Wanted) -> Config:
+    """Return `config` with the stages that the checkpoint `path` has consumed, and after them those of `config`.
+
+    The result is `config` itself if its stages agree with the consumed ones, or if --override-data is needed but not
+    given. All ranks must call this. If rank 0 fails, every rank raises RunError.
+    """
+    if path is None or not wanted.position:
+        return config
+    found: tuple[str, str] = "", ""
+    with all_ranks():
+        if is_rank_0():
+            reader = CheckpointReader(path)
+            saved, samples, tokens = (
+                plain_config(reader),
+                reader.state["consumed_samples"],
+                reader.state["consumed_tokens"],
+            )
+            if samples and is_in_order(saved, config):
+                found = joined(saved, config, samples, tokens // samples, not wanted.same_data)
+    text, note = from_rank_0(found)
+    if note:
+        print_rank_0(f"note: {note}")
+    if not text:
+        return config
+    d = config.data
+    separate = d.train_data_path is not None and d.valid_data_path is None and d.test_data_path is None
+    valid = () if separate else d.valid_data_path
+    return replace(config, data=replace(d, data_stages=(text,), train_data_path=None, valid_data_path=valid))
+
+
+def is_in_order(saved: Config, config: Config) -> bool:
+    """Return whether each corpus gives its samples in the same order with the settings of both runs."""
+    same = settings_of_samples(saved) == settings_of_samples(config) and saved.train.seed == config.train.seed
+    return same and saved.data.names_corpora and config.data.names_corpora and saved.data.split == config.data.split
+
+
+def joined(saved: Config, config: Config, samples: int, tokens: int, override: bool) -> tuple[str, str]:
+    """Return (stages to use as text, or "" for those of `config`; a note, or "").
+
+    saved: settings of the checkpoint. samples: number of samples that it has consumed. tokens: tokens of a sample.
+    override: whether --override-data is given.
+    """
+    there, here = (_in_samples(stages_of(each), tokens) for each in (saved, config))
+    before, after = _split(there, samples), _split(here, samples)
+    if before.past == after.past:
+        changed = before.future != after.future
+        return "", f"the data stages after sample {samples} are not those of the checkpoint" if changed else ""
+    if before.future == after.future:
+        return text_of(there), ""
+    if not override:
+        return "", ""
+    words = " ".join(word for pair in after.future[0].blend for word in pair if word is not None)
+    return text_of(before.past + after.future), f"--override-data: a stage with {words} begins at sample {samples}"
+
+
+def difference(saved: Config, config: Config, samples: int, tokens: int) -> str:
+    """Return a sentence on how the stages of `config` differ from the ones that the checkpoint has consumed, or ""."""
+    if not saved.data.names_corpora or not config.data.names_corpora:
+        return ""
+    past = [_split(_in_samples(stages_of(each), tokens), samples).past for each in (saved, config)]
+    if past[0] == past[1]:
+        return ""
+    for there, here in zip(*past, strict=False):
+        if there != here:
+            return f"{there.name} was {_words(there)} and is now {_words(here)}"
+    extra = max(past, key=len)[min(map(len, past))]
+    return f"{extra.name} is only in {'the checkpoint' if len(past[0]) > len(past[1]) else 'this run'}"
+
+
+def _words(stage: Stage) -> str:
+    return " ".join(word for pair in stage.blend for word in pair if word is not None)
+
+
+def stages_of(config: Config) -> Blends:
+    """Return the stages of the training data; without --data-stages, one stage."""
+    data = config.data
+    if data.data_stages:
+        return list(parse_stages(data.data_stages))
+    paths = data.paths
+    words = paths["train"] if isinstance(paths, dict) else paths
+    assert not isinstance(words, Staged)
+    return [Stage(0, "samples", tuple(parse_blend(words)))]
+
+
+def _in_samples(stages: Sequence[Stage], tokens: int) -> Blends:
+    return [
+        each if each.unit == "samples" else each._replace(begin=-(-each.begin // tokens), unit="samples")
+        for each in stages
+    ]
+
+
+class _Split(NamedTuple):
+    """Stages before a sample, and stages from this sample on, of which the first begins at this sample."""
+
+    past: Blends
+    future: Blends
+
+
+def _split(stages: Blends, samples: int) -> _Split:
+    past = [each for each in stages if each.begin < samples]
+    future = [each for each in stages if each.begin > samples]
+    now = next(each for each in reversed(stages) if each.begin <= samples)
+    return _Split(past, [now._replace(begin=samples), *future])

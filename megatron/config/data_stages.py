@@ -1,0 +1,158 @@
+"""Data stages: a blend of corpora that changes during the run (`--data-stages`).
+
+The short form is `0: 0.8 a 0.2 b; 1M: 0.4 a 0.6 b 0.1 c`, where the numbers before the colons are consumed samples, or
+tokens as in `1G tokens: ...`. A JSON file has the same content: `[{"samples": 0, "data": {"a": 0.8, "b": 0.2}}, ...]`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..json_text import describe_json
+from .fields import ConfigError
+
+UNITS = ("samples", "tokens")
+FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+BEGIN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)\s*(samples|tokens)?\s*:(.*)", re.DOTALL)
+Blend = tuple[
+    tuple[str | None, str], ...
+]  # (weight, prefix) of each corpus; a weight of None means in proportion to size
+
+
+class Stage(NamedTuple):
+    """A blend that is in use from `begin` consumed samples or tokens on (`unit`)."""
+
+    begin: int
+    unit: str
+    blend: Blend
+
+    @property
+    def name(self) -> str:
+        """The begin of the stage in words, for messages."""
+        return f"the stage at {self.begin} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Training corpora in stages.
+
+    held_out: words of the corpora whose documents --split divides to get validation and test data; None if training
+    uses all documents.
+    """
+
+    stages: tuple[Stage, ...]
+    held_out: tuple[str, ...] | None
+
+
+def parse_stages(words: Sequence[str]) -> tuple[Stage, ...]:
+    """Return the stages of --data-stages: the name of a JSON file, JSON text, or the short form.
+
+    Raises ConfigError for invalid stages.
+    """
+    text, where = " ".join(words).strip(), "--data-stages"
+    if text.endswith(".json"):
+        where, text = f"--data-stages {text}", _content(Path(text))
+    stages = tuple(_of_json(text, where) if text.startswith("[") else _of_words(text, where))
+    if not stages or stages[0].begin:
+        raise ConfigError(f"{where}: the first stage must begin at 0")
+    for before, after in zip(stages, stages[1:], strict=False):
+        if before.unit == after.unit and after.begin <= before.begin:
+            raise ConfigError(f"{where}: {after.name} follows {before.name}; put the stages in order")
+    return stages
+
+
+def text_of(stages: Sequence[Stage]) -> str:
+    """Return stages as JSON text, which `parse_stages` reads."""
+    return json.dumps([{each.unit: each.begin, "data": _json_of(each.blend)} for each in stages], ensure_ascii=False)
+
+
+def with_prefixes(text: str, change: Callable[[str], str]) -> str:
+    """Return the stages in `text` with each prefix replaced by `change(prefix)`."""
+    stages = parse_stages([text])
+    return text_of([each._replace(blend=tuple((w, change(p)) for w, p in each.blend)) for each in stages])
+
+
+def _json_of(blend: Blend) -> Any:
+    return {p: w for w, p in blend} if blend[0][0] is not None else [p for _, p in blend]
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data-stages {path} cannot be read: {error}") from None
+
+
+def _of_words(text: str, where: str) -> Iterator[Stage]:
+    for part in text.split(";"):
+        if not part.strip():
+            continue
+        match = BEGIN.match(part)
+        if match is None:
+            raise ConfigError(
+                f"{where}: {part.strip()!r} must have a begin in samples or tokens, a colon and a blend, as in "
+                f"0: 0.8 a 0.2 b"
+            )
+        number, factor, unit, rest = match.groups()
+        begin = _whole(number, FACTORS[factor], f"{where}: {part.strip()!r}")
+        words = rest.split()
+        weighted = bool(words) and _number(words[0].lstrip("-")) is not None
+        if weighted and len(words) % 2:
+            raise ConfigError(f"{where}: {part.strip()!r} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
+        pairs = list(zip(words[::2], words[1::2], strict=True)) if weighted else [(None, word) for word in words]
+        yield _stage(begin, unit or "samples", pairs, where)
+
+
+def _of_json(text: str, where: str) -> Iterator[Stage]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {describe_json(text, error)}") from None
+    for entry in content:
+        units = [unit for unit in UNITS if isinstance(entry, dict) and unit in entry]
+        if len(units) != 1 or set(entry) != {units[0], "data"}:
+            raise ConfigError(
+                f'{where}: {json.dumps(entry, ensure_ascii=False)[:80]} must have the keys "data" and either '
+                f'"samples" or "tokens"'
+            )
+        data = entry["data"]
+        if not isinstance(data, (dict, list)):
+            raise ConfigError(f'{where}: "data" must be {{"PREFIX": WEIGHT, ...}} or ["PREFIX", ...]')
+        pairs = [(str(w), p) for p, w in data.items()] if isinstance(data, dict) else [(None, str(p)) for p in data]
+        yield _stage(_whole(str(entry[units[0]]), 1, where), units[0], pairs, where)
+
+
+def _stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]], where: str) -> Stage:
+    """Return a stage without the corpora of weight 0. Raises ConfigError for an invalid blend."""
+    stage = Stage(begin, unit, tuple(pairs))
+    for weight, prefix in pairs:
+        if weight is not None and _number(weight) is None:
+            raise ConfigError(
+                f"{where}: {stage.name} has the weight {weight} for {prefix}; weights are numbers, 0 or more"
+            )
+        if [p for _, p in pairs].count(prefix) > 1:
+            raise ConfigError(f"{where}: {stage.name} names {prefix} twice; name it once, with the sum of its weights")
+    blend = tuple((w, p) for w, p in pairs if w is None or _number(w))
+    if not blend:
+        raise ConfigError(f"{where}: {stage.name} has no corpus with a weight above 0")
+    return stage._replace(blend=blend)
+
+
+def _number(word: str) -> Fraction | None:
+    """Return a number that is 0 or more, None for any other word."""
+    try:
+        found = Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return found if found >= 0 else None
+
+
+def _whole(number: str, factor: int, where: str) -> int:
+    found = _number(number.replace("_", ""))
+    if found is None or (found * factor).denominator != 1:
+        raise ConfigError(f"{where}: {number} is not a whole number, 0 or more")
+    return int(found * factor)

@@ -1,0 +1,103 @@
+"""Runs with data stages, resumed at any point and in other layouts, and stages that --override-data begins."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from tests.support import RankFailure, on_ranks
+
+from .runs import Start, losses_of, run_all
+
+BASE = "--batch-size 2 --precision fp64 --save-interval 1"
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Three corpora, each with its own token ids."""
+    folder, dice, found = tmp_path_factory.mktemp("corpora"), np.random.default_rng(1), {}
+    for number, name in enumerate("abc"):
+        found[name] = str(folder / name)
+        with IndexedDatasetBuilder(found[name], np.uint16) as builder:
+            for _ in range(40):
+                builder.add_document(dice.integers(10 + 900 * number, 60 + 900 * number, 60))
+    return found
+
+
+def go(ranks: int, run_dir: Path, flags: str, vocab_file: str, model: str = "gpt2") -> None:
+    on_ranks(ranks, run_all, [Start(model, run_dir, f"{BASE} {flags}")], None, vocab_file)
+
+
+def shares(run_dir: Path) -> dict[str, dict[int, float]]:
+    """Return corpus -> iteration -> share of the targets, from metrics.jsonl."""
+    found: dict[str, dict[int, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["split"].startswith("train/"):
+            found.setdefault(row["split"].removeprefix("train/"), {})[row["iteration"]] = row["target_share"]
+    return found
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5-v1.1"])
+def test_a_run_resumed_in_other_layouts_equals_one_without_a_break(
+    model: str, tmp_path: Path, corpora: dict[str, str], vocab_file: str
+) -> None:
+    """The stage changes within an iteration, in tokens; a corpus is added, another one leaves and comes back."""
+    tokens = {"gpt2": 24, "t5-v1.1": 32 + 9}[model]
+    begun = "--data-stages 0: 0.5 {a} 0.5 {b}; 5: 0.75 {a} 0.25 {c}".format(**corpora)
+    whole = f"{begun}; {tokens * 14 - 3} tokens: 0.5 {corpora['b']} 0.5 {corpora['c']}"
+    go(1, tmp_path / "whole", f"{whole} --gas 2 --train-iters 6", vocab_file, model)
+    for ranks, flags in (
+        (2, f"{begun} --train-iters 2"),
+        (2, f"{begun} --train-iters 3 --gas 2 --pipe-parallel-size 2"),
+        (2, f"{whole} --train-iters 4 --gas 2 --model-parallel-size 2"),
+        (1, f"{whole} --train-iters 6 --gas 2"),
+    ):
+        go(ranks, tmp_path / "cut", flags, vocab_file, model)
+    np.testing.assert_allclose(losses_of(tmp_path / "cut"), losses_of(tmp_path / "whole"), rtol=1e-10)
+    found = shares(tmp_path / "whole")
+    assert set(found["a"]) == {1, 2, 3, 4} and set(found["b"]) == {1, 4, 5, 6} and set(found["c"]) == {3, 4, 5, 6}
+
+
+def test_other_weights_begin_a_stage(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
+    """With --override-data, the counters of the corpora go on; the same command continues, and stages are recorded."""
+    first, second = "--data-path 0.5 {a} 0.5 {b}", "--data-path 0.9 {a} 0.1 {c}"
+    first, second = (each.format(**corpora) for each in (first, second))
+    planned = "--data-stages 0: 0.5 {a} 0.5 {b}; 20: 0.9 {a} 0.1 {c}".format(**corpora)
+    go(1, tmp_path / "planned", f"{planned} --train-iters 14", vocab_file)
+    go(1, tmp_path / "run", f"{first} --train-iters 10", vocab_file)
+    with pytest.raises(RankFailure, match=r"stage at 0 samples was 0.5 .*--override-data"):
+        go(1, tmp_path / "run", f"{second} --train-iters 12", vocab_file)
+    go(1, tmp_path / "run", f"{second} --train-iters 12 --override-data", vocab_file)
+    go(2, tmp_path / "run", f"{second.replace('--data', '--batch-size 1 --data')} --train-iters 13", vocab_file)
+    go(1, tmp_path / "run", f"{planned} --train-iters 14", vocab_file)
+    np.testing.assert_allclose(losses_of(tmp_path / "run"), losses_of(tmp_path / "planned"), rtol=1e-10)
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert '"samples": 20' in json.dumps(saved).replace('\\"', '"')
+
+
+def test_the_future_may_change_and_the_past_may_not(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
+    def stages(text: str) -> str:
+        return f"--data-stages {text}".format(**corpora)
+
+    go(1, tmp_path, f"{stages('0: {a}; 4: 0.5 {a} 0.5 {b}; 9: {c}')} --train-iters 5", vocab_file)
+    go(1, tmp_path, f"{stages('0: {a}; 4: 0.5 {a} 0.5 {b}; 9: {c}; 11: {b}')} --train-iters 6", vocab_file)
+    for text, said in {
+        "0: {a}; 4: 0.1 {a} 0.9 {b}; 9: {c}": "stage at 4 samples was 0.5 .*is now 0.1 ",
+        "0: {a}; 6: 0.5 {a} 0.5 {b}; 9: {c}": "stage at 4 samples was ",
+        "0: {a}; 4: 0.5 {a} 0.5 {b}": "stage at 9 samples is only in the checkpoint",
+    }.items():
+        with pytest.raises(RankFailure, match=f"{said}.*--override-data"):
+            go(1, tmp_path, f"{stages(text)} --train-iters 7", vocab_file)
+
+
+def test_a_stage_after_the_end_and_a_missing_corpus_are_refused(
+    tmp_path: Path, corpora: dict[str, str], vocab_file: str
+) -> None:
+    late = "--data-stages 0: {a}; 100: {b}".format(**corpora)
+    with pytest.raises(RankFailure, match=r"stage at sample 100 .*--train-iters"):
+        go(1, tmp_path / "late", f"{late} --train-iters 3", vocab_file)
+    with pytest.raises(RankFailure, match="nowhere.idx"):
+        go(1, tmp_path / "missing", f"--data-stages 0: {corpora['a']}; 4: nowhere --train-iters 3", vocab_file)

@@ -1,0 +1,139 @@
+"""Data stages read each corpus on from its own counter; their notation, and what it refuses."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config.command_line import parse
+from megatron.config.data_stages import Stage, parse_stages, text_of
+from megatron.config.fields import ConfigError
+from megatron.data.sample_hash import extend
+from megatron.data.staged import StagedDataset
+
+from .test_blend import Numbers
+
+NAMES = "abcde"
+Plan = list[tuple[int, dict[int, str]]]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Return 1 to 5 stages of up to 150 samples, each with some of five corpora; corpora stay, come and come back."""
+    begin, found = 0, []
+    for _ in range(draw(st.integers(1, 5))):
+        members = draw(st.lists(st.integers(0, len(NAMES) - 1), min_size=1, max_size=4, unique=True))
+        weights = draw(st.lists(st.sampled_from(["0.7", "0.3", "1", "2.5", "0.001", "17"]), min_size=4, max_size=4))
+        found.append((begin, dict(zip(members, weights, strict=False))))
+        begin += draw(st.integers(1, 150))
+    return found
+
+
+def dataset(plan: Plan) -> StagedDataset:
+    return StagedDataset([Numbers(name) for name in NAMES], plan)
+
+
+@given(plans(), st.integers(1, 700))
+@settings(deadline=None, max_examples=150)
+def test_each_corpus_is_read_one_by_one(plan: Plan, samples: int) -> None:
+    """A slow reader that goes through the corpora sample by sample reads the same numbers."""
+    staged, read = dataset(plan), Counter[int]()
+    for n in range(samples):
+        which, k = staged.locate(n)
+        assert k == read[which], "no sample of a corpus is skipped or read twice"
+        assert staged[n] == (NAMES[which], k)
+        read[which] += 1
+    assert staged.consumed(samples) == [read[i] for i in range(len(NAMES))]
+
+
+@given(plans())
+@settings(deadline=None, max_examples=100)
+def test_in_each_stage_corpora_have_their_shares(plan: Plan) -> None:
+    staged = dataset(plan)
+    ends = [begin for begin, _ in plan[1:]] + [plan[-1][0] + 300]
+    for (begin, weights), end in zip(plan, ends, strict=True):
+        total, read = sum(map(Fraction, weights.values())), Counter[int]()
+        for n in range(begin, end):
+            read[staged.locate(n)[0]] += 1
+            for i, weight in weights.items():
+                share = Fraction(weight) / total
+                assert abs(read[i] - share * (n + 1 - begin)) < 2
+
+
+@given(plans(), st.data())
+@settings(deadline=None, max_examples=100)
+def test_what_comes_later_changes_nothing_before(plan: Plan, data: st.DataObject) -> None:
+    """The samples and their hash up to the begin of a stage do not depend on this stage and later ones."""
+    kept = data.draw(st.integers(1, len(plan)))
+    whole, part = dataset(plan), dataset(plan[:kept])
+    end = plan[kept][0] if kept < len(plan) else plan[-1][0] + 100
+    assert [whole.locate(n) for n in range(end)] == [part.locate(n) for n in range(end)]
+    assert extend(0, whole, 0, end) == extend(0, part, 0, end)
+    first = data.draw(st.integers(0, end))
+    places = [whole.places(n, 1)[0] for n in range(first, end)]
+    np.testing.assert_array_equal(whole.places(first, end - first), np.array(places, np.int64))
+
+
+def test_both_notations_are_read_alike(tmp_path: Path) -> None:
+    expected = (
+        Stage(0, "samples", (("0.8", "a"), ("0.2", "b"))),
+        Stage(1_000_000, "samples", (("0.4", "a"), ("0.6", "c"))),
+        Stage(2_000_000_000, "tokens", ((None, "b"), (None, "c"))),
+    )
+    short = "0: 0.8 a 0.2 b; 1M: 0.4 a 0 b 0.6 c; 2e9 tokens: b c"
+    assert parse_stages([short]) == parse_stages(short.split()) == expected
+    content = [
+        {"samples": 0, "data": {"a": 0.8, "b": 0.2}},
+        {"samples": "1_000_000", "data": {"a": 0.4, "c": 0.6}},
+        {"tokens": 2_000_000_000, "data": ["b", "c"]},
+    ]
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps(content))
+    assert parse_stages([str(path)]) == expected
+    assert parse_stages([text_of(expected)]) == expected
+    config = parse(["--data-stages", str(path)])
+    path.unlink()
+    assert parse_stages(config.data.data_stages or ()) == expected, "settings contain the stages, not the file's name"
+
+
+BAD = {
+    "5: a": "begin at 0",
+    "": "--data-stages",
+    "0: a; 10: b; 10: a": "order",
+    "0: a; 10: b; 5: a": "order",
+    "0: 0 a 0 b": "weight above 0",
+    "0: -1 a 2 b": "-1",
+    "0: 0.5 a 0.5": "pairs",
+    "0: 0.5 a 0.5 a": "twice",
+    "0: a; later: b": "later",
+    "0: a; 1.5: b": "1.5",
+    "nowhere.json": "nowhere.json",
+    '[{"samples": 0, "data": {"a": 1}, "more": 2}]': "more",
+    '[{"samples": 0, "data": "a"}]': '"data"',
+    '[{"samples": 0, "data": {"a": 1},}]': "line 1",
+    '[{"samples": 0, "data": {"a": "x"}}]': "x",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_wrong_stages_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=BAD[text]):
+        parse(["--data-stages", text])
+
+
+def test_a_second_source_of_training_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--train-data-path"):
+        parse(["--data-stages", "0: a", "--train-data-path", "b"])
+
+
+def test_stages_in_samples_and_tokens_must_be_in_order() -> None:
+    """Whether a stage at tokens follows one at samples depends on the length of a sample."""
+    datasets: list[Any] = [Numbers("a"), Numbers("b")]
+    with pytest.raises(ValueError, match="sample 10 follows a stage at sample 20"):
+        StagedDataset(datasets, [(0, {0: "1"}), (20, {1: "1"}), (10, {0: "1"})])
