@@ -31,7 +31,9 @@ EXAMPLES = """\
   python tools/inspect_data.py merge data/a_text_document data/b_text_document --output data/both
   python tools/inspect_data.py split data/corpus_text_document --split 98,1,1
   python tools/inspect_data.py sample 3 --run-dir runs/gpt2 --png sample.png
-      sample 3, counted from 0, as the run reads it: tokens, targets, documents, masks"""
+      sample 3, counted from 0, as the run reads it: tokens, targets, documents, masks
+  python tools/inspect_data.py stages --run-dir runs/gpt2 --png stages.png
+  python tools/inspect_data.py stages -- --data-stages "0: 0.8 a 0.2 b; 1M: b" --vocab-file tokenizer.model"""
 AT_ONCE = 1 << 22  # tokens checked per block
 # Sidecar entries that remain valid when corpora are merged or split.
 ABOUT_TOKENS = (
@@ -235,23 +237,57 @@ def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, A
         write_json(f"{builder.prefix}.json", content)
 
 
-def sample(args: argparse.Namespace) -> None:
-    """Run the command `sample`: print a sample as the training run reads it."""
-    path = Path(args.run_dir) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: --run-dir {args.run_dir} is not the folder of a run")
+def _config_of(run_dir: str) -> Config:
+    """Return the settings of a run. Raises ValueError if `run_dir` is not the folder of a run."""
     from megatron.checkpointing.relocation import relocated
     from megatron.config.command_line import from_file
+
+    path = Path(run_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: --run-dir {run_dir} is not the folder of a run")
+    return relocated(from_file(str(path)), path.parent)
+
+
+def _datasets_of(config: Config) -> tuple[Any, Any]:
+    """Return the tokenizer and the (training, validation, test) data sets of a run."""
     from megatron.tasks import task_of
 
-    from . import sample_view  # importing torch is slow, so the other commands avoid it
-
-    config = relocated(from_file(str(path)), path.parent)
     task = task_of(config)
     if config.data.vocab_file is None:
-        raise ValueError(f"the run has no tokenizer: {path} does not set --vocab-file")
+        raise ValueError("the run has no tokenizer: give --vocab-file")
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
-    dataset = task.datasets(config, tokenizer)[0][PARTS.index(args.part)]
+    return tokenizer, task.datasets(config, tokenizer)[0]
+
+
+def stages(args: argparse.Namespace) -> None:
+    """Run the command `stages`: print how many samples, tokens and epochs each corpus gives in each data stage."""
+    from megatron.config.command_line import parse
+    from megatron.config.defaults import DEFAULTS
+
+    from . import stage_plan
+
+    if bool(args.run_dir) == bool(args.flags):
+        raise ValueError("give either --run-dir, or -- and the flags of a training command")
+    flags = [flag for flag in args.flags if flag != "--"]
+    family = flags[flags.index("--family") + 1] if "--family" in flags[:-1] else "gpt2"
+    config = _config_of(args.run_dir) if args.run_dir else parse(flags, DEFAULTS.get(family, {}))
+    samples = args.samples or config.train.train_iters * config.train.batch_size * config.train.gas
+    dataset = _datasets_of(config)[1][0]
+    print(stage_plan.table(stage_plan.uses(dataset, config, samples)))
+    if not args.samples:
+        print(f"for {samples:,} samples, those of one replica; --samples gives another number")
+    if args.png:
+        stage_plan.draw(dataset, config, samples, Path(args.png))
+        print(f"-> {args.png}")
+
+
+def sample(args: argparse.Namespace) -> None:
+    """Run the command `sample`: print a sample as the training run reads it."""
+    from . import sample_view  # importing torch is slow, so the other commands avoid it
+
+    config = _config_of(args.run_dir)
+    tokenizer, datasets = _datasets_of(config)
+    dataset = datasets[PARTS.index(args.part)]
     if dataset is None:
         raise ValueError(f"the {args.part} part of the run is empty; choose another --part")
     view = sample_view.t5_view if config.is_t5 else sample_view.gpt2_view
@@ -307,6 +343,11 @@ def build_parser() -> Parser:
     made.add_argument("--run-dir", required=True, help="folder of the run")
     made.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")
     made.add_argument("--png", help="PNG file for a plot of the attention masks")
+    made = command("stages", stages, "show what each corpus gives in each data stage of a run")
+    made.add_argument("--run-dir", help="folder of the run")
+    made.add_argument("--samples", type=int, help="number of samples of the run (default: those of one replica)")
+    made.add_argument("--png", help="PNG file for a plot")
+    made.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
     return parser
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from tests.support import RankFailure, on_ranks
+from tests.support import RankFailure, command, on_ranks
 
 from .runs import Start, losses_of, run_all
 
@@ -101,3 +101,24 @@ def test_a_stage_after_the_end_and_a_missing_corpus_are_refused(
         go(1, tmp_path / "late", f"{late} --train-iters 3", vocab_file)
     with pytest.raises(RankFailure, match="nowhere.idx"):
         go(1, tmp_path / "missing", f"--data-stages 0: {corpora['a']}; 4: nowhere --train-iters 3", vocab_file)
+
+
+def test_the_tool_shows_what_each_corpus_gives(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
+    """A corpus has 2,400 tokens, so an epoch has 99 samples of 24 tokens; --split 1 trains on all documents."""
+    plan = "0: 0.75 {a} 0.25 {b}; 100: {a}; 150 : 0.5 {b} 0.5 {c}".format(**corpora)
+    flags = ["--data-stages", plan, "--vocab-file", vocab_file, "--seq-length", "24", "--split", "1"]
+    png = tmp_path / "stages.png"
+    done = command("python", "tools/inspect_data.py", "stages", "--samples", "250", "--png", str(png), "--", *flags)
+    assert done.returncode == 0, done.stderr
+    rows = [line.replace(",", "").split() for line in done.stdout.splitlines()[1:-1]]
+    found = [(*row[:-4], row[-4], int(row[-3]), int(row[-2]), float(row[-1])) for row in rows]
+    expected = [
+        ("0", "to", "99", "a", 75), ("0", "to", "99", "b", 25), ("100", "to", "149", "a", 50),
+        ("150", "to", "249", "b", 50), ("150", "to", "249", "c", 50), ("all", "a", 125), ("all", "b", 75),
+        ("all", "c", 50),
+    ]  # fmt: skip
+    read = {"a": [75, 125, 125], "b": [25, 75, 75], "c": [50, 50]}
+    for row, wanted in zip(found, expected, strict=True):
+        *names, samples = wanted
+        assert row == (*names, samples, 24 * samples, pytest.approx(read[names[-1]].pop(0) / 99, abs=1e-3))
+    assert png.stat().st_size > 1000
