@@ -6,6 +6,7 @@ from typing import Any
 NUMBERS = (
     "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm",
     "loss_scale", "skipped_steps", "passed_over", "z_loss", "tokens_per_second", "tflops", "mfu", "memory_mb",
+    "global_batch",
 )  # fmt: skip
 
 

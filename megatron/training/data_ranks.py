@@ -93,17 +93,23 @@ def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datase
 
 
 def read(
-    dataset: Any, config: Config, consumed_samples: int, skips: Callable[[int], bool] | None = None
+    dataset: Any,
+    config: Config,
+    consumed_samples: int,
+    gas: Callable[[int], int] | None = None,
+    skips: Callable[[int], bool] | None = None,
 ) -> Batches | None:
     """Return an iterator over this rank's micro-batches, or None on a rank that reads no data.
 
     consumed_samples: number of samples that earlier iterations have used.
+    gas: function from the number of an iteration's first sample to the number of its micro-batches on a rank; --gas if
+    None.
     skips: function that gets the number of an iteration's first sample and returns True to skip the iteration.
     """
     if not reads():
         return None
     t, share = config.train, mpu.get_mesh().share
-    sampler = ConsecutiveSampler(t.batch_size, t.gas, *share, consumed_samples, skips)
+    sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, skips)
     return iter(build_loader(dataset, sampler, config.data.num_workers))
 
 

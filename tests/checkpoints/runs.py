@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ def make(start: Start, data: str, vocab_file: str) -> Run:
     name = start.model.split("-")[0]
     task = TASKS[name]()
     argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --data-path {data} --vocab-file {vocab_file}"
-    config = parse(argv.split(), task.defaults)
+    config = parse(shlex.split(argv), task.defaults, world_size())
     resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
     return set_up(task, config, resolved)
 
