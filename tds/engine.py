@@ -36,9 +36,9 @@ from .progress import MOST_TIMED, Progress
 from .queues import in_queues
 from .reductions import reduction_of
 from .saving import PipelineState
-from .schedule import Instruction, ScheduleError
+from .schedule import Instruction
 from .split_backward import backward_input
-from .start import checked_schedule, exchange_declarations, prove, refuse_idle_stages
+from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
 
 
@@ -69,7 +69,7 @@ class PipelineEngine(PipelineHooks):
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
-        self._proven = {self.micro_batches}  # numbers of micro-batches with which no step can deadlock
+        self._proven = {self.micro_batches}
         if self._reduction.averages:
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
         self._evaluation = partial(schedule.forward_only, chunks=self._chunks)
@@ -178,21 +178,6 @@ class PipelineEngine(PipelineHooks):
         if loss is not None:
             self._report("eval_loss", loss)
         return (found, logits) if return_logits else found
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
-
-        Raises ScheduleError if steps of this number of micro-batches could deadlock.
-        """
-        before = self.train_batch_size()
-        super().set_train_batch_size(train_batch_size)
-        if self.micro_batches not in self._proven:
-            try:
-                prove(self.schedule, self, self._chunks)
-            except ScheduleError:
-                super().set_train_batch_size(before)
-                raise
-            self._proven.add(self.micro_batches)
 
     @property
     def bytes_sent(self) -> int:

@@ -74,9 +74,9 @@ class BatchSchedule:
         """Return the position, in samples, after `iterations` iterations from sample `first` on."""
         for start, size, count in self._ranges(first):
             if iterations <= count:
-                break
+                return start + iterations * size
             iterations -= count
-        return start + iterations * size
+        raise AssertionError("the last size has no end")
 
     def iterations(self, first: int, end: int) -> int:
         """Return how many whole iterations from sample `first` on fit in front of sample `end`."""
@@ -84,9 +84,9 @@ class BatchSchedule:
         for start, size, count in self._ranges(first):
             fitting = max(end - start, 0) // size
             if fitting < count:
-                break
+                return done + fitting
             done += count
-        return done + fitting
+        raise AssertionError("the last size has no end")
 
     def _ranges(self, first: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first sample, size, number) for each range of iterations of one size, from sample `first` on."""

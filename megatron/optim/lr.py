@@ -63,13 +63,13 @@ def _schedule(config: Config) -> dict[str, Any]:
     """Return the settings that determine the learning-rate schedule."""
     wsd = config.optim.lr_decay_style == "wsd"
     names = ("lr", "min_lr", "lr_decay_style", "warmup", *(("lr_wsd_decay_style",) if wsd else ()))
-    ends = {"lr_decay_iters": _total(config)} | ({"lr_wsd_decay_iters": _falling(config)} if wsd else {})
-    samples = {name.replace("iters", "samples"): value for name, value in ends.items()}
-    if config.lr_decay_samples is None:
-        samples = dict.fromkeys(samples)
-    else:
-        ends = dict.fromkeys(ends)
-    return {name: getattr(config.optim, name) for name in names} | ends | samples
+    follows_samples = config.lr_decay_samples is not None
+    ends: dict[str, int | None] = {"lr_decay_iters": _total(config)}
+    ends |= {"lr_wsd_decay_iters": _falling(config)} if wsd else {}
+    for name in list(ends):
+        ends[name.replace("iters", "samples")] = ends[name] if follows_samples else None
+        ends[name] = None if follows_samples else ends[name]
+    return {name: getattr(config.optim, name) for name in names} | ends
 
 
 def describe(config: Config) -> str:

@@ -39,9 +39,8 @@ def train(run: Run) -> None:
     state, config = run.state, run.config
     last = config.train.train_iters
     if state.iteration >= last:
-        print_rank_0(
-            DONE.format(state.iteration, last, "--train-samples" if config.train.train_samples else "--train-iters")
-        )
+        raised = "--train-samples" if config.train.train_samples else "--train-iters"
+        print_rank_0(DONE.format(state.iteration, last, raised))
     skips = _skips(run)
     batches = None
     if state.iteration < last:

@@ -1,0 +1,92 @@
+"""Runs whose global batch size changes: the same losses in every layout, also if they stop and resume in between."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import on_ranks
+
+from .runs import Start, losses_of, run_all
+
+COMMON = "--split 9,1 --eval-iters 1 --eval-interval 5 --optimizer sgd --lr 0.1 --batch-size 2 --train-iters 6"
+BASE = f"{COMMON} --batch-size-schedule '0:4 12_samples:8 24_samples:4'"  # iterations of 4, 4, 4, 8, 8 and 4 samples
+PIPE = "--pipe-parallel-size 2 --pipeline-schedule"
+EXACT = {
+    "replicas": "",
+    "tensor": "--model-parallel-size 2",
+    "context": "--context-parallel-size 2",
+    "1f1b": f"{PIPE} 1f1b",
+    "zb-h1": f"{PIPE} zb-h1",
+    "interleaved": f"{PIPE} interleaved --virtual-pipeline-size 2",
+}
+SHARDED = {
+    "zero-1": "--zero-stage 1",
+    "zero-1-deepspeed": "--zero-stage 1 --no-overlap-grad-reduce",
+    "zero-2": "--zero-stage 2",
+    "zero-3": "--zero-stage 3",
+}
+
+
+def rows(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["split"] == split]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
+    """Train one process with a constant --gas in each of three starts, so that no schedule is involved."""
+    run_dir = tmp_path_factory.mktemp("expected")
+    parts = [(3, 2), (5, 4), (6, 2)]
+    starts = [
+        Start("gpt2", run_dir, f"{COMMON} --precision fp64 --train-iters {iterations} --gas {gas}")
+        for iterations, gas in parts
+    ]
+    on_ranks(1, run_all, starts, tiny_data, vocab_file)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
+    """Train all layouts on two ranks; some runs stop in the middle and continue in another layout."""
+    folder = tmp_path_factory.mktemp("found")
+    fp64 = f"{BASE} --precision fp64"
+    starts = [Start("gpt2", folder / name, f"{fp64} {flags}") for name, flags in EXACT.items()]
+    starts += [Start("gpt2", folder / name, f"{BASE} --precision fp32 {flags}") for name, flags in SHARDED.items()]
+    starts += [
+        Start("gpt2", folder / "resumed", f"{fp64} {PIPE} interleaved --virtual-pipeline-size 2 --exit-interval 4")
+    ]
+    starts += [Start("gpt2", folder / "resumed", fp64)]
+    # The same sizes, written without those of the past.
+    starts += [Start("gpt2", folder / "rewritten", f"{fp64} --exit-interval 4")]
+    later = "--batch-size-schedule '0:8 24_samples:4'"
+    starts += [Start("gpt2", folder / "rewritten", f"{fp64} {PIPE} 1f1b {later}")]
+    on_ranks(2, run_all, starts, tiny_data, vocab_file, timeout=240)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*EXACT, "resumed", "rewritten"])
+def test_losses_are_those_of_one_process(name: str, expected: Path, found: Path) -> None:
+    assert losses_of(found / name) == pytest.approx(losses_of(expected), rel=1e-10)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_losses_under_zero_are_those_of_one_process(name: str, expected: Path, found: Path) -> None:
+    assert losses_of(found / name) == pytest.approx(losses_of(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*EXACT, *SHARDED])
+def test_evaluation_uses_the_largest_size(name: str, expected: Path, found: Path) -> None:
+    of_8_samples = {row["iteration"]: row["lm_loss"] for row in rows(expected, "valid")}[5]
+    assert {row["iteration"]: row["lm_loss"] for row in rows(found / name, "valid")}[5] == pytest.approx(
+        of_8_samples, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["replicas", "1f1b", "resumed", "rewritten"])
+def test_rows_count_samples(name: str, found: Path) -> None:
+    train = rows(found / name)
+    assert [row["consumed_samples"] for row in train] == [4, 8, 12, 20, 28, 32]
+    assert [row["global_batch"] for row in train] == [4, 4, 4, 8, 8, 4]
+    assert [row["consumed_tokens"] for row in train] == [24 * row["consumed_samples"] for row in train]
