@@ -9,25 +9,25 @@ from megatron.config import Config
 from megatron.config.optim import share_of
 
 
-def lr_at(iteration: int, config: Config, samples: tuple[int, int, int] | None = None) -> float:
+def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None) -> float:
     """Return the learning rate of optimizer step `iteration`, counted from 0.
 
-    samples: first sample of the step, of the next step and of the step after that. Required if the learning rate
-    follows the consumed samples, that is, with --lr-decay-samples or --train-samples.
+    samples: number of samples consumed after the step, and after the next step. Required if the learning rate follows
+    the consumed samples, that is, with --lr-decay-samples or --train-samples.
 
     The learning rate rises linearly to --lr over the warm-up and then decays. In the last step of the decay it is
     exactly --min-lr. With --lr-decay-style constant, it stays at --lr. With wsd, it stays at --lr until the decay at
     the end (Hu et al. 2024).
     """
     o, total = config.optim, _total(config)
-    first, done, following = iteration, iteration + 1, iteration + 2
+    done, following = iteration + 1, iteration + 2
     if config.lr_decay_samples is not None:
         if samples is None:
             raise ValueError("the learning rate follows samples: give lr_at the samples of the step")
-        first, done, following = samples
+        done, following = samples
     warmup = share_of(o.warmup, total)
-    if first < warmup:
-        return o.lr * min(done, warmup) / warmup
+    if done <= warmup:
+        return o.lr * done / warmup
     if o.lr_decay_style == "constant":
         return o.lr
     if following > total:

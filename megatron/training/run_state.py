@@ -64,5 +64,4 @@ class Run:
 
     def lr(self, iteration: int, first: int) -> float:
         """Return the learning rate of optimizer step `iteration`, counted from 0, whose first sample is `first`."""
-        following = self.batches.after(first, 1)
-        return lr_at(iteration, self.config, (first, following, self.batches.after(following, 1)))
+        return lr_at(iteration, self.config, (self.batches.after(first, 1), self.batches.after(first, 2)))

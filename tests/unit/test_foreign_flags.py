@@ -227,7 +227,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--global-batch-size 8 --gas 3", 1, "--global-batch-size 8 means --gas 2, but --gas 3 is given; leave one"),
         ("--global-batch-size 30", 4, "the value must be a multiple of 16 = --batch-size 4 x 4 replicas"),
         ("--global-batch-size 16 --model-parallel-size 2", 3, "3 ranks cannot be divided into replicas"),
-        ("--train-samples 3", 1, "the value is less than one global batch of 4 samples"),
+        ("--train-samples 3", 1, "--train-samples 3 is less than one global batch of 4 samples"),
         ("--lr-warmup-iters 30 --train-iters 20", 1, "between 0 and the 20 iterations"),
         (
             "--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2",

@@ -65,7 +65,7 @@ MEGATRON = (
     ),
     Row(
         "--rampup-batch-size",
-        Depends(rampup, "--batch-size-schedule, computed from the three numbers and --global-batch-size"),
+        Depends(rampup, "--batch-size-schedule, computed from the three numbers and the global batch size"),
         list,
     ),
     Row("--step-batch-size-schedule", same("batch_size_schedule"), str),
@@ -254,12 +254,12 @@ MEGATRON = (
     Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters"), int),
     Row(
         "--lr-warmup-samples",
-        Depends(warmup_samples, "--warmup, computed as a fraction of the samples in --lr-decay-iters"),
+        Depends(warmup_samples, "--warmup, computed as a fraction of --lr-decay-samples"),
         int,
     ),
     Row(
         "--lr-warmup-tokens",
-        Depends(warmup_tokens, "--warmup, computed as a fraction of the samples in --lr-decay-iters"),
+        Depends(warmup_tokens, "--warmup, computed as a fraction of --lr-decay-samples"),
         int,
     ),
     Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
