@@ -16,8 +16,8 @@ class TrainConfig(Section):
     batch_size_schedule: str | None = opt(
         None,
         "global batch sizes in samples, e.g. '0:256 500M:512 2B:1024': 256 at first, 512 after 500 million consumed "
-        "tokens, and so on; 3M_samples:512 counts samples instead of tokens; sets --gas for each iteration. Evaluation "
-        "uses the largest size",
+        "tokens, and so on; a start such as 3M_samples counts samples instead of tokens. --gas follows from the size "
+        "of each iteration. Evaluation uses the largest size",
         schedule_problem,
     )
     train_iters: int = opt(100000, "number of iterations (optimizer steps) of the whole run", at_least(0))

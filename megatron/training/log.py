@@ -31,7 +31,7 @@ class TrainingLog(Hook):
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
         self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
         self.left = TimeLeft()
-        self.batch = run.batches.size_at(run.state.consumed_samples)
+        self.batch = run.global_batch  # number of samples of the last iteration
         self.lr = 0.0  # learning rate of the last iteration
         self.forget()
         self.restart()
@@ -52,7 +52,7 @@ class TrainingLog(Hook):
 
     def before_step(self, iteration: int) -> None:
         first = self.run.state.consumed_samples
-        before, self.batch = self.batch, self.run.batches.size_at(first)
+        before, self.batch = self.batch, self.run.global_batch
         self.lr = self.run.lr(iteration - 1, first)
         if self.batch != before:
             print_rank_0(

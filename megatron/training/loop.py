@@ -87,8 +87,7 @@ class ReplicaChecks(Hook):
 
 def _advance(run: Run) -> SampleRange:
     """Count the current iteration, even a skipped one, in the training state; return its number and samples."""
-    state = run.state
-    count = run.batches.size_at(state.consumed_samples)
+    state, count = run.state, run.global_batch
     state.iteration += 1
     samples = SampleRange(state.iteration, state.consumed_samples, count)
     if is_rank_0():  # only rank 0 needs the hash: it writes the hash to the index of the checkpoint

@@ -58,6 +58,11 @@ class Run:
         """Schedule of the global batch size."""
         return self.config.batches(dist.get_world_size())
 
+    @property
+    def global_batch(self) -> int:
+        """Number of samples of the next iteration over all replicas."""
+        return self.batches.size_at(self.state.consumed_samples)
+
     def micro_batches(self, first: int) -> int:
         """Return the number of micro-batches of a replica in the iteration whose first sample is `first`."""
         return self.batches.size_at(first) // (self.config.train.batch_size * mpu.get_mesh().share.of)

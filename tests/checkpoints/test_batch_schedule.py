@@ -20,6 +20,7 @@ EXACT = {
     "1f1b": f"{PIPE} 1f1b",
     "zb-h1": f"{PIPE} zb-h1",
     "interleaved": f"{PIPE} interleaved --virtual-pipeline-size 2",
+    "interleaved-odd": f"{PIPE} interleaved --virtual-pipeline-size 2 --batch-size 4",  # 1 or 2 micro-batches
 }
 SHARDED = {
     "zero-1": "--zero-stage 1",
@@ -62,6 +63,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: 
     starts += [Start("gpt2", folder / "rewritten", f"{fp64} --exit-interval 4")]
     later = "--batch-size-schedule '0:8 24_samples:4'"
     starts += [Start("gpt2", folder / "rewritten", f"{fp64} {PIPE} 1f1b {later}")]
+    starts += [Start("gpt2", folder / "skipped", f"{fp64} --skip-iterations 4 --skip-samples 30")]
     on_ranks(2, run_all, starts, tiny_data, vocab_file, timeout=240)
     return folder
 
@@ -92,3 +94,10 @@ def test_rows_count_samples(name: str, found: Path) -> None:
     assert [row["consumed_samples"] for row in train] == [4, 8, 12, 20, 28, 32]
     assert [row["global_batch"] for row in train] == [4, 4, 4, 8, 8, 4]
     assert [row["consumed_tokens"] for row in train] == [24 * row["consumed_samples"] for row in train]
+
+
+def test_skipped_iterations_keep_their_samples(expected: Path, found: Path) -> None:
+    train = rows(found / "skipped")
+    assert [row["consumed_samples"] for row in train] == [4, 8, 12, 20, 28, 32]
+    assert [row.get("passed_over", 0) for row in train] == [0, 0, 0, 1, 0, 1]
+    assert losses_of(found / "skipped")[:3] == pytest.approx(losses_of(expected)[:3], rel=1e-10)

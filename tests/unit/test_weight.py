@@ -17,12 +17,13 @@ LIMITS = {
     # This includes 400 tokens for the list of DeepSpeed's names in _contract.py, 1,500 for posting.py and its callers,
     # which prevent deadlocks when stages synchronize their devices, 400 for having the host wait once per step, 500
     # for gathers.py, 440 for the store of runs with thousands of ranks, 250 for settings that are wrong in some
-    # releases of DeepSpeed, and 100 for groups on high-priority streams.
-    "tds": (48_900, 1),
+    # releases of DeepSpeed, 100 for groups on high-priority streams, and 130 for batch sizes that change.
+    "tds": (49_030, 1),
     # This includes 250 for BLAKE3 checksums, 1,500 for reading certificates and putting them into checkpoints, 1,000
     # for functions that take one kernel on CUDA (fused.py and its callers), 500 for deciding whether layers are
-    # compiled, 400 for weight gradients of compiled layers, and 750 for matmuls in fp8.
-    "megatron": (144_600, 14),
+    # compiled, 400 for weight gradients of compiled layers, 750 for matmuls in fp8, and 2,600 for schedules of the
+    # batch size and learning rates by samples.
+    "megatron": (147_200, 14),
     "data_utils": (30_600, 1),
     "megatron_tools": (66_850, 7),  # including 1,200 for writing certificates and checking them again
 }
