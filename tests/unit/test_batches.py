@@ -1,19 +1,27 @@
 """Schedules of the global batch size, compared with a simulation that counts samples step by step."""
 
+import argparse
 import itertools
 import random
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from megatron.checkpointing import resume
+from megatron.compat.script import numbers_of_samples
 from megatron.config import Config
 from megatron.config.batches import BatchSchedule
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.config.sections import TrainConfig
 from megatron.data.sampler import ConsecutiveSampler
-from megatron.optim import lr_at
+from megatron.optim import lr_at, settled
+from megatron.optim.lr import describe
+from megatron_tools.plan import plan
+from megatron_tools.report.facts import layout
+from megatron_tools.report.runs import RunRead
 
 SEQ = "--seq-length 1000 --batch-size 2"
 
@@ -130,6 +138,7 @@ def test_a_run_ends_with_its_samples() -> None:
     config = config_of(f"{line} --train-samples 100", 2)
     assert config.train.train_iters == 7  # 8, 16, 24, 40, 56, 72, 88; the next iteration would end at 104
     assert config_of(f"{line} --train-tokens 100000", 2) == config
+    assert numbers_of_samples(config, 2)[0] == 88
     # A run that has done 3 iterations of 16 samples ends at the same sample or before it.
     assert config.with_batches(2, 3, 48).train.train_iters == 6
     constant = config_of(f"{SEQ} --gas 4 --train-samples 100", 2)
@@ -172,3 +181,36 @@ def test_iterations_stay_the_unit_of_the_learning_rate() -> None:
     assert [lr_at(n, with_sizes) for n in range(40)] == [lr_at(n, config_of(line)) for n in range(40)]
     with pytest.raises(ValueError, match="follows samples"):
         lr_at(0, config_of(f"{line} --lr-decay-samples 9"))
+
+
+def test_a_checkpoints_learning_rate_stays_in_samples() -> None:
+    line = f"{SEQ} --batch-size-schedule '0:8 120_samples:32' --lr 1 --lr-decay-style wsd"
+    saved, longer = (config_of(f"{line} --train-samples {samples}", 2) for samples in (400, 800))
+    kept, note = settled(longer, saved)
+    assert note and describe(saved) in note and "constant until sample 360, minus-sqrt to 0 at sample 400" in note
+    assert rates(kept)[: saved.train.train_iters] == rates(saved)
+    assert settled(kept, saved) == (kept, None)
+    by_iterations = config_of(f"{line} --train-iters 30 --lr-wsd-decay-iters 4", 2)
+    kept, _ = settled(longer, by_iterations)
+    assert kept.lr_decay_samples is None
+    assert [lr_at(n, kept) for n in range(30)] == [lr_at(n, by_iterations) for n in range(30)]
+
+
+def test_a_resumed_run_says_which_size_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume.dist, "get_world_size", lambda: 2)
+    saved, same, later = (
+        config_of(f"{SEQ} {flags}", 2) for flags in ("", "--batch-size 1", "--batch-size-schedule '0:8 120_samples:32'")
+    )
+    assert resume._other_batches(saved, same, 120) is None
+    words = "--batch-size-schedule is 0:8 120_samples:32, but was not given in the checkpoint; only the position in "
+    found = resume._other_batches(saved, later, 120)
+    assert found == f"{words}samples counts: from sample 120 on, an iteration has 32 samples"
+    assert "an iteration has 8 samples" in (resume._other_batches(saved, later, 119) or "")
+
+
+def test_tools_take_the_largest_size() -> None:
+    config = config_of(f"{SEQ} --batch-size-schedule '0:8 20_samples:16'", 2)
+    row = {"split": "train", "iteration": 1, "consumed_samples": 8}
+    assert "data 2" in layout(RunRead("a", Path(), config, config, [row]))
+    with pytest.raises(ValueError, match="--batch-size-schedule.*--global-batch-size"):
+        plan.settings(argparse.Namespace(model=[], flags=["--batch-size-schedule", "0:8"], devices=2), None)  # type: ignore[arg-type]
