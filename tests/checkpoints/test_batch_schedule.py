@@ -1,14 +1,20 @@
 """Runs whose global batch size changes: the same losses in every layout, also if they stop and resume in between."""
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.training import log
+from tds import hooks
+from tds.schedule import ScheduleError
 from tests.support import on_ranks
 
-from .runs import Start, losses_of, run_all
+from .runs import Start, losses_of, make, run_all
 
 COMMON = "--split 9,1 --eval-iters 1 --eval-interval 5 --optimizer sgd --lr 0.1 --batch-size 2 --train-iters 6"
 BASE = f"{COMMON} --batch-size-schedule '0:4 12_samples:8 24_samples:4'"  # iterations of 4, 4, 4, 8, 8 and 4 samples
@@ -33,6 +39,12 @@ SHARDED = {
 def rows(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in found if row["split"] == split]
+
+
+def _run_with_a_clock(starts: Sequence[Start], data: str, vocab_file: str) -> None:
+    """Do the runs `starts`; for their log lines, a second passes at each reading of the clock."""
+    log.time = SimpleNamespace(perf_counter=itertools.count().__next__)  # type: ignore[assignment]
+    run_all(starts, data, vocab_file)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +75,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: 
     starts += [Start("gpt2", folder / "rewritten", f"{fp64} --exit-interval 4")]
     later = "--batch-size-schedule '0:8 24_samples:4'"
     starts += [Start("gpt2", folder / "rewritten", f"{fp64} {PIPE} 1f1b {later}")]
-    starts += [Start("gpt2", folder / "skipped", f"{fp64} --skip-iterations 4 --skip-samples 30")]
-    on_ranks(2, run_all, starts, tiny_data, vocab_file, timeout=240)
+    starts += [Start("gpt2", folder / "skipped", f"{fp64} --skip-iterations 5 --skip-samples 30")]
+    on_ranks(2, _run_with_a_clock, starts, tiny_data, vocab_file, timeout=240)
     return folder
 
 
@@ -94,10 +106,32 @@ def test_rows_count_samples(name: str, found: Path) -> None:
     assert [row["consumed_samples"] for row in train] == [4, 8, 12, 20, 28, 32]
     assert [row["global_batch"] for row in train] == [4, 4, 4, 8, 8, 4]
     assert [row["consumed_tokens"] for row in train] == [24 * row["consumed_samples"] for row in train]
+    assert [row["tokens_per_second"] for row in train] == [24 * row["global_batch"] for row in train]
 
 
 def test_skipped_iterations_keep_their_samples(expected: Path, found: Path) -> None:
     train = rows(found / "skipped")
     assert [row["consumed_samples"] for row in train] == [4, 8, 12, 20, 28, 32]
-    assert [row.get("passed_over", 0) for row in train] == [0, 0, 0, 1, 0, 1]
-    assert losses_of(found / "skipped")[:3] == pytest.approx(losses_of(expected)[:3], rel=1e-10)
+    assert [row.get("passed_over", 0) for row in train] == [0, 0, 0, 0, 1, 1]
+    assert losses_of(found / "skipped")[:4] == pytest.approx(losses_of(expected)[:4], rel=1e-10)
+
+
+def _refused(start: Start, data: str, vocab_file: str) -> list[int]:
+    """Make a run whose schedule would deadlock with one micro-batch; return the numbers of which proofs were tried."""
+    tried = []
+
+    def prove(schedule: Any, engine: Any, chunks: int) -> None:
+        tried.append(engine.micro_batches)
+        if engine.micro_batches == 1:
+            raise ScheduleError("deadlock")
+
+    hooks.prove = prove  # type: ignore[attr-defined]
+    with pytest.raises(ScheduleError):
+        make(start, data, vocab_file)
+    return tried
+
+
+def test_all_sizes_are_proven_before_training(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    sizes = "--batch-size-schedule '0:4 8_samples:8 16_samples:2 24_samples:6'"
+    start = Start("gpt2", tmp_path, f"{COMMON} {sizes} --precision fp32 --pipe-parallel-size 1")
+    assert on_ranks(1, _refused, start, tiny_data, vocab_file) == [[2, 1]], "4 was proven when the engine was made"
