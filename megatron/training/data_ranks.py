@@ -96,15 +96,15 @@ def read(
     dataset: Any,
     config: Config,
     consumed_samples: int,
-    gas: Callable[[int], int] | None = None,
     skips: Callable[[int], bool] | None = None,
+    gas: Callable[[int], int] | None = None,
 ) -> Batches | None:
     """Return an iterator over this rank's micro-batches, or None on a rank that reads no data.
 
     consumed_samples: number of samples that earlier iterations have used.
+    skips: function that gets the number of an iteration's first sample and returns True to skip the iteration.
     gas: function from the number of an iteration's first sample to the number of its micro-batches on a rank; --gas if
     None.
-    skips: function that gets the number of an iteration's first sample and returns True to skip the iteration.
     """
     if not reads():
         return None

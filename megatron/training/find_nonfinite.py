@@ -35,7 +35,7 @@ def explain(run: Run, fault: Fault) -> str:
 
     def again() -> None:
         mpu.get_rng().begin(samples.iteration - 1)
-        batches = read(run.datasets[0], run.config, samples.first_sample, run.micro_batches)
+        batches = read(run.datasets[0], run.config, samples.first_sample, gas=run.micro_batches)
         run.engine.train_batch(batches, 0.0, run.micro_batches(samples.first_sample))
 
     if not fault.streak:

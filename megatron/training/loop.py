@@ -44,7 +44,7 @@ def train(run: Run) -> None:
     skips = _skips(run)
     batches = None
     if state.iteration < last:
-        batches = read(run.datasets[0], config, state.consumed_samples, run.micro_batches, skips)
+        batches = read(run.datasets[0], config, state.consumed_samples, skips, run.micro_batches)
     log = TrainingLog(run)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
