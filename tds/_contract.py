@@ -15,14 +15,15 @@ from typing import NamedTuple
 TABLE = """
 deepspeed.runtime.engine:DeepSpeedEngine  reading the settings of a run
     uses      bfloat16_enabled fp16_enabled gradient_accumulation_steps gradient_clipping optimizer_name
-    uses      optimizer_params steps_per_print train_batch_size wall_clock_breakdown zero_allow_untested_optimizer
-    uses      zero_cpu_offload zero_optimization zero_optimization_stage
+    uses      optimizer_params steps_per_print train_batch_size train_micro_batch_size_per_gpu wall_clock_breakdown
+    uses      zero_allow_untested_optimizer zero_cpu_offload zero_optimization zero_optimization_stage
     fields    _config gradient_average mpu
 
 deepspeed.runtime.engine:DeepSpeedEngine  the training step
     uses      backward destroy scale step
-    fields    device dp_world_size enable_backward_allreduce global_rank global_samples global_steps module
+    fields    device dp_world_size enable_backward_allreduce global_rank global_samples global_steps micro_steps module
     fields    monitor seq_data_parallel_group timers tput_timer
+    overrides set_train_batch_size
 
 deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints
     fields    _global_grad_norm basic_optimizer lr_scheduler optimizer torch_autocast_z0_gradscaler

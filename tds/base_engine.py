@@ -38,6 +38,20 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         """Record of the module's weights and layers at the time when the optimizer was attached."""
         return KnownModel(self.module)
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
+
+        Raises ValueError if the replicas cannot share a batch of this size.
+        """
+        super().set_train_batch_size(train_batch_size)
+        # DeepSpeed ends a step when this count is a multiple of the accumulation steps, so it must restart from 0.
+        self.micro_steps = 0
+
+    def set_micro_batches(self, number: int) -> None:
+        """Set the number of micro-batches of the next steps on each replica. Call it between two steps."""
+        if number != self.gradient_accumulation_steps():
+            self.set_train_batch_size(number * self.train_micro_batch_size_per_gpu() * self.dp_world_size)
+
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         self.known_model  # noqa: B018  # records the model now
         if not isinstance(client_optimizer, DistributedOptimizer):

@@ -69,6 +69,7 @@ class PipelineEngine(PipelineHooks):
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
+        self._proven = {self.micro_batches}
         if self._reduction.averages:
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
         self._evaluation = partial(schedule.forward_only, chunks=self._chunks)

@@ -13,6 +13,8 @@ from .clip import clip_by_norm, squared_norm_here
 from .losses import Losses
 from .reductions import Reduction
 from .saving import PipelineState
+from .schedule import Schedule
+from .start import prove
 
 
 class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
@@ -25,6 +27,9 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     _losses: Losses
     _reduction: Reduction
     _saved_state: PipelineState
+    schedule: Schedule
+    _chunks: int
+    _proven: set[int]  # numbers of micro-batches with which no step can deadlock
     _norm_is_shared = False  # whether this step's all-reduce of the losses also summed the squared norm
 
     @property
@@ -46,6 +51,16 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def num_targets(self) -> float:
         """Number of targets in the last global batch, or of micro-batches if `loss_fn` has no `count_targets`."""
         return self._losses.targets
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
+
+        Raises ScheduleError if steps of this number of micro-batches could deadlock.
+        """
+        super().set_train_batch_size(train_batch_size)
+        if self.micro_batches not in self._proven:
+            prove(self.schedule, self, self._chunks)
+            self._proven.add(self.micro_batches)
 
     @property
     def loss_factor(self) -> int:

@@ -26,7 +26,7 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
     """
     _validate(engine, settings, chunks)
     schedule = schedule_of(settings, chunks)
-    _check(schedule, engine, chunks)
+    prove(schedule, engine, chunks)
     return schedule
 
 
@@ -43,8 +43,11 @@ def raise_if_any_failed(error: Exception | None) -> None:
         raise ValueError(f"rank {failed} could not build its layers: {errors[failed]}")
 
 
-def _check(schedule: Schedule, engine: Any, chunks: int) -> None:
-    """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device."""
+def prove(schedule: Schedule, engine: Any, chunks: int) -> None:
+    """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device.
+
+    The proof holds for the engine's present number of micro-batches.
+    """
     # The streams of a device may share hardware queues, and its host may have to synchronize it.
     on_device = in_queues(engine.device)
     rules = Rules(posted_ahead(engine.device), on_device, engine.dynamic_shape, device_waits=on_device)

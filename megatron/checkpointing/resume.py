@@ -4,6 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
@@ -79,6 +81,8 @@ def start_or_resume(
         config, note = settled(config, saved)
         if note:
             print_rank_0(f"note: {note}")
+        if note := _other_batches(saved, config, state.consumed_samples):
+            print_rank_0(f"note: {note}")
 
     if state.consumed_samples > MANY and is_rank_0():
         print(
@@ -89,6 +93,18 @@ def start_or_resume(
     with all_ranks():
         state.sample_hash = _hash_samples(begin, state, saved, config, dataset, wanted) if is_rank_0() else 0
     return state, config
+
+
+def _other_batches(saved: Config, config: Config, consumed: int) -> str | None:
+    """Return a message if --batch-size-schedule differs from the checkpoint's, else None."""
+    there, here = saved.train.batch_size_schedule, config.train.batch_size_schedule
+    if there == here:
+        return None
+    batches = config.batches(dist.get_world_size())
+    return (
+        f"--batch-size-schedule is {here or 'not given'}, but was {there or 'not given'} in the checkpoint; only the "
+        f"position in samples counts: from sample {consumed} on, an iteration has {batches.size_at(consumed)} samples"
+    )
 
 
 def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, dataset: Any, wanted: Wanted) -> int:

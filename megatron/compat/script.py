@@ -43,8 +43,9 @@ def is_original(provider: Callable[..., Any]) -> bool:
 def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     """Return [training, validation, test]: how many samples a whole run on `ranks` ranks reads of each data set."""
     t, batch = config.train, config.train_batch_size(ranks)
+    train = config.batches(ranks).after(0, t.train_iters)
     evaluations = t.train_iters // t.eval_interval + 1 if t.eval_interval else 1
-    return [t.train_iters * batch, evaluations * t.eval_iters * batch, t.eval_iters * batch]
+    return [train, evaluations * t.eval_iters * batch, t.eval_iters * batch]
 
 
 class FunctionsTask(Task):

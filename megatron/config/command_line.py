@@ -232,6 +232,8 @@ def parse(
     notes += dropped
     try:
         config = line.settle(with_values(Config(), values), ranks, with_values)
+        config, ineffective = _with_batches(config, ranks, line.values)
+        notes += ineffective
         family, own = config.model.family, (defaults or {}).get("family")
         if own and family != own:
             line.problems.append(f"this script trains only the family {own}, not --family {family}")
@@ -256,6 +258,16 @@ def _with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             notes.append(f"{old} is now {new}; the next version drops the old name")
         words.append(new + equals + value)
     return words, notes
+
+
+def _with_batches(config: Config, ranks: int, given: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """Return `Config.with_batches`, and a note for each of the settings `given` that it overrides."""
+    found, notes = config.with_batches(ranks), []
+    for name, cause in (("gas", "batch_size_schedule"), ("train_iters", "train_samples")):
+        if given.get(name) not in (None, getattr(found.train, name)):
+            by = written(flag(cause), getattr(found.train, cause))
+            notes.append(f"{written(flag(name), given[name])} has no effect: {by} is given")
+    return found, notes
 
 
 def _check_min_lr(config: Config) -> None:

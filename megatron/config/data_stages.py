@@ -17,7 +17,7 @@ from .fields import ConfigError
 
 UNITS = ("samples", "tokens")
 FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
-BEGIN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)\s*(samples|tokens)?\s*:(.*)", re.DOTALL)
+BEGIN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)[\s_]*(samples|tokens)?\s*:(.*)", re.DOTALL)
 Blend = tuple[
     tuple[str | None, str], ...
 ]  # (weight, prefix) of each corpus; a weight of None means in proportion to size

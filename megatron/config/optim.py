@@ -1,12 +1,13 @@
 """Settings of the optimizer and learning rate; the other sections are in `sections.py`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .fields import Section, at_least, between, one_of, opt
 
 
 def share_of(share: float, total: int) -> int:
-    """Return `share` x `total` as a whole number of iterations, rounded down.
+    """Return `share` x `total` as a whole number of iterations or samples, rounded down.
 
     Floating-point errors are corrected: 0.29 x 100 is 29, although the product of the floats is just below 29.
     """
@@ -30,10 +31,22 @@ class OptimConfig(Section):
     lr_decay_iters: int | None = opt(
         None, "iteration at which the learning-rate decay ends; --train-iters if not given", at_least(1)
     )
+    lr_decay_samples: int | None = opt(
+        None,
+        "number of samples after which the learning-rate decay ends; the learning rate then follows the consumed "
+        "samples instead of the iterations; --train-samples if not given",
+        at_least(1),
+    )
     lr_wsd_decay_iters: int | None = opt(
         None,
         "with --lr-decay-style wsd: number of iterations of the decay at the end; a tenth of --lr-decay-iters if not "
         "given",
+        at_least(1),
+    )
+    lr_wsd_decay_samples: int | None = opt(
+        None,
+        "with --lr-decay-style wsd and a learning rate that follows samples: number of samples of the decay at the "
+        "end; a tenth of --lr-decay-samples if not given",
         at_least(1),
     )
     lr_wsd_decay_style: str = opt(
@@ -41,7 +54,11 @@ class OptimConfig(Section):
         "with --lr-decay-style wsd: shape of the decay at the end: minus-sqrt, linear, cosine or exponential",
         one_of("minus-sqrt", "linear", "cosine", "exponential"),
     )
-    warmup: float = opt(0.01, "length of the learning-rate warm-up, as a fraction of --lr-decay-iters", between(0, 1))
+    warmup: float = opt(
+        0.01,
+        "length of the learning-rate warm-up, as a fraction of --lr-decay-iters or --lr-decay-samples",
+        between(0, 1),
+    )
     override_lr_schedule: bool = opt(
         False,
         "after loading a checkpoint, use the learning-rate schedule of the flags instead of the checkpoint's",
@@ -57,3 +74,10 @@ class OptimConfig(Section):
     adam_beta1: float = opt(0.9, "Adam's beta1", between(0, 1))
     adam_beta2: float = opt(0.999, "Adam's beta2", between(0, 1))
     adam_eps: float = opt(1e-8, "Adam's epsilon", at_least(0))
+
+    def _problems(self) -> Iterator[str]:
+        if self.lr_decay_iters is not None and self.lr_decay_samples is not None:
+            yield (
+                f"--lr-decay-iters {self.lr_decay_iters} and --lr-decay-samples {self.lr_decay_samples} both set the "
+                f"end of the learning-rate decay; leave one of them out"
+            )

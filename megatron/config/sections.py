@@ -3,10 +3,12 @@
 The flags and the JSON keys that `command_line.py` accepts follow from the fields of the sections.
 """
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
+from .batches import BatchSchedule, parse_entries
 from .data import DataConfig, objectives_of
 from .fields import ConfigError, flag, refuse
 from .model import ModelConfig
@@ -33,6 +35,7 @@ class Config:
             self._splits_over_ranks(),
             self._recomputation(),
             self._settings_of_other_families(),
+            self._sizes_of_batches(),
             self._decay_of_wsd(),
             self._objectives(),
             self._settings_of_objectives(),
@@ -117,14 +120,38 @@ class Config:
             families, them = " and ".join(ignored[0][1]), "them" if len(ignored) > 1 else "it"
             yield f"{names}: used by {families} only, but this model is a {family}; leave {them} out"
 
-    def _decay_of_wsd(self) -> Iterator[str]:
-        o, total = self.optim, self.lr_decay_iters
-        warmup, decay = share_of(o.warmup, total), o.lr_wsd_decay_iters
-        if o.lr_decay_style == "wsd" and decay is not None and warmup + decay > total:
+    def _sizes_of_batches(self) -> Iterator[str]:
+        given = self.train.batch_size_schedule
+        if given is None:
+            return
+        if self.is_t5 and any(each.start and not each.in_samples for each in parse_entries(given)):
             yield (
-                f"--lr-wsd-decay-iters {decay} after {warmup} iterations of --warmup is more than the {total} of "
-                f"--lr-decay-iters"
+                f"--batch-size-schedule {given}: the number of tokens in a sample of a t5 follows from its data; count "
+                f"samples instead, such as 5000_samples:64"
             )
+            return
+        starts = self._batch_schedule(given).starts
+        if any(later <= start for start, later in itertools.pairwise(starts)):
+            yield (
+                f"--batch-size-schedule {given}: the starts do not ascend; in samples of --seq-length "
+                f"{self.data.seq_length} tokens, they are {', '.join(map(str, starts))}"
+            )
+
+    def _decay_of_wsd(self) -> Iterator[str]:
+        o, samples = self.optim, self.lr_decay_samples
+        if o.lr_decay_style != "wsd":
+            return
+        unit, decay, other = "iterations", o.lr_wsd_decay_iters, o.lr_wsd_decay_samples
+        names = "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-decay-iters"
+        if samples is not None:
+            unit, decay, other = "samples", other, decay
+            names = names[1], names[0], "--lr-decay-samples"
+        total = self.lr_decay_iters if samples is None else samples
+        warmup = share_of(o.warmup, total)
+        if other is not None:
+            yield f"{names[1]} {other}: the learning rate follows {unit} here; give {names[0]} instead"
+        if decay is not None and warmup + decay > total:
+            yield f"{names[0]} {decay} after {warmup} {unit} of --warmup is more than the {total} of {names[2]}"
 
     def _objectives(self) -> Iterator[str]:
         m, d, known = self.model, self.data, objectives_of(self.model.family)
@@ -234,9 +261,58 @@ class Config:
         """Iteration at which the learning-rate decay ends."""
         return self.optim.lr_decay_iters or max(self.train.train_iters, 1)
 
+    @property
+    def lr_decay_samples(self) -> int | None:
+        """Number of samples after which the learning-rate decay ends; None if the learning rate follows iterations."""
+        if self.optim.lr_decay_iters is not None:
+            return None
+        return self.optim.lr_decay_samples or self.train.train_samples
+
     def train_batch_size(self, world_size: int) -> int:
-        """Return the global batch size: --batch-size x --gas x data-parallel replicas."""
+        """Return the global batch size: --batch-size x --gas x data-parallel replicas.
+
+        With --batch-size-schedule, this is the largest size of the schedule, once `with_batches` has set --gas.
+        """
         return self.train.batch_size * self.train.gas * self.parallel.data_parallel_size(world_size)
+
+    def batches(self, world_size: int) -> BatchSchedule:
+        """Return the schedule of the global batch size. Without --batch-size-schedule, it has one size."""
+        given = self.train.batch_size_schedule
+        return self._batch_schedule(given) if given else BatchSchedule((0,), (self.train_batch_size(world_size),))
+
+    def _batch_schedule(self, text: str) -> BatchSchedule:
+        entries = parse_entries(text)
+        tokens = self.data.seq_length
+        starts = tuple(each.start if each.in_samples else each.start // tokens for each in entries)
+        return BatchSchedule(starts, tuple(each.size for each in entries))
+
+    def with_batches(self, world_size: int, iteration: int = 0, consumed: int = 0) -> "Config":
+        """Return these settings with --gas and --train-iters as --batch-size-schedule and --train-samples imply them.
+
+        --gas becomes the number of micro-batches of the largest batch.
+        iteration, consumed: number of iterations and of samples that the run has done.
+        Raises ConfigError if the replicas cannot share a batch of some size, or if no batch fits into --train-samples.
+        """
+        t = self.train
+        if t.batch_size_schedule is None and t.train_samples is None:
+            return self
+        replicas = self.parallel.data_parallel_size(world_size)
+        batches, unit = self.batches(world_size), t.batch_size * replicas
+        for size in batches.sizes:
+            if size % unit:
+                raise ConfigError(
+                    f"--batch-size-schedule {t.batch_size_schedule}: the size {size} is not a multiple of {unit} = "
+                    f"--batch-size {t.batch_size} x {replicas} replicas; change one of them. A resumed run needs only "
+                    f"the sizes that lie ahead: begin with 0:SIZE"
+                )
+        t = replace(t, gas=max(batches.sizes) // unit)
+        if t.train_samples is not None:
+            if t.train_samples < batches.sizes[0]:
+                raise ConfigError(
+                    f"--train-samples {t.train_samples} is less than one global batch of {batches.sizes[0]} samples"
+                )
+            t = replace(t, train_iters=iteration + batches.iterations(consumed, t.train_samples))
+        return replace(self, train=t)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return all settings by section, as in config.json."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .batches import schedule_problem
 from .fields import Section, at_least, one_of, opt, range_problem
 
 
@@ -12,7 +13,20 @@ class TrainConfig(Section):
 
     batch_size: int = opt(4, "number of samples in a micro-batch (per replica)", at_least(1))
     gas: int = opt(1, "gradient accumulation steps: number of micro-batches per iteration (and replica)", at_least(1))
+    batch_size_schedule: str | None = opt(
+        None,
+        "global batch sizes in samples, e.g. '0:256 500M:512 2B:1024': 256 at first, 512 after 500 million consumed "
+        "tokens, and so on; a start such as 3M_samples counts samples instead of tokens. --gas follows from the size "
+        "of each iteration. Evaluation uses the largest size",
+        schedule_problem,
+    )
     train_iters: int = opt(100000, "number of iterations (optimizer steps) of the whole run", at_least(0))
+    train_samples: int | None = opt(
+        None,
+        "number of samples of the whole run, instead of --train-iters; the learning rate then follows the consumed "
+        "samples, unless --lr-decay-iters is given",
+        at_least(1),
+    )
     eval_interval: int = opt(1000, "number of iterations between evaluations; 0 evaluates only at the end", at_least(0))
     eval_iters: int = opt(10, "number of global batches per evaluation; 0 for no evaluation", at_least(0))
     z_loss: float = opt(

@@ -11,12 +11,13 @@ from .workers import block_signals, end_all_at_exit, end_with_parent
 class ConsecutiveSampler(Sampler[list[int]]):
     """Endless sampler that yields micro-batches of sample numbers for one data-parallel rank.
 
-    With global batch size B, iteration k uses samples k*B to (k+1)*B - 1. Every rank takes an equal number of
+    An iteration uses the samples that follow those of the previous iteration. Every rank takes an equal number of
     consecutive samples of the iteration and splits them into micro-batches. So the samples of an iteration do not
     depend on the number of ranks or micro-batches.
 
     batch_size: samples of a micro-batch. gas: number of micro-batches of a rank in an iteration (gradient
-    accumulation steps). consumed_samples: number of samples used by earlier iterations.
+    accumulation steps), or a function that returns it for the number of an iteration's first sample.
+    consumed_samples: number of samples used by earlier iterations.
     is_skipped: called with the number of an iteration's first sample; if it returns True, the iteration is skipped
     and its samples are not read.
     """
@@ -24,7 +25,7 @@ class ConsecutiveSampler(Sampler[list[int]]):
     def __init__(
         self,
         batch_size: int,
-        gas: int,
+        gas: int | Callable[[int], int],
         data_rank: int,
         data_size: int,
         consumed_samples: int = 0,
@@ -36,13 +37,13 @@ class ConsecutiveSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.consumed_samples
-        share = self.batch_size * self.gas
         while True:
-            while self.is_skipped and self.is_skipped(start):
-                start += share * self.data_size
-            for micro in range(self.gas):
-                first = start + self.data_rank * share + micro * self.batch_size
-                yield list(range(first, first + self.batch_size))
+            gas = self.gas(start) if callable(self.gas) else self.gas
+            share = self.batch_size * gas
+            if not (self.is_skipped and self.is_skipped(start)):
+                for micro in range(gas):
+                    first = start + self.data_rank * share + micro * self.batch_size
+                    yield list(range(first, first + self.batch_size))
             start += share * self.data_size
 
 

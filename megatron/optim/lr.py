@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the iteration: no state to save or restore."""
+"""Learning rate as a pure function of the iteration or of the consumed samples: no state to save or restore."""
 
 import math
 from collections.abc import Callable
@@ -9,23 +9,33 @@ from megatron.config import Config
 from megatron.config.optim import share_of
 
 
-def lr_at(iteration: int, config: Config) -> float:
+def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None) -> float:
     """Return the learning rate of optimizer step `iteration`, counted from 0.
 
-    The learning rate rises linearly to --lr over the warm-up and then decays. In the last iteration of the decay it is
+    samples: number of samples consumed after the step, and after the next step. Required if the learning rate follows
+    the consumed samples, that is, with --lr-decay-samples or --train-samples.
+
+    The learning rate rises linearly to --lr over the warm-up and then decays. In the last step of the decay it is
     exactly --min-lr. With --lr-decay-style constant, it stays at --lr. With wsd, it stays at --lr until the decay at
     the end (Hu et al. 2024).
     """
-    o, total = config.optim, config.lr_decay_iters
+    o, total = config.optim, _total(config)
+    done, following = iteration + 1, iteration + 2
+    if config.lr_decay_samples is not None:
+        if samples is None:
+            raise ValueError("the learning rate follows samples: give lr_at the samples of the step")
+        done, following = samples
     warmup = share_of(o.warmup, total)
-    if iteration < warmup:
-        return o.lr * (iteration + 1) / warmup
+    if done <= warmup:
+        return o.lr * done / warmup
     if o.lr_decay_style == "constant":
         return o.lr
+    if following > total:
+        done = total  # the next step would end after the decay, so the decay ends with this step
     begin = max(total - _falling(config), warmup) if o.lr_decay_style == "wsd" else warmup
-    done = min(max(iteration + 1 - begin, 0) / max(total - begin, 1), 1.0)
+    done_share = min(max(done - begin, 0) / max(total - begin, 1), 1.0)
     style = o.lr_wsd_decay_style if o.lr_decay_style == "wsd" else o.lr_decay_style
-    return o.min_lr + (o.lr - o.min_lr) * LEFT[style](done)
+    return o.min_lr + (o.lr - o.min_lr) * LEFT[style](done_share)
 
 
 # Shape of the decay -> function from the completed fraction of the decay to the remaining fraction of lr - min_lr.
@@ -37,29 +47,42 @@ LEFT: dict[str, Callable[[float], float]] = {
 }
 
 
+def _total(config: Config) -> int:
+    """Return the end of the learning-rate decay, in samples if the learning rate follows them, else in iterations."""
+    return config.lr_decay_iters if config.lr_decay_samples is None else config.lr_decay_samples
+
+
 def _falling(config: Config) -> int:
-    """Return the number of iterations of the decay at the end of --lr-decay-style wsd."""
-    return config.optim.lr_wsd_decay_iters or max(config.lr_decay_iters // 10, 1)
+    """Return the length of the decay at the end of --lr-decay-style wsd, in the unit of `_total`."""
+    o = config.optim
+    given = o.lr_wsd_decay_iters if config.lr_decay_samples is None else o.lr_wsd_decay_samples
+    return given or max(_total(config) // 10, 1)
 
 
 def _schedule(config: Config) -> dict[str, Any]:
     """Return the settings that determine the learning-rate schedule."""
     wsd = config.optim.lr_decay_style == "wsd"
     names = ("lr", "min_lr", "lr_decay_style", "warmup", *(("lr_wsd_decay_style",) if wsd else ()))
-    schedule = {**{name: getattr(config.optim, name) for name in names}, "lr_decay_iters": config.lr_decay_iters}
-    return schedule | ({"lr_wsd_decay_iters": _falling(config)} if wsd else {})
+    follows_samples = config.lr_decay_samples is not None
+    ends: dict[str, int | None] = {"lr_decay_iters": _total(config)}
+    ends |= {"lr_wsd_decay_iters": _falling(config)} if wsd else {}
+    for name in list(ends):
+        ends[name.replace("iters", "samples")] = ends[name] if follows_samples else None
+        ends[name] = None if follows_samples else ends[name]
+    return {name: getattr(config.optim, name) for name in names} | ends
 
 
 def describe(config: Config) -> str:
     """Return a description of the learning-rate schedule, for messages."""
-    o, total = config.optim, config.lr_decay_iters
-    rise = f"up to {o.lr:g} over {share_of(o.warmup, total)} iterations"
+    o, total = config.optim, _total(config)
+    one, many = ("iteration", "iterations") if config.lr_decay_samples is None else ("sample", "samples")
+    rise = f"up to {o.lr:g} over {share_of(o.warmup, total)} {many}"
     if o.lr_decay_style == "constant":
         return f"{rise}, then constant"
     if o.lr_decay_style == "wsd":
-        stable = f"constant until iteration {total - _falling(config)}"
-        return f"{rise}, {stable}, {o.lr_wsd_decay_style} to {o.min_lr:g} at iteration {total}"
-    return f"{rise}, {o.lr_decay_style} to {o.min_lr:g} at iteration {total}"
+        stable = f"constant until {one} {total - _falling(config)}"
+        return f"{rise}, {stable}, {o.lr_wsd_decay_style} to {o.min_lr:g} at {one} {total}"
+    return f"{rise}, {o.lr_decay_style} to {o.min_lr:g} at {one} {total}"
 
 
 def settled(config: Config, saved: Config) -> tuple[Config, str | None]:

@@ -96,6 +96,10 @@ def build_engine(
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
     batch_fn = partial(task.checked_batch, config=config, tokenizer=tokenizer)
+    unit = config.train.batch_size * mpu.get_mesh().share.of
+    for size in config.batches(dist.get_world_size()).sizes:
+        engine.set_micro_batches(size // unit)  # refuses now a pipeline schedule that cannot run with this number
+    engine.set_micro_batches(config.train.gas)
     if not pipeline:
         return NoPipeEngine(engine, resolved, config.train.gas, task, batch_fn, timers)
     if not hasattr(model, "_megatron_batch_fn"):

@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Estimator of the remaining time of a run, from the time between its log lines.
+    """Estimator of the remaining time of a run, from the time and the samples between its log lines.
 
     The estimate includes the time of evaluations and saves, but not of the startup.
     """
@@ -35,18 +35,18 @@ class TimeLeft:
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
-    def after(self, iteration: int, last: int, seconds: float, now: float | None = None) -> float:
-        """Return the remaining seconds after iteration `iteration` of `last` iterations.
+    def after(self, done: int, whole: int, seconds: float, now: float | None = None) -> float:
+        """Return the remaining seconds after `done` of the `whole` samples of the run.
 
-        seconds: time per iteration before this log line; used only for the first log line.
+        seconds: time per sample before this log line; used only for the first log line.
         now: current reading of time.monotonic(); None reads the clock.
         """
         now = time.monotonic() if now is None else now
         if self._first is None:
-            self._first = iteration, now
+            self._first = done, now
         begun, since = self._first
-        each = (now - since) / (iteration - begun) if iteration > begun else seconds
-        return (last - iteration) * each
+        each = (now - since) / (done - begun) if done > begun else seconds
+        return (whole - done) * each
 
 
 def training_line(

@@ -103,17 +103,23 @@ def _placeholder(dataset: Any) -> Any:
 
 
 def read(
-    dataset: Any, config: Config, consumed_samples: int, skips: Callable[[int], bool] | None = None
+    dataset: Any,
+    config: Config,
+    consumed_samples: int,
+    skips: Callable[[int], bool] | None = None,
+    gas: Callable[[int], int] | None = None,
 ) -> Batches | None:
     """Return an iterator over this rank's micro-batches, or None on a rank that reads no data.
 
     consumed_samples: number of samples that earlier iterations have used.
     skips: function that gets the number of an iteration's first sample and returns True to skip the iteration.
+    gas: function from the number of an iteration's first sample to the number of its micro-batches on a rank; --gas if
+    None.
     """
     if not reads():
         return None
     t, share = config.train, mpu.get_mesh().share
-    sampler = ConsecutiveSampler(t.batch_size, t.gas, *share, consumed_samples, skips)
+    sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, skips)
     return iter(build_loader(dataset, sampler, config.data.num_workers))
 
 
@@ -138,6 +144,8 @@ def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 
 def _check_stages(dataset: Any, config: Config) -> None:
     """Raise ValueError if a data stage begins after the last sample of the run."""
+    if config.train.batch_size_schedule:
+        return  # a resumed run need not know the sizes of earlier batches, so the end of the run is not known here
     last = config.train.train_iters * config.train_batch_size(dist.get_world_size())
     late = [begin for begin in getattr(dataset, "begins", ()) if begin and begin >= last]
     if late:

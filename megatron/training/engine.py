@@ -53,15 +53,19 @@ class Engine(Protocol):
 
     deepspeed: Any
 
-    def train_batch(self, batches: Batches | None, lr: float) -> Step:
+    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
         """Run one optimizer step with learning rate `lr`.
 
         batches: iterator over micro-batches, or None on a rank that reads no data.
+        gas: number of micro-batches of the step on each replica; --gas if None.
         """
         ...
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses."""
+        """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses.
+
+        The batch has --gas micro-batches on each replica, even if training steps have other numbers of them.
+        """
         ...
 
     def busy(self, timed: Mapping[str, float]) -> float:
@@ -104,21 +108,23 @@ class PipeEngine:
 
     def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
         self.deepspeed, self.timers = engine, timers
+        self.gas: int = engine.micro_batches
         engine.progress.breakdown = breakdown
 
-    def train_batch(self, batches: Batches | None, lr: float) -> Step:
+    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
         ds = self.deepspeed
+        ds.set_micro_batches(gas or self.gas)
         _set_lr(ds, lr)
         with self.timers("train batch"):
             ds.train_batch(batches)
         ds.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
-        aux = {name: total / ds.num_targets for name, total in self._aux().items()}
+        aux = {name: total / ds.num_targets for name, total in self._aux(ds.micro_batches).items()}
         return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
-        ds.eval_batch(batches)
-        aux = {name: total.item() for name, total in self._aux().items()}
+        ds.eval_batch(batches, num_micro_batches=self.gas)
+        aux = {name: total.item() for name, total in self._aux(self.gas).items()}
         return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aux}
 
     def busy(self, timed: Mapping[str, float]) -> float:
@@ -130,9 +136,9 @@ class PipeEngine:
     def times(self) -> dict[str, float]:
         return dict(self.deepspeed.progress.take())
 
-    def _aux(self) -> dict[str, Tensor]:
-        """Return name -> sum of an additional loss over the last global batch."""
-        micros = self.deepspeed.micro_batches * self.deepspeed.dp_world_size
+    def _aux(self, gas: int) -> dict[str, Tensor]:
+        """Return name -> sum of an additional loss over the last global batch, of `gas` micro-batches a replica."""
+        micros = gas * self.deepspeed.dp_world_size
         return {name: mean.double() * micros for name, mean in self.deepspeed.additional_losses.items()}
 
     def _exact_loss(self) -> Tensor:
@@ -169,29 +175,35 @@ class NoPipeEngine:
             zero_state.take_over_reduction(engine)
             if self.data.size > 1:
                 self.reducer = GradReducer(engine.module, self.data.group)
-        # `factor` undoes divisions by DeepSpeed: it divides the loss by the number of accumulation steps, and averages
-        # gradients over replicas. GradReducer and DistributedOptimizer sum gradients over replicas instead.
         sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
-        replicas = 1 if sums else self.data.size
-        self.factor = gas * replicas
-        check_factor(engine, lambda micros: micros * replicas, own_reduction=sums)
+        self._averaged = 1 if sums else self.data.size
+        check_factor(engine, self.factor, own_reduction=sums)
         self.clip_grad = resolved.clip_grad
         self._names: dict[str, tuple[str, ...]] = {}  # "training" or "evaluation" -> names of additional losses
 
-    def train_batch(self, batches: Batches | None, lr: float) -> Step:
-        with self._watched("training"), trace.span("train_batch", "step"):
-            return self._train_batch(batches, lr)
+    def factor(self, gas: int) -> int:
+        """Return the factor on losses that undoes DeepSpeed's divisions in a step of `gas` micro-batches.
 
-    def _train_batch(self, batches: Batches | None, lr: float) -> Step:
+        DeepSpeed divides the loss by the number of accumulation steps, and averages gradients over replicas.
+        GradReducer and DistributedOptimizer sum gradients over replicas instead.
+        """
+        return gas * self._averaged
+
+    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
+        with self._watched("training"), trace.span("train_batch", "step"):
+            return self._train_batch(batches, lr, gas or self.gas)
+
+    def _train_batch(self, batches: Batches | None, lr: float, gas: int) -> Step:
         ds = self.deepspeed
+        ds.set_micro_batches(gas)
         _set_lr(ds, lr)
         ds.train()
-        made, targets = self._read(batches)
+        made, targets = self._read(batches, gas)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Any] = defaultdict(float)
         norm = None
         for micro, batch in enumerate(made):
-            last = micro == self.gas - 1
+            last = micro == gas - 1
             with self.timers("forward"):
                 loss = self._loss(ds, batch)
             if not loss.requires_grad:
@@ -205,7 +217,7 @@ class NoPipeEngine:
             with self.timers("backward"):
                 if self.reducer and last:
                     self.reducer.arm()
-                ds.backward(loss * (self.factor / targets).to(loss.dtype))
+                ds.backward(loss * (self.factor(gas) / targets).to(loss.dtype))
                 if self.reducer and last:
                     self.reducer.finish()
             with self.timers("optimizer"):
@@ -237,7 +249,7 @@ class NoPipeEngine:
     def _eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval()
-        made, targets = self._read(batches)
+        made, targets = self._read(batches, self.gas)
         loss = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
         for batch in made:
@@ -281,18 +293,18 @@ class NoPipeEngine:
     def times(self) -> dict[str, float]:
         return {}
 
-    def _read(self, batches: Batches | None) -> tuple[list[Any], Tensor]:
-        """Return (micro-batches of a step, number of targets of the global batch).
+    def _read(self, batches: Batches | None, gas: int) -> tuple[list[Any], Tensor]:
+        """Return (`gas` micro-batches, number of targets of the global batch).
 
         A batch without targets counts as 1 target. The number stays on the device, so that the host does not wait for
         the device.
         """
         with self.timers("data"):
-            read = [next(batches) if batches is not None else None for _ in range(self.gas)]
+            read = [next(batches) if batches is not None else None for _ in range(gas)]
         with self.timers("targets"):
             made = [self.batch_fn(data) for data in read]
             if self.count_targets is None:
-                return made, torch.tensor(float(self.gas * self.data.size), dtype=torch.float64)
+                return made, torch.tensor(float(gas * self.data.size), dtype=torch.float64)
             total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
             for batch in made:
                 total += _scalar(self.count_targets(batch), "count_targets")

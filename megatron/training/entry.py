@@ -45,7 +45,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
         try:
             refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")
-            config = config or parse(argv, task.defaults, world_size(), print_note)
+            config = (config or parse(argv, task.defaults, world_size(), print_note)).with_batches(world_size())
             refuse_missing(task, config)
             resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
             code = 1

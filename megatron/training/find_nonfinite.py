@@ -31,17 +31,18 @@ def explain(run: Run, fault: Fault) -> str:
 
     If the reason is skipped steps, the last iteration is recomputed to find the rank and the parameter.
     """
-    samples, t = fault.samples, run.config.train
+    samples = fault.samples
 
     def again() -> None:
         mpu.get_rng().begin(samples.iteration - 1)
-        run.engine.train_batch(read(run.datasets[0], run.config, samples.first_sample), 0.0)
+        batches = read(run.datasets[0], run.config, samples.first_sample, gas=run.micro_batches)
+        run.engine.train_batch(batches, 0.0, run.micro_batches(samples.first_sample))
 
     if not fault.streak:
         return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {GENTLER} may help"
     complete_weights(run.engine.deepspeed)
     found = find(run.engine.deepspeed.module, again)
-    why = words(found, samples.first_sample, t.batch_size * t.gas)
+    why = words(found, samples.first_sample, samples.samples // mpu.get_mesh().share.of)
     begin = samples.iteration - fault.streak + 1
     skip = f"--skip-iterations {begin}-{samples.iteration} continues past them; {GENTLER} may avoid them"
     if fault.scale is not None:

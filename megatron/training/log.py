@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from tds import optimizer_state as zero_state
 
-from ..optim import lr_at
 from ..ranks import device as device_module
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
@@ -33,12 +32,14 @@ class TrainingLog(Hook):
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
         self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
         self.left = TimeLeft()
+        self.batch = run.global_batch  # number of samples of the last iteration
+        self.lr = 0.0  # learning rate of the last iteration
         self.forget()
         self.restart()
 
     def restart(self) -> None:
         """Restart the time measurement, so that it does not include an evaluation or a save."""
-        self.begin, self.timed = time.perf_counter(), 0
+        self.begin, self.timed, self.timed_samples = time.perf_counter(), 0, 0
         self.run.engine.busy(self.run.timers.take())
         self.run.engine.times()
 
@@ -50,6 +51,16 @@ class TrainingLog(Hook):
         self.spikes: list[dict[str, Any]] = []
         self.z_losses: list[Any] = []
         self.corpora = CorpusLosses(self.run.config)
+
+    def before_step(self, iteration: int) -> None:
+        first = self.run.state.consumed_samples
+        before, self.batch = self.batch, self.run.global_batch
+        self.lr = self.run.lr(iteration - 1, first)
+        if self.batch != before:
+            print_rank_0(
+                f"iteration {iteration} (from sample {first} on): the global batch changes from {before} to "
+                f"{self.batch} samples ({self.run.micro_batches(first)} micro-batches on each replica)"
+            )
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         if step is None:
@@ -63,6 +74,7 @@ class TrainingLog(Hook):
             self.z_losses += [step.aux["z_loss"]] if "z_loss" in step.aux else []
             self.corpora.add(step)
             self.timed += 1
+            self.timed_samples += samples.samples
         if (
             due(samples.iteration, self.run.resolved.log_interval)
             or samples.iteration == self.run.config.train.train_iters
@@ -97,8 +109,9 @@ class TrainingLog(Hook):
         run, config = self.run, self.run.config
         self.check()
         device_module.synchronize(run.device)
-        seconds = (time.perf_counter() - self.begin) / max(self.timed, 1)
-        tokens_per_second = run.global_batch * sum(run.sample_shape) / seconds if seconds and self.timed else 0.0
+        elapsed = time.perf_counter() - self.begin
+        seconds = elapsed / max(self.timed, 1)
+        tokens_per_second = self.timed_samples * sum(run.sample_shape) / elapsed if elapsed else 0.0
         ranks = dist.get_world_size()
         tflops = flops_per_token(run.parameters, config, *run.sample_shape) * tokens_per_second / ranks / 1e12
         peak = device_module.peak_tflops(run.device)
@@ -109,7 +122,7 @@ class TrainingLog(Hook):
             "consumed_samples": run.state.consumed_samples,
             "consumed_tokens": run.state.consumed_tokens,
             "lm_loss": loss,
-            "lr": lr_at(run.state.iteration - 1, config),
+            "lr": self.lr,
             "grad_norm": self.grad_norm,
             "loss_scale": self.loss_scale,
             "skipped_steps": self.skipped,
@@ -120,6 +133,7 @@ class TrainingLog(Hook):
         }
         z_loss = torch.stack(self.z_losses).mean().item() if self.z_losses else None
         row |= {} if z_loss is None else {"z_loss": z_loss}
+        row |= {"global_batch": self.batch} if len(run.batches.sizes) > 1 else {}
         row |= {"spikes": self.spikes} if self.spikes else {}
         row |= {"passed_over": self.left_out} if self.left_out else {}
         timed = run.timers.take()
@@ -127,7 +141,9 @@ class TrainingLog(Hook):
         row |= {"straggler": behind._asdict()} if behind else {}
         waits = f" | rank {behind.rank} takes {behind.factor:.1f} times the median of its peers" if behind else ""
         last = config.train.train_iters
-        left = self.left.after(run.state.iteration, last, seconds)
+        samples = run.state.consumed_samples
+        whole = run.batches.after(samples, last - run.state.iteration)
+        left = self.left.after(samples, whole, elapsed / max(self.timed_samples, 1))
         print_rank_0(training_line(row, last, seconds, left, run.config.log.log_details) + waits)
         if run.resolved.wall_clock_breakdown and self.timed:
             row["timers_ms"] = {name: 1e3 * s / max(self.timed, 1) for name, s in (timed | run.engine.times()).items()}

@@ -7,7 +7,6 @@ from tqdm import tqdm
 from .. import mpu
 from ..data.sample_hash import extend
 from ..data.skips import Skips, parse_ranges
-from ..optim import lr_at
 from ..ranks.agreement import check_replicas
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..ranks.signals import StopSignals
@@ -25,7 +24,7 @@ from .timeline import Recording, recorded
 
 __all__ = ["Run", "evaluate", "train"]
 DONE = (
-    "the run has already trained {} of --train-iters {} iterations; to train further, raise --train-iters and pass "
+    "the run has already trained {} of --train-iters {} iterations; to train further, raise {} and pass "
     "--override-lr-schedule, or the learning rate stays at the end of its schedule"
 )
 
@@ -40,9 +39,12 @@ def train(run: Run) -> None:
     state, config = run.state, run.config
     last = config.train.train_iters
     if state.iteration >= last:
-        print_rank_0(DONE.format(state.iteration, last))
+        raised = "--train-samples" if config.train.train_samples else "--train-iters"
+        print_rank_0(DONE.format(state.iteration, last, raised))
     skips = _skips(run)
-    batches = read(run.datasets[0], config, state.consumed_samples, skips) if state.iteration < last else None
+    batches = None
+    if state.iteration < last:
+        batches = read(run.datasets[0], config, state.consumed_samples, skips, run.micro_batches)
     log = TrainingLog(run)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
@@ -58,7 +60,8 @@ def train(run: Run) -> None:
             step = None
             if not (skips and skips(state.consumed_samples)):
                 mpu.get_rng().begin(state.iteration)
-                step = run.engine.train_batch(batches, lr_at(state.iteration, config))
+                lr = run.lr(state.iteration, state.consumed_samples)
+                step = run.engine.train_batch(batches, lr, run.micro_batches(state.consumed_samples))
             samples = _advance(run)
             bar.update()
             for hook in hooks:
@@ -99,9 +102,14 @@ def _skips(run: Run) -> Callable[[int], bool] | None:
 
     The argument of the function is the number of the iteration's first sample.
     """
-    t, count = run.config.train, run.global_batch
+    t, batches = run.config.train, run.batches
     skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
     iteration, consumed = run.state.iteration, run.state.consumed_samples
     if not skips.iterations and not skips.samples:
         return None
-    return lambda first: skips.hold(iteration + (first - consumed) // count + 1, first, count)
+
+    def skips_iteration(first: int) -> bool:
+        number = iteration + batches.iterations(consumed, first) + 1
+        return skips.hold(number, first, batches.size_at(first))
+
+    return skips_iteration

@@ -1,14 +1,18 @@
 """The class `Run`, which holds everything that belongs to one run, from its settings to its locks."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from .. import mpu
 from ..checkpointing import RetryingSaver, TrainState
 from ..config import Config
+from ..config.batches import BatchSchedule
 from ..config.ds_config import Resolved
+from ..optim import lr_at
 from ..tokenizer import Tokenizer
 from .data_ranks import lengths_of
 from .engine import Engine
@@ -49,7 +53,20 @@ class Run:
         """Numbers of tokens of a sample: (encoder, decoder) for T5, (--seq-length, 0) for other models."""
         return lengths_of(self.datasets[0]) or (self.config.data.seq_length, 0)
 
+    @cached_property
+    def batches(self) -> BatchSchedule:
+        """Schedule of the global batch size."""
+        return self.config.batches(dist.get_world_size())
+
     @property
     def global_batch(self) -> int:
-        """Number of samples of an iteration over all replicas."""
-        return self.config.train_batch_size(dist.get_world_size())
+        """Number of samples of the next iteration over all replicas."""
+        return self.batches.size_at(self.state.consumed_samples)
+
+    def micro_batches(self, first: int) -> int:
+        """Return the number of micro-batches of a replica in the iteration whose first sample is `first`."""
+        return self.batches.size_at(first) // (self.config.train.batch_size * mpu.get_mesh().share.of)
+
+    def lr(self, iteration: int, first: int) -> float:
+        """Return the learning rate of optimizer step `iteration`, counted from 0, whose first sample is `first`."""
+        return lr_at(iteration, self.config, (self.batches.after(first, 1), self.batches.after(first, 2)))

@@ -74,6 +74,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
             engine.watch = StepWatch(60 * config.parallel.distributed_timeout_minutes, device)
         Watchdog.advice = memory_advice(parameters, config, resolved.precision)
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
+        config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
         with all_ranks():
             metrics = _accepted(config, run_dir, save_dir, state.iteration, locks)
     except BaseException:
@@ -150,7 +151,7 @@ def _print_layout(config: Config, resolved: Resolved, device: torch.device, lock
     print_rank_0(
         f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), "
         f"{precision}, ZeRO {resolved.zero_stage}, global batch "
-        f"{config.train_batch_size(grid.world_size())}"
+        f"{config.batches(grid.world_size())}"
     )
     if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:
         print_rank_0(

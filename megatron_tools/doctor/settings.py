@@ -61,7 +61,7 @@ def layout(config: Config, ranks: int) -> Iterator[Finding]:
     yield ok(
         "layout",
         f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context} x {replicas} replicas, "
-        f"global batch {config.train_batch_size(ranks)}",
+        f"global batch {config.batches(ranks)}",
     )
 
 

@@ -72,6 +72,11 @@ def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     """
     argv = [*(word for path in args.model for word in ("--config", path)), *args.flags]
     given = {word.split("=")[0] for word in args.flags}
+    if "--batch-size-schedule" in given:
+        raise ValueError(
+            "a plan has one global batch size: leave --batch-size-schedule out, and give its largest size as "
+            "--global-batch-size"
+        )
     if "--virtual-pipeline-size" in given and "--pipeline-schedule" not in given:
         argv += ["--pipeline-schedule", "interleaved"] if _chunks(args.flags) > 1 else []
     config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, lambda note: print(f"note: {note}"))

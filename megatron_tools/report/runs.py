@@ -84,8 +84,10 @@ class RunRead:
 
     @property
     def global_batch(self) -> int | None:
-        """Number of samples in an iteration; None before the first training row."""
+        """Number of samples in an iteration, or in the largest one; None before the first training row."""
         train = self.part("train")
+        if self.config.train.batch_size_schedule:
+            return max(self.config.batches(1).sizes)
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
     def state(self, now: float | None = None) -> str:

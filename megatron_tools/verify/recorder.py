@@ -123,7 +123,7 @@ class Recorder:
             return made
 
         engine.loss = loss
-        self.record["scale"] = engine.factor // engine.gas
+        self.record["scale"] = engine.factor(1)
 
     def _pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:
         wanted = self._model.training and not self.losses and (self.every or micro == 0)
@@ -156,9 +156,9 @@ class Recorder:
             value = gradient.detach().double().cpu()
             self.gradients[name] = self.gradients[name] + value if name in self.gradients else value.clone()
 
-    def _train_batch(self, batches: Batches | None, lr: float) -> Step:
+    def _train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
         try:
-            step = self._original(batches, lr)
+            step = self._original(batches, lr, gas)
         except Exception:
             if self._inside:
                 write_text(self.folder / f"stopped{dist.get_rank()}", self._inside[-1])

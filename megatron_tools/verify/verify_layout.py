@@ -36,6 +36,7 @@ def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_di
     dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
     return [
         *args.flags, *dropout, *layout.flags(micros), "--train-iters", str(args.steps), "--precision", args.precision,
+        "--batch-size-schedule", "none", "--train-samples", "none",
         "--eval-iters", "0", "--eval-interval", "0", "--save-interval", "0", "--no-save-at-end", "--log-interval", "1",
         "--no-compile", "--no-tensorboard", "--num-workers", "0", "--run-dir", str(run_dir),
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ def make(start: Start, data: str | None, vocab_file: str) -> Run:
     task = TASKS[name]()
     argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --vocab-file {vocab_file}"
     argv += f" --data-path {data}" if data else ""
-    config = parse(argv.split(), task.defaults)
+    config = parse(shlex.split(argv), task.defaults, world_size())
     resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
     return set_up(task, config, resolved)
 

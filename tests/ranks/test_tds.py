@@ -55,6 +55,39 @@ def build(stages: int, module: dict[str, Any] | None = None, **config: Any) -> A
     return tds.initialize(model=model, optimizer=optimizer, config={**settings, "steps_per_print": 10**9, **config})[0]
 
 
+# ----------------------------------------------------------- batch size
+
+
+def _resized() -> tuple[list[int], str]:
+    """Return the micro-batches that steps of several batch sizes read, and the error for a size that would hang."""
+    from tds.schedule import ScheduleError
+
+    engine, numbers = build(2), []
+    for micros in (MICROS, 1, 3, MICROS):
+        engine.set_train_batch_size(4 * micros)
+        read = [0]
+        data = batches()
+
+        def counted(data: Any = data, read: list[int] = read) -> Iterator[Any]:
+            for batch in data:
+                read[0] += 1
+                yield batch
+
+        engine.train_batch(counted())
+        numbers.append(read[0])
+    original = engine.schedule
+    engine.schedule = lambda stage, stages, micros: list(original(stage, stages, micros))[stage:]
+    with pytest.raises(ScheduleError) as error:
+        engine.set_train_batch_size(4 * 2)
+    return numbers, str(error.value)
+
+
+def test_the_number_of_micro_batches_may_change_if_the_schedule_allows() -> None:
+    for numbers, words in on_ranks(2, _resized):
+        assert numbers == [MICROS, 1, 3, MICROS]
+        assert "stage 1" in words
+
+
 # ------------------------------------------------------------- replicas
 
 

@@ -21,10 +21,11 @@ CHINESE = {
     "--checkpoint-num-layers layers": "本来如此：每 --checkpoint-num-layers 层保留一个输入",
     "recomputation always covers all layers, --checkpoint-num-layers at a time": "所有层都会重算，--checkpoint-num-layers 是每次重算的层数",
     "no effect in fp32, in fp64, and in bf16 with ZeRO 1; refused otherwise": "在 fp32、fp64 和使用 ZeRO 1 的 bf16 下本来如此，不起作用；否则拒绝",
-    "--train-iters, computed from the global batch size": "--train-iters，由全局批大小算出",
-    "--lr-decay-iters, computed from the global batch size": "--lr-decay-iters，由全局批大小算出",
+    "--batch-size-schedule, computed from the three numbers and the global batch size": "--batch-size-schedule，由这三个数和全局批大小算出",
+    "--train-samples, computed from --seq-length": "--train-samples，由 --seq-length 算出",
+    "--lr-decay-samples, computed from --seq-length": "--lr-decay-samples，由 --seq-length 算出",
     "--warmup, computed as a fraction of --lr-decay-iters": "--warmup，由衰减的迭代次数算出",
-    "--warmup, computed as a fraction of the samples in --lr-decay-iters": "--warmup，由衰减的样本数算出",
+    "--warmup, computed as a fraction of --lr-decay-samples": "--warmup，由衰减的样本数算出",
     "no effect if the value is 0.9, refused otherwise": "0.9 时不起作用，否则拒绝",
     "no effect if the file is merges.txt next to --vocab-file, refused otherwise": "是 --vocab-file 旁边的 merges.txt 时不起作用，在别处则拒绝",
     ".bin and .idx files are always memory-mapped": ".bin 和 .idx 总是用内存映射读取",
@@ -62,7 +63,6 @@ CHINESE = {
     "checkpoints have only one format, which every layout can load": "检查点只有一种格式，任何布局都能读",
     "metrics.jsonl has all timings": "已有的计时都在 metrics.jsonl 里",
     # Advice for refused flags.
-    "the global batch size is constant": "批大小自始至终不变",
     "--partition-method sets how layers are split into stages": "层在哪里切开由 --partition-method 决定",
     'write "zero_optimization": {"reduce_bucket_size": '
     "...} in --deepspeed-config": '在 --deepspeed-config 里写 "zero_optimization": {"reduce_bucket_size": ...}',

@@ -120,11 +120,13 @@ def test_megatrons_line_is_ours() -> None:
     ours, none = taken(
         "--model-parallel-size 2 --pipe-parallel-size 2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 "
         "--ff-hidden-size 4096 --batch-size 2 --gas 4 --seq-length 1024 --max-position-embeddings 1024 "
-        "--train-iters 100000 --lr-decay-iters 50000 --warmup 0.02 --lr 1.5e-4 --min-lr 1.0e-5 --data-path my "
+        "--train-samples 1600000 --lr-decay-samples 800000 --warmup 0.02 --lr 1.5e-4 --min-lr 1.0e-5 --data-path my "
         "--vocab-file v/vocab.json --split 949,50,1 --precision bf16 --clip-grad 1.0 --pipeline-schedule interleaved "
         "--virtual-pipeline-size 4 --checkpoint-attention --log-interval 10 --save-interval 1000 --eval-interval 100 "
-        "--eval-iters 10 --exit-interval 500"
+        "--eval-iters 10 --exit-interval 500",
+        8,
     )
+    assert found.train.train_iters == 100_000
     assert found == ours and none == []
     assert "--global-batch-size 16 translated to --gas 4 (16 = --batch-size 2 x 2 replicas x --gas)" in notes
     assert (
@@ -225,7 +227,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--global-batch-size 8 --gas 3", 1, "--global-batch-size 8 means --gas 2, but --gas 3 is given; leave one"),
         ("--global-batch-size 30", 4, "the value must be a multiple of 16 = --batch-size 4 x 4 replicas"),
         ("--global-batch-size 16 --model-parallel-size 2", 3, "3 ranks cannot be divided into replicas"),
-        ("--train-samples 3", 1, "the value is less than one global batch of 4 samples"),
+        ("--train-samples 3", 1, "--train-samples 3 is less than one global batch of 4 samples"),
         ("--lr-warmup-iters 30 --train-iters 20", 1, "between 0 and the 20 iterations"),
         (
             "--num-layers-per-virtual-pipeline-stage 5 --pipe-parallel-size 2",
@@ -353,7 +355,7 @@ def test_defaults_of_a_script_may_use_the_names_too() -> None:
 
 
 VALUE = {int: "12", float: "0.9", str: "full", list: "1 2", None: ""}
-FITS = {"--cp-size": "1", "--n-positions": "2048", "--n-ctx": "2048"}
+FITS = {"--cp-size": "1", "--step-batch-size-schedule": "0:4", "--n-positions": "2048", "--n-ctx": "2048"}
 
 
 @pytest.mark.parametrize("name", FLAGS)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..fields import flag
 from ..sections import Config
 from .outcomes import Means, NoEffect, Refused
 
@@ -24,19 +25,39 @@ def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
     return Means({"gas": total // (each * replicas)}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
 
 
-def iterations(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
-    """Return a function that translates a number of samples to a number of iterations, the value of `setting`."""
+def rampup(config: Config, words: Any, ranks: int) -> Means | Refused:
+    """Translate START INCREMENT SAMPLES to --batch-size-schedule; the last size is --global-batch-size.
 
-    def on(config: Config, samples: Any, ranks: int) -> Means | Refused:
-        batch = config.train_batch_size(ranks)
-        if samples < batch:
-            return Refused(f"the value is less than one global batch of {batch} samples")
-        return Means({setting: samples // batch}, f"a global batch has {batch} samples")
+    The size grows by INCREMENT whenever another equal share of SAMPLES is consumed, as in Megatron-LM.
+    """
+    if len(words) != 3 or not all(str(word).isdecimal() for word in words):
+        return Refused("give three whole numbers: the first size, the increment and the number of samples")
+    (start, increment, samples), size = map(int, words), config.train_batch_size(ranks)
+    if start < 1 or increment < 1 or size < start or (size - start) % increment:
+        return Refused(
+            f"the global batch of {size} samples minus the first size must be a multiple of the increment; "
+            "--global-batch-size sets the former"
+        )
+    steps = (size - start) // increment
+    sizes = {-(-step * samples // max(steps, 1)): start + step * increment for step in range(steps + 1)}
+    return Means({"batch_size_schedule": " ".join(f"{at}_samples:{each}" for at, each in sizes.items())})
+
+
+def in_samples(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
+    """Return a function that translates a number of tokens to a number of samples, the value of `setting`."""
+
+    def on(config: Config, tokens: Any, ranks: int) -> Means | Refused:
+        length = config.data.seq_length
+        if config.is_t5:
+            return Refused(f"a t5's tokens per sample follow from its data; give {flag(setting)}")
+        if tokens < length:
+            return Refused(f"the value is less than one sample of --seq-length {length} tokens")
+        return Means({setting: tokens // length}, f"a sample has {length} tokens")
 
     return on
 
 
-def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | Refused:
+def _share_of_decay(rising: Any, of: int, unit: str) -> Means | Refused:
     if not 0 <= rising <= of:
         return Refused(f"the value must lie between 0 and the {of} {unit} of the learning-rate decay")
     return Means({"warmup": rising / of}, f"{rising} of the {of} {unit} of the learning-rate decay")
@@ -44,12 +65,28 @@ def _share_of_decay(config: Config, rising: Any, of: int, unit: str) -> Means | 
 
 def warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:
     """Translate warmup iterations to --warmup, a fraction of the learning-rate decay."""
-    return _share_of_decay(config, rising, config.lr_decay_iters, "iterations")
+    config = config.with_batches(ranks)
+    if config.lr_decay_samples is None:
+        return _share_of_decay(rising, config.lr_decay_iters, "iterations")
+    return _share_of_decay(config.batches(ranks).after(0, rising), config.lr_decay_samples, "samples")
 
 
 def warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
     """Translate warmup samples to --warmup, a fraction of the learning-rate decay."""
-    return _share_of_decay(config, rising, config.lr_decay_iters * config.train_batch_size(ranks), "samples")
+    config = config.with_batches(ranks)
+    if config.lr_decay_samples is not None:
+        return _share_of_decay(rising, config.lr_decay_samples, "samples")
+    batches, end = config.batches(ranks), config.lr_decay_iters
+    if len(batches.sizes) == 1:
+        return _share_of_decay(rising, end * batches.sizes[0], "samples")
+    return _share_of_decay(batches.iterations(0, rising), end, "iterations")
+
+
+def warmup_tokens(config: Config, rising: Any, ranks: int) -> Means | Refused:
+    """Translate warmup tokens to --warmup, a fraction of the learning-rate decay."""
+    if config.is_t5:
+        return Refused("a t5's tokens per sample follow from its data; give --warmup")
+    return warmup_samples(config, rising // config.data.seq_length, ranks)
 
 
 def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:

@@ -15,14 +15,16 @@ from .dependent import (
     fp32_sums,
     gated_width,
     groups,
-    iterations,
+    in_samples,
     merges,
     momentum,
     no_learned_positions,
     norms_of_heads,
+    rampup,
     stretches,
     warmup_iterations,
     warmup_samples,
+    warmup_tokens,
     window,
 )
 from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
@@ -61,7 +63,12 @@ MEGATRON = (
         Depends(accumulation, "--gas, computed from --batch-size and the number of replicas"),
         int,
     ),
-    Row("--rampup-batch-size", Refused("the global batch size is constant"), list),
+    Row(
+        "--rampup-batch-size",
+        Depends(rampup, "--batch-size-schedule, computed from the three numbers and the global batch size"),
+        list,
+    ),
+    Row("--step-batch-size-schedule", same("batch_size_schedule"), str),
     Row(
         "--num-layers-per-virtual-pipeline-stage",
         Depends(stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, computed from --num-layers"),
@@ -237,19 +244,22 @@ MEGATRON = (
         Means({}, "Megatron-LM's fused GELU is the tanh form, its unfused GELU the erf form", {"activation": "gelu"}),
     ),
     # run length and learning rate
+    Row("--train-tokens", Depends(in_samples("train_samples"), "--train-samples, computed from --seq-length"), int),
     Row(
-        "--train-samples", Depends(iterations("train_iters"), "--train-iters, computed from the global batch size"), int
-    ),
-    Row(
-        "--lr-decay-samples",
-        Depends(iterations("lr_decay_iters"), "--lr-decay-iters, computed from the global batch size"),
+        "--lr-decay-tokens",
+        Depends(in_samples("lr_decay_samples"), "--lr-decay-samples, computed from --seq-length"),
         int,
     ),
     Row("--lr-warmup-fraction", same("warmup"), float),
     Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters"), int),
     Row(
         "--lr-warmup-samples",
-        Depends(warmup_samples, "--warmup, computed as a fraction of the samples in --lr-decay-iters"),
+        Depends(warmup_samples, "--warmup, computed as a fraction of --lr-decay-samples"),
+        int,
+    ),
+    Row(
+        "--lr-warmup-tokens",
+        Depends(warmup_tokens, "--warmup, computed as a fraction of --lr-decay-samples"),
         int,
     ),
     Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
