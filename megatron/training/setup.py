@@ -62,10 +62,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         start = find_start(config, save_dir)
         config = with_consumed_stages(config, *start) if reads_corpora(task) else config
         datasets = open_datasets(task, config, tokenizer)
-        with all_ranks():
-            estimates = estimate(task, config, resolved, device, mpu.get_topology().world_size())
-        for line in estimates:
-            print_rank_0(line)
+        estimated = _print_estimates(task, config, resolved, device)
         with mpu.skip_init() if start.path else nullcontext():
             model = build_model(task, config, resolved, tokenizer)
         parameters = count_parameters(model)
@@ -82,7 +79,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         raise
     publish(config, tokenizer, timers)  # second call: the checkpoint may have set the learning-rate schedule
     use_step_timeout(config)
-    if not estimates:  # the lines of `estimates`, if any, have already printed the number of parameters
+    if not estimated:  # else the number of parameters is already printed
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save, certificate)
     saves = RetryingSaver(saver, config.checkpoint.max_failed_saves)
@@ -101,6 +98,15 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         parameters,
         locks,
     )
+
+
+def _print_estimates(task: Task, config: Config, resolved: Resolved, device: torch.device) -> bool:
+    """Print what the run needs, if it can be estimated; return whether it can. All ranks must call this."""
+    with all_ranks():
+        estimates = estimate(task, config, resolved, device, mpu.get_topology().world_size())
+    for line in estimates:
+        print_rank_0(line)
+    return bool(estimates)
 
 
 def _certificate(config: Config) -> str | None:
