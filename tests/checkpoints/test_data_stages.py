@@ -1,13 +1,14 @@
 """Runs with data stages, resumed at any point and in other layouts, and stages that --override-data begins."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from tests.support import RankFailure, command, on_ranks
+from tests.support import RankFailure, command, covering, on_ranks
 
 from .runs import Start, losses_of, run_all
 
@@ -122,3 +123,31 @@ def test_the_tool_shows_what_each_corpus_gives(tmp_path: Path, corpora: dict[str
         *names, samples = wanted
         assert row == (*names, samples, 24 * samples, pytest.approx(read[names[-1]].pop(0) / 99, abs=1e-3))
     assert png.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("breaks", covering([5, 20], [5].__contains__))
+def test_breaks_at_random_change_nothing(breaks: int, tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
+    """Stages that a run reaches later are added at a break; every break also changes the layout of the two ranks."""
+    dice = random.Random(breaks)
+    layouts = ["--gas 1", "--gas 2 --pipe-parallel-size 2", "--gas 2 --model-parallel-size 2"]
+    plan = [
+        (begin, [(dice.choice(["0.2", "0.7", "1"]), corpora[name]) for name in dice.sample("abc", dice.randint(1, 3))])
+        for begin in (0, *sorted(dice.sample(range(1, 200), 5)))
+    ]
+
+    def flags(end: int, layout: str) -> str:
+        stages = [f"{n}: {' '.join(f'{w} {p}' for w, p in blend)}" for n, blend in plan if n < 4 * end]
+        return f"{BASE} --save-interval {end} --train-iters {end} {layout} --data-stages '{'; '.join(stages)}'"
+
+    ends = [*sorted(dice.sample(range(1, 50), breaks)), 50]
+    cut = [Start("gpt2", tmp_path / "cut", flags(end, layouts[i % 3])) for i, end in enumerate(ends)]
+    on_ranks(2, run_all, [*cut, Start("gpt2", tmp_path / "whole", flags(50, layouts[0]))], None, vocab_file)
+    np.testing.assert_allclose(losses_of(tmp_path / "cut"), losses_of(tmp_path / "whole"), rtol=1e-9)
+    states = [
+        json.loads((tmp_path / name / "checkpoints" / "iter_0000050" / "checkpoint.json").read_text())["state"]
+        for name in ("cut", "whole")
+    ]
+    assert states[0] == states[1], "the hash of the consumed samples and their order"
+    found, expected = shares(tmp_path / "cut"), shares(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    assert all(found[name] == pytest.approx(expected[name]) for name in expected)
