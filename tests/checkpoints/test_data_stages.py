@@ -128,23 +128,23 @@ def test_the_tool_shows_what_each_corpus_gives(tmp_path: Path, corpora: dict[str
 @pytest.mark.parametrize("breaks", covering([5, 20], [5].__contains__))
 def test_breaks_at_random_change_nothing(breaks: int, tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
     """Stages that a run reaches later are added at a break; every break also changes the layout of the two ranks."""
-    dice = random.Random(breaks)
+    dice, last = random.Random(breaks), 5 + 2 * breaks
     layouts = ["--gas 1", "--gas 2 --pipe-parallel-size 2", "--gas 2 --model-parallel-size 2"]
     plan = [
         (begin, [(dice.choice(["0.2", "0.7", "1"]), corpora[name]) for name in dice.sample("abc", dice.randint(1, 3))])
-        for begin in (0, *sorted(dice.sample(range(1, 200), 5)))
+        for begin in (0, *sorted(dice.sample(range(1, 4 * last), 5)))
     ]
 
     def flags(end: int, layout: str) -> str:
         stages = [f"{n}: {' '.join(f'{w} {p}' for w, p in blend)}" for n, blend in plan if n < 4 * end]
         return f"{BASE} --save-interval {end} --train-iters {end} {layout} --data-stages '{'; '.join(stages)}'"
 
-    ends = [*sorted(dice.sample(range(1, 50), breaks)), 50]
+    ends = [*sorted(dice.sample(range(1, last), breaks)), last]
     cut = [Start("gpt2", tmp_path / "cut", flags(end, layouts[i % 3])) for i, end in enumerate(ends)]
-    on_ranks(2, run_all, [*cut, Start("gpt2", tmp_path / "whole", flags(50, layouts[0]))], None, vocab_file)
+    on_ranks(2, run_all, [*cut, Start("gpt2", tmp_path / "whole", flags(last, layouts[0]))], None, vocab_file)
     np.testing.assert_allclose(losses_of(tmp_path / "cut"), losses_of(tmp_path / "whole"), rtol=1e-9)
     states = [
-        json.loads((tmp_path / name / "checkpoints" / "iter_0000050" / "checkpoint.json").read_text())["state"]
+        json.loads((tmp_path / name / "checkpoints" / f"iter_{last:07d}" / "checkpoint.json").read_text())["state"]
         for name in ("cut", "whole")
     ]
     assert states[0] == states[1], "the hash of the consumed samples and their order"
