@@ -4,6 +4,7 @@ Where a public alternative exists, a function takes it if the installed torch la
 the function's docstring says why.
 """
 
+import contextlib
 import os
 import shutil
 import sysconfig
@@ -283,6 +284,19 @@ def replace_elastic_start(start: Callable[[Any, Callable[[Any], None]], None]) -
 
     original = api.PContext.start
     api.PContext.start = lambda group: start(group, original)  # type: ignore[method-assign, assignment]
+
+
+def ignore_ended_ranks() -> None:
+    """Make torchrun's agent end without a traceback if a rank has already ended when the agent sends it a signal."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    original = SubprocessHandler.close
+
+    def close(handler: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            original(handler, *args, **kwargs)
+
+    SubprocessHandler.close = close  # type: ignore[method-assign]
 
 
 def never_restart_after(code: int) -> None:

@@ -209,6 +209,7 @@ def main(argv: list[str]) -> int:
     signals = install_signals(args)
     # Ranks that exit with this code have rejected their arguments, and would do so again after a restart.
     _torch.never_restart_after(REFUSED)
+    _torch.ignore_ended_ranks()
     wait_for_others(args)
     try:
         run(args)  # type: ignore[no-untyped-call]

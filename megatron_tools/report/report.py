@@ -12,6 +12,7 @@ from megatron.atomic import whole_file, write_text
 from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
+from megatron.config.data_stages import parse_stages
 from megatron.config.fields import describe
 from megatron.training.memory.sizes import parameters
 
@@ -47,8 +48,22 @@ def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, floa
     return {} if both is None else {"targets": both.targets, "masked text": both.text}
 
 
-def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
-    """Draw the loss curves as a PNG. Raises ValueError without matplotlib."""
+def stage_starts(run: RunRead) -> list[float]:
+    """Return the iterations at which the data stages after the first begin, as far as the run has come."""
+    stages = run.config.data.data_stages
+    found = []
+    for stage in parse_stages(stages)[1:] if stages else ():
+        done = f"consumed_{stage.unit}"
+        row = next((row for row in run.part("train") if row[done] >= stage.begin), None)
+        found += [row["iteration"] * stage.begin / row[done]] if row else []
+    return found
+
+
+def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: Sequence[float] = ()) -> None:
+    """Draw the loss curves as a PNG. Raises ValueError without matplotlib.
+
+    stages: iterations at which data stages begin, marked by vertical lines.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -57,15 +72,24 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150)
+    splits = sorted({str(row.get("split")) for row in rows if "/" in str(row.get("split"))})
+    colours = {name: f"C{i % 10}" for i, name in enumerate(sorted({split.partition("/")[2] for split in splits}))}
     for split, key, label, colour, marker in (
         ("train", "lm_loss", "training loss", "#9db7d5", None),
         ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
         ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
+        *(
+            (split, "lm_loss", split, colours[split.partition("/")[2]], None if split.startswith("train") else "o")
+            for split in splits
+        ),
     ):
         chosen = [row for row in rows if row.get("split") == split and key in row]
         if chosen:
             x, y = [row["iteration"] for row in chosen], [row[key] for row in chosen]
-            axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.8, label=label)
+            thin = "/" in split and marker is None
+            axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=0.8 if thin else 1.8, label=label)
+    for at in stages:
+        axes.axvline(at, color="#525252", linestyle=":", linewidth=1.0)
     for (of, nats), style in zip(baselines.items(), (":", "--") if len(baselines) > 1 else ("--",), strict=False):
         axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {of}")
     axes.set_xlabel("iteration")
@@ -117,7 +141,7 @@ def main(args: argparse.Namespace) -> None:
     files = home.name if len(runs) > 1 or args.output else "loss.png and report.html"
     try:
         if len(runs) == 1 and not args.output:
-            draw(runs[0].rows, dict(runs[0].baselines), home.with_name("loss.png"))
+            draw(runs[0].rows, dict(runs[0].baselines), home.with_name("loss.png"), stage_starts(runs[0]))
         home.parent.mkdir(parents=True, exist_ok=True)
         write_text(home, whole_page(runs))
     except (ValueError, OSError) as error:

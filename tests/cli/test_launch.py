@@ -263,3 +263,15 @@ def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Pa
     time.sleep(0.5)
     waiting.send_signal(signal.SIGINT)
     assert waiting.wait(timeout=20)
+
+
+def test_a_signal_to_a_rank_that_has_ended_is_no_error() -> None:
+    """torchrun's agent would print a traceback if a rank ended just before the agent signals it."""
+    code = (
+        "import signal, subprocess, types; from megatron import _torch; _torch.ignore_ended_ranks()\n"
+        "from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler\n"
+        "ended = subprocess.Popen(['true'], start_new_session=True); ended.wait()\n"
+        "SubprocessHandler.close(types.SimpleNamespace(proc=ended, _stdout=None, _stderr=None), signal.SIGTERM)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
