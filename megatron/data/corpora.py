@@ -93,7 +93,7 @@ def sets_of(words: str | Sequence[str], part: str) -> dict[str, str | Sequence[s
 def corpus_names(paths: Paths) -> list[str]:
     """Return a short name of each corpus of `prefixes_of`, or its prefix if two corpora would have the same name."""
     prefixes = prefixes_of(paths)
-    short = [Path(prefix).name.removesuffix("_text_document") for prefix in prefixes]
+    short = [re.sub(r"_text_document(_train|_valid|_test)?$", "", Path(prefix).name) for prefix in prefixes]
     return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]
 
 
