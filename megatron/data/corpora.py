@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..json_text import describe_json
+from ..storage import place
 from .blend import BlendedDataset
 from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
@@ -114,7 +115,7 @@ def made_with(prefix: str) -> dict[str, Any] | None:
 
     Raises ValueError if the file is damaged.
     """
-    path = Path(f"{prefix}.json")
+    path = place(f"{prefix}.json")
     if not path.is_file():
         return None
     text = ""

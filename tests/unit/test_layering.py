@@ -13,7 +13,14 @@ from tests.support import ROOT
 
 # Packages of the core, all of which data_utils and megatron_tools may import.
 CORE = {
-    *("megatron._torch", "megatron.atomic", "megatron.config", "megatron.config.ds_config", "megatron.mpu"),
+    *(
+        "megatron._torch",
+        "megatron.atomic",
+        "megatron.storage",
+        "megatron.config",
+        "megatron.config.ds_config",
+        "megatron.mpu",
+    ),
     *("megatron.tokenizer", "megatron.data", "megatron.model", "megatron.model.pipe", "megatron.optim"),
     *("megatron.ranks", "megatron.ranks.device", "megatron.checkpointing", "megatron.training", "megatron.tasks"),
     "megatron.utils",
@@ -23,13 +30,14 @@ MAY_IMPORT = {
     "tds": set(),
     "megatron._torch": set(),  # gives access to private names of torch
     "megatron.atomic": set(),
-    "megatron.config": set(),
-    "megatron.config.ds_config": {"tds"},
+    "megatron.storage": set(),
+    "megatron.config": {"megatron.storage"},
+    "megatron.config.ds_config": {"tds", "megatron.storage"},
     "megatron.mpu": {"megatron._torch"},
     "megatron.mpu.grads": {"tds", "megatron.mpu", "megatron.mpu.mesh"},
     "megatron.mpu.mesh": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
-    "megatron.data": {"megatron.atomic", "megatron.compat.data"},
+    "megatron.data": {"megatron.atomic", "megatron.storage", "megatron.compat.data"},
     "megatron.kernels": set(),
     "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
@@ -52,6 +60,7 @@ MAY_IMPORT = {
         "megatron.model",
         "megatron.optim",
         "megatron.data",
+        "megatron.storage",
         "megatron.tokenizer",
     },
     "megatron.training": {
@@ -67,6 +76,7 @@ MAY_IMPORT = {
         "megatron.model.pipe",
         "megatron.optim",
         "megatron.data",
+        "megatron.storage",
         "megatron.tokenizer",
         "megatron.checkpointing",
         "megatron.compat",
