@@ -90,10 +90,14 @@ def make_room(final: RemotePath) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Delete a checkpoint as far as possible; errors are ignored."""
+    """Delete a half-written checkpoint as far as possible; errors are ignored.
+
+    In object storage, it has its final name. So it is kept if it is complete, as after an error in make_room.
+    """
     if isinstance(checkpoint, RemotePath):
         with contextlib.suppress(OSError):
-            delete(checkpoint, INDEX)
+            if not (checkpoint / INDEX).is_file():
+                delete(checkpoint, INDEX)
     else:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
@@ -134,7 +138,8 @@ def recover(folder: Path) -> None:
 def clear(folder: Path) -> None:
     """Delete the half-written checkpoints that a crash has left."""
     if isinstance(folder, RemotePath):
-        return delete_incomplete(folder, INDEX)
+        delete_incomplete(folder, INDEX)
+        return
     for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
             remove(left)

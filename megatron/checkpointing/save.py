@@ -316,15 +316,17 @@ class Saver:
         text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
         sums = {each["file"]: each["sum"] for each in reports}
         with named_if_slow(final):
-            if isinstance(final, RemotePath):
-                if self.certificate is not None:
-                    (final / CERTIFICATE).write_bytes(self.certificate.encode())
-                    sums[CERTIFICATE] = self._checksum.of(final / CERTIFICATE)
-                return publish_remote(final, text, self._checksum, sums)
             if self.certificate is not None:
-                write_text(temporary / CERTIFICATE, self.certificate, synced=True)
-                sums[CERTIFICATE] = self._checksum.of(temporary / CERTIFICATE)
-            publish(final, temporary, text, self._checksum, sums)
+                path = temporary / CERTIFICATE
+                if isinstance(path, RemotePath):
+                    path.write_bytes(self.certificate.encode())
+                else:
+                    write_text(path, self.certificate, synced=True)
+                sums[CERTIFICATE] = self._checksum.of(path)
+            if isinstance(final, RemotePath):
+                publish_remote(final, text, self._checksum, sums)
+            else:
+                publish(final, temporary, text, self._checksum, sums)
 
 
 @contextlib.contextmanager

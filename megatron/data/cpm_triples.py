@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..storage import place
+from .. import storage
 from .corpora import Make, Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 
 def is_triple(prefix: str) -> bool:
     """Return True if `prefix` names a corpus that was masked during preprocessing (three `.bin/.idx` pairs)."""
-    return place(f"{prefix}_context.idx").is_file()
+    return storage.place(f"{prefix}_context.idx").is_file()
 
 
 class CPMTripleDataset(T5Samples):

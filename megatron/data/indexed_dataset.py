@@ -114,6 +114,7 @@ class IndexedDataset:
             self._check_against(data_path)
         if checked is not None:
             checked[prefix] = self._one_each
+        self.tokens: NDArray[Any]
         if isinstance(data, RemotePath):
             remote = RemoteTokens(data, self.dtype, stamp)
             self.tokens, self._stamp = cast(NDArray[Any], remote), remote.stamp
@@ -121,7 +122,7 @@ class IndexedDataset:
             return
         # numpy closes the memory map when no array refers to it, so this class needs no close().
         empty = os.path.getsize(data_path) == 0
-        self.tokens: NDArray[Any] = (
+        self.tokens = (
             np.empty(0, self.dtype)
             if empty
             else np.memmap(data_path, mode="r", dtype=self.dtype).view(np.ndarray)  # slicing an np.memmap is slow
