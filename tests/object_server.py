@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron.storage import _file_system, place
+
+BUCKET = "s3://bucket"
 Respond = Callable[..., Any]
 
 
@@ -76,11 +79,16 @@ class FaultyServer:
 
 @contextmanager
 def s3_server() -> Iterator[FaultyServer]:
-    """Run a server; the test is skipped if a package is missing."""
+    """Run a server with an empty bucket; the tests are skipped if a package is missing."""
     for package in ("s3fs", "moto", "flask", "flask_cors"):
         pytest.importorskip(package, reason=f"S3 is tested with {package}, which requirements-dev.txt installs")
     server = FaultyServer()
     try:
-        yield server
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            _file_system.cache_clear()  # its connections are those to the server of another test file
+            place(BUCKET).request("make", lambda fs, url: fs.makedirs(url, exist_ok=True))
+            yield server
     finally:
         server.close()

@@ -158,12 +158,7 @@ class Saver:
         temporary = _temporary(final)
 
         with _guarded(temporary):
-            if is_rank_0() and isinstance(temporary, RemotePath):
-                make_room(temporary)
-            elif is_rank_0():
-                remove(temporary)
-                temporary.mkdir(parents=True)
-            self._written = self._make_staging() or temporary
+            self._make_folder(temporary)
         module = self.engine.module
         known = gather_objects(
             (
@@ -182,9 +177,8 @@ class Saver:
         }
         self._pending = (final, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
         mesh = mpu.get_mesh()
-        path = (
-            self._written / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
-        )
+        name = f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}"
+        path = self._written / f"{name}.safetensors"
         parts = parts_of(self.engine, optimizer["moments"])
         self._buffers = Buffers(module, [held for _, _, held, _ in known])
         self._warn(self._buffers.warnings)
@@ -229,20 +223,28 @@ class Saver:
             self._write(path, parts, copies)
             self._upload()
 
-    def _make_staging(self) -> Path | None:
-        """Return this rank's empty folder for files to be uploaded; None if checkpoints are written directly."""
-        if self._staging is None:
-            return None
-        folder = self._staging / f"rank-{dist.get_rank() if dist.is_initialized() else 0:05d}"
-        remove(folder)
-        folder.mkdir(parents=True)
-        return folder
+    def _make_folder(self, temporary: Path) -> None:
+        """Make the folder into which this rank writes: on all ranks `temporary`, or a folder of its own for uploads."""
+        self._written = temporary
+        if isinstance(temporary, RemotePath):
+            assert self._staging is not None, "checkpoints in object storage need a folder for their files"
+            self._written = self._staging / f"rank-{dist.get_rank() if dist.is_initialized() else 0:05d}"
+            if is_rank_0():
+                make_room(temporary)
+        if is_rank_0() or self._staging:
+            remove(self._written)
+            self._written.mkdir(parents=True)
 
     def _start_upload(self) -> None:
         """Start the upload in a thread, without --async-save too."""
-        if self._staging is not None:
-            self._thread = threading.Thread(target=self._upload, daemon=True)
+        if self._staging is None:
+            return
+        self._thread = threading.Thread(target=self._upload, daemon=True)
+        try:
             self._thread.start()
+        except RuntimeError:  # threads may be exhausted
+            self._thread = None
+            self._upload()
 
     def _upload(self) -> None:
         """Upload this rank's share to object storage, if the checkpoint goes there."""

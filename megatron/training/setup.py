@@ -81,10 +81,9 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     use_step_timeout(config)
     if not estimates:  # the lines of `estimates`, if any, have already printed the number of parameters
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
-    c = config.checkpoint
-    staging = run_dir / "upload"
-    saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, c.async_save, certificate, staging)
-    saves = RetryingSaver(saver, c.max_failed_saves)
+    of_saver = (config, tokenizer.fingerprint, config.checkpoint.async_save, certificate, run_dir / "upload")
+    saver = Saver(save_dir, engine.deepspeed, *of_saver)
+    saves = RetryingSaver(saver, config.checkpoint.max_failed_saves)
     return Run(
         config,
         resolved,

@@ -20,21 +20,17 @@ from megatron.config.command_line import parse
 from megatron.storage import RemotePath, place
 from megatron.tasks import TASKS
 from megatron.training import inputs, train
-from tests.object_server import FaultyServer, s3_server
+from tests.object_server import BUCKET, FaultyServer, s3_server
 from tests.support import ends_of_ranks, on_ranks
 
 from .runs import Start, losses_of, make, run_all, whole_tensors
 
 FLAGS = "--precision fp32 --batch-size 2 --save-interval 2 --keep-last 2 --train-iters"
-BUCKET = "s3://bucket"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FaultyServer]:
-    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        place(BUCKET).request("make", lambda fs, url: fs.mkdir(url))
+    with s3_server() as server:
         yield server
 
 
@@ -51,10 +47,10 @@ def _train(env: dict[str, str], starts: list[Start], data: str, vocab_file: str)
 
 
 def _train_both(
-    env: dict[str, str], folder: Path, flags: str, url: str, local: str, data: str, vocab_file: str
+    env: dict[str, str], folder: Path, flags: str, url: str, data: tuple[str, str], vocab_file: str
 ) -> None:
-    _train(env, [Start("gpt2", folder / "local", flags)], local, vocab_file)
-    _train(env, [Start("gpt2", folder / "remote", f"{flags} --save {url}")], data, vocab_file)
+    _train(env, [Start("gpt2", folder / "local", flags)], data[0], vocab_file)
+    _train(env, [Start("gpt2", folder / "remote", f"{flags} --save {url}")], data[1], vocab_file)
 
 
 def environment(server: FaultyServer, tmp_path: Path) -> dict[str, str]:
@@ -79,9 +75,8 @@ def test_a_run_in_a_bucket_is_the_local_run_and_resumes_in_another_layout(
     server: FaultyServer, remote_data: str, tiny_data: str, vocab_file: str, tmp_path: Path
 ) -> None:
     env, url = environment(server, tmp_path), f"{BUCKET}/run"
-    on_ranks(
-        2, _train_both, env, tmp_path, f"{FLAGS} 4 --pipe-parallel-size 2", url, tiny_data, remote_data, vocab_file
-    )
+    data = tiny_data, remote_data
+    on_ranks(2, _train_both, env, tmp_path, f"{FLAGS} 4 --pipe-parallel-size 2", url, data, vocab_file)
     assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local") and len(losses_of(tmp_path / "local")) == 4
     assert [name for name in names(url) if name.startswith("iter")] == ["iter_0000002", "iter_0000004"]
     found = whole_tensors(fetched(place(url) / "iter_0000004", tmp_path))
@@ -91,7 +86,7 @@ def test_a_run_in_a_bucket_is_the_local_run_and_resumes_in_another_layout(
     assert [*(tmp_path / "remote" / "upload").rglob("*.safetensors")] == []
 
     other = f"{FLAGS} 6 --model-parallel-size 2 --override-lr-schedule"
-    on_ranks(2, _train_both, env, tmp_path, other, url, tiny_data, remote_data, vocab_file)
+    on_ranks(2, _train_both, env, tmp_path, other, url, data, vocab_file)
     assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local") and len(losses_of(tmp_path / "local")) == 6
     assert [name for name in names(url) if name.startswith("iter")] == ["iter_0000004", "iter_0000006"]
 

@@ -113,6 +113,7 @@ MAY_IMPORT = {
 # Package -> third-party packages that it may import.
 OUTSIDE = {
     "megatron.atomic": set(),
+    "megatron.storage": {"fsspec"},
     "tds": {"torch", "deepspeed"},
     "data_utils": {
         "numpy",

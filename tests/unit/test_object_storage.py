@@ -27,10 +27,7 @@ TOKENS = 40_000
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FaultyServer]:
-    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        place("s3://bucket").request("make", lambda fs, url: fs.mkdir(url))
+    with s3_server() as server:
         yield server
 
 
