@@ -50,7 +50,10 @@ def _train_both(
     env: dict[str, str], folder: Path, flags: str, url: str, data: tuple[str, str], vocab_file: str
 ) -> None:
     _train(env, [Start("gpt2", folder / "local", flags)], data[0], vocab_file)
-    _train(env, [Start("gpt2", folder / "remote", f"{flags} --save {url}")], data[1], vocab_file)
+    node = folder / f"node{os.environ['RANK']}"  # the second run directory is not shared: each rank is a machine
+    node.mkdir(exist_ok=True)
+    os.chdir(node)
+    _train(env, [Start("gpt2", Path("run"), f"{flags} --save {url}")], data[1], vocab_file)
 
 
 def environment(server: FaultyServer, tmp_path: Path) -> dict[str, str]:
@@ -77,17 +80,21 @@ def test_a_run_in_a_bucket_is_the_local_run_and_resumes_in_another_layout(
     env, url = environment(server, tmp_path), f"{BUCKET}/run"
     data = tiny_data, remote_data
     on_ranks(2, _train_both, env, tmp_path, f"{FLAGS} 4 --pipe-parallel-size 2", url, data, vocab_file)
-    assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local") and len(losses_of(tmp_path / "local")) == 4
+    assert (
+        losses_of(tmp_path / "node0/run") == losses_of(tmp_path / "local") and len(losses_of(tmp_path / "local")) == 4
+    )
     assert [name for name in names(url) if name.startswith("iter")] == ["iter_0000002", "iter_0000004"]
     found = whole_tensors(fetched(place(url) / "iter_0000004", tmp_path))
     expected = whole_tensors(tmp_path / "local/checkpoints/iter_0000004")
     assert found.keys() == expected.keys()
     assert all((found[name] == expected[name]).all() for name in expected)
-    assert [*(tmp_path / "remote" / "upload").rglob("*.safetensors")] == []
+    assert [*tmp_path.glob("node*/run/upload/**/*.safetensors")] == []
 
     other = f"{FLAGS} 6 --model-parallel-size 2 --override-lr-schedule"
     on_ranks(2, _train_both, env, tmp_path, other, url, data, vocab_file)
-    assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local") and len(losses_of(tmp_path / "local")) == 6
+    assert (
+        losses_of(tmp_path / "node0/run") == losses_of(tmp_path / "local") and len(losses_of(tmp_path / "local")) == 6
+    )
     assert [name for name in names(url) if name.startswith("iter")] == ["iter_0000004", "iter_0000006"]
 
 
