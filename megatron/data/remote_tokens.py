@@ -5,14 +5,14 @@ The processes of a node share the cache. It has one folder for each version of a
 """
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import mmap
 import os
 import sys
-from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from ..atomic import own_folder, temporary_name, whole_file
 from ..storage import RemotePath, StorageError
 
 BLOCK = 4 << 20  # bytes
-OPEN_BLOCKS = 32  # mapped blocks of a corpus in a process
+OPEN_BLOCKS = 1024  # mapped blocks of a corpus in a process
 DEFAULT_GB = 50.0
 LOCKS = 64  # so many blocks of an object can be downloaded at the same time
 FOLDER, LIMIT = "MEGATRON_CACHE_DIR", "MEGATRON_CACHE_GB"
@@ -64,6 +64,40 @@ def local_copy(path: RemotePath) -> Path:
     return there
 
 
+class _Map:
+    """Read-only memory map of a file as a numpy array of bytes.
+
+    Unlike Python's mmap before 3.13, it keeps no file descriptor, so that a process can map thousands of blocks.
+    Raises OSError.
+    """
+
+    _libc: ClassVar[Any] = None
+
+    def __init__(self, file: int, size: int) -> None:
+        if _Map._libc is None:
+            libc = ctypes.CDLL(None, use_errno=True)
+            numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+            libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, *numbers)
+            libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+            libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+            _Map._libc = libc
+        self._place = None
+        found = self._libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
+        if found == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._place = found, size
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (found, True), "version": 3}
+
+    def release(self) -> None:
+        """Release the resident pages, which count as memory of this process."""
+        if self._place is not None:
+            self._libc.madvise(*self._place, mmap.MADV_DONTNEED)
+
+    def __del__(self) -> None:
+        if self._place is not None:
+            self._libc.munmap(*self._place)
+
+
 class RemoteTokens:
     """Array of tokens in object storage, with the slices of a one-dimensional numpy array.
 
@@ -78,33 +112,44 @@ class RemoteTokens:
         self._length = self.stamp[0] // dtype.itemsize
         self._per_block = BLOCK // dtype.itemsize
         self._folder, self._limit = folder_of(path, self.stamp), cache_limit()
-        self._maps: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        self._maps: dict[int, NDArray[Any]] = {}
         self._new, self._allowed = 0, max(self._limit // (64 * BLOCK), 1)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, where: slice) -> NDArray[Any]:
-        start, stop, step = where.indices(self._length)
-        assert step == 1, "tokens are read in order"
-        number, at = divmod(start, self._per_block)
-        if stop <= (number + 1) * self._per_block:
-            if stop <= start:
-                return np.empty(0, self.dtype)
-            return self._block(number)[at : at + stop - start]
-        numbers = range(number, (stop - 1) // self._per_block + 1)
+        start, stop = where.start, where.stop
+        if start is None or stop is None or not 0 <= start <= stop <= self._length:
+            start, stop, _ = where.indices(self._length)
+        number = start // self._per_block
         begin = number * self._per_block
-        return np.concatenate([self._block(each) for each in numbers])[start - begin : stop - begin]
+        if stop <= begin + self._per_block:
+            if start >= stop:
+                return np.empty(0, self.dtype)
+            block = self._maps.get(number)
+            return (block if block is not None else self._open(number))[start - begin : stop - begin]
+        numbers = range(number, (stop - 1) // self._per_block + 1)
+        return np.concatenate([self._open(each) for each in numbers])[start - begin : stop - begin]
 
-    def _block(self, number: int) -> NDArray[Any]:
+    def release_pages(self) -> None:
+        """Release the resident pages of all mapped blocks."""
+        for block in self._maps.values():
+            base: Any = block.base
+            while isinstance(base, np.ndarray):
+                base = base.base
+            if isinstance(base, _Map):
+                base.release()
+
+    def _open(self, number: int) -> NDArray[Any]:
         found = self._maps.get(number)
         if found is None:
             found = self._mapped(number)
             if found is None:
                 found = self._downloaded(number)
+            if len(self._maps) >= OPEN_BLOCKS:
+                del self._maps[next(iter(self._maps))]
             self._maps[number] = found
-            if len(self._maps) > OPEN_BLOCKS:
-                self._maps.popitem(last=False)
         return found
 
     def _bytes(self, number: int) -> range:
@@ -114,12 +159,15 @@ class RemoteTokens:
     def _mapped(self, number: int) -> NDArray[Any] | None:
         path = self._folder / str(number)
         try:
-            with open(path, "rb") as file:
-                raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            os.utime(path)  # when the cache is full, the blocks that were not used for the longest time are deleted
-        except (OSError, ValueError):  # the block is not there, or another process is deleting it
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != len(self._bytes(number)):
+                    return None
+                raw = _Map(file.fileno(), size)
+                os.utime(file.fileno())  # when the cache is full, the blocks unused for the longest time are deleted
+        except OSError:  # the block is not there
             return None
-        return np.frombuffer(raw, self.dtype) if len(raw) == len(self._bytes(number)) else None
+        return np.asarray(raw).view(self.dtype)
 
     def _downloaded(self, number: int) -> NDArray[Any]:
         with _locked(self._folder / f"{number % LOCKS}.lock"):
