@@ -81,9 +81,11 @@ class RemotePath(PosixPath):
         return int(info["size"] or 0), next((f"{name} {info[name]}" for name in STAMPS if info.get(name)), "")
 
     def stat(self, **_: Any) -> Any:
+        """Return an object whose `st_size` is the size in bytes. Raises FileNotFoundError."""
         return SimpleNamespace(st_size=self.stamp()[0])
 
     def exists(self, **_: Any) -> bool:
+        """Return whether there is an object, or a folder of objects, of this name."""
         try:
             self.info()
         except FileNotFoundError:
@@ -91,12 +93,14 @@ class RemotePath(PosixPath):
         return True
 
     def is_file(self, **_: Any) -> bool:
+        """Return whether there is an object of this name."""
         try:
             return bool(self.info()["type"] == "file")
         except FileNotFoundError:
             return False
 
     def is_dir(self, **_: Any) -> bool:
+        """Return whether there are objects in a folder of this name."""
         try:
             return bool(self.info()["type"] == "directory")
         except FileNotFoundError:
@@ -113,9 +117,11 @@ class RemotePath(PosixPath):
                 yield self / name
 
     def resolve(self, strict: bool = False) -> "RemotePath":
+        """Return this path: URLs are absolute, and object storage has no links."""
         return self
 
     def absolute(self) -> "RemotePath":
+        """Return this path: URLs are absolute."""
         return self
 
     def mkdir(self, *_: Any, **__: Any) -> None:
@@ -129,10 +135,12 @@ class RemotePath(PosixPath):
         return data
 
     def read_bytes(self) -> bytes:
+        """Return the content of the object."""
         data: bytes = self.request("read", lambda fs, url: fs.cat_file(url))
         return data
 
     def read_text(self, encoding: str | None = None, errors: str | None = None, newline: str | None = None) -> str:
+        """Return the content of the object as text."""
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def open(self, *_: Any, **__: Any) -> Any:
@@ -148,10 +156,12 @@ class RemotePath(PosixPath):
         self.request("write", lambda fs, url: fs.put_file(str(local), url))
 
     def write_bytes(self, data: Any) -> int:
+        """Write an object. It appears when all of it is there."""
         self.request("write", lambda fs, url: fs.pipe_file(url, bytes(data)))
         return len(data)
 
     def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object. Raises FileNotFoundError if there is none, unless `missing_ok` is set."""
         try:
             self.request("delete", lambda fs, url: fs.rm_file(url))
         except FileNotFoundError:
@@ -169,13 +179,16 @@ class _Reading(io.RawIOBase):
         return self
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position of the next read; return it."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes into `buffer`; return their number, 0 at the end of the object."""
         data = self._path.read_range(self._at, min(self._at + len(buffer), self._size))
         buffer[: len(data)] = data
         self._at += len(data)
