@@ -16,7 +16,7 @@ from typing import Any
 from ..atomic import whole_file
 from ..config import Config
 from ..data.indexed_dataset import LOSS
-from ..storage import RemotePath, place
+from ..storage import RemotePath, is_url, place
 from ..tokenizer.beside import (
     GENERATION,
     MORE_TEMPLATES,
@@ -108,7 +108,7 @@ def relocated(config: Config, run_dir: Path) -> Config:
     was = config.log.run_dir
 
     def moved(path: str) -> str:
-        if was is None:
+        if was is None or is_url(path):
             return path
         inside = os.path.relpath(path, was)
         return path if inside.startswith("..") else str(run_dir / inside)

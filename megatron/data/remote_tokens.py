@@ -175,10 +175,21 @@ class RemoteTokens:
             if found is not None:
                 return found
             here = self._bytes(number)
-            data = self.path.read_range(here.start, here.stop)
+            try:
+                data = self.path.read_range(here.start, here.stop)
+            except StorageError:
+                if self._has_changed():  # the object may have become shorter
+                    _refuse_change(self.path, self.stamp)
+                raise
             _refuse_change(self.path, self.stamp)
             self._keep(number, data)
         return np.frombuffer(data, self.dtype)
+
+    def _has_changed(self) -> bool:
+        try:
+            return self.path.stamp() != self.stamp
+        except OSError:  # the server is down, or the object is gone
+            return False
 
     def _keep(self, number: int, data: bytes) -> None:
         """Write a block into the cache. On a full disk, training continues without it."""

@@ -84,18 +84,53 @@ def test_a_run_in_a_bucket_is_the_local_run_and_resumes_in_another_layout(
         losses_of(tmp_path / "node0/run") == losses_of(tmp_path / "local") and len(losses_of(tmp_path / "local")) == 4
     )
     assert [name for name in names(url) if name.startswith("iter")] == ["iter_0000002", "iter_0000004"]
+    changes = [words.split()[:2] for words in server.faults.requests if "/run/" in words]
+    written = [name.removeprefix("/bucket/run/") for verb, name in changes if verb == "PUT"]
+    # All tensors are there before checkpoint.json.
+    assert written[-3:] == ["iter_0000004/BLAKE3SUMS", "iter_0000004/checkpoint.json", "latest"]
     found = whole_tensors(fetched(place(url) / "iter_0000004", tmp_path))
     expected = whole_tensors(tmp_path / "local/checkpoints/iter_0000004")
     assert found.keys() == expected.keys()
     assert all((found[name] == expected[name]).all() for name in expected)
     assert [*tmp_path.glob("node*/run/upload/**/*.safetensors")] == []
 
+    server.faults.requests.clear()
     other = f"{FLAGS} 6 --model-parallel-size 2 --override-lr-schedule"
     on_ranks(2, _train_both, env, tmp_path, other, url, data, vocab_file)
     assert (
         losses_of(tmp_path / "node0/run") == losses_of(tmp_path / "local") and len(losses_of(tmp_path / "local")) == 6
     )
     assert [name for name in names(url) if name.startswith("iter")] == ["iter_0000004", "iter_0000006"]
+    deleted = [
+        words.split()[1] for words in server.faults.requests if words.startswith("DELETE /bucket/run/iter_0000002")
+    ]
+    assert deleted[0] == "/bucket/run/iter_0000002/checkpoint.json" and len(deleted) == 4
+
+
+def _in_memory(folder: str, data: str, vocab_file: str) -> str:
+    words, url = io.StringIO(), "memory://bucket/run"
+    for end in (".bin", ".idx"):
+        RemotePath(f"memory://bucket/tiny{end}").upload(Path(data + end))
+    os.environ["MEGATRON_CACHE_DIR"] = f"{folder}/cache"
+    with contextlib.redirect_stdout(words):
+        for name, flags in (
+            ("whole", f"{FLAGS} 6 --save {url}-whole"),
+            ("run", f"{FLAGS} 4 --save {url}"),
+            ("run", f"{FLAGS} 6 --save {url} --override-lr-schedule"),
+            ("tuned", f"{FLAGS} 2 --load {url} --finetune"),
+        ):
+            with make(Start("gpt2", Path(folder, name), flags), "memory://bucket/tiny", vocab_file) as run:
+                train(run)
+    return words.getvalue()
+
+
+def test_one_process_can_use_memory_and_load_from_a_url(tiny_data: str, vocab_file: str, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    words = on_ranks(1, _in_memory, str(tmp_path), tiny_data, vocab_file)[0]
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole") and len(losses_of(tmp_path / "run")) == 6
+    assert "resumed at iteration 4" in words
+    assert "this run starts with the weights of memory://bucket/run/iter_0000006" in words
+    assert losses_of(tmp_path / "tuned")[0] < losses_of(tmp_path / "whole")[0] - 0.01
 
 
 def _killed(env: dict[str, str], start: Start, when: str, data: str, vocab_file: str) -> None:
@@ -130,6 +165,7 @@ def test_a_killed_upload_leaves_the_older_checkpoint(
     newest = latest_checkpoint(place(url))
     assert newest is not None and newest.name == "iter_0000002"
     CheckpointReader(newest).verify()
+    (place(url) / "iter_0000099/pipe00-model00-data00.safetensors").write_bytes(b"left by another killed run")
     if when == "index":
         return
     on_ranks(2, _train, env, [start], remote_data, vocab_file)

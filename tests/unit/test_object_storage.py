@@ -128,6 +128,10 @@ def test_a_changed_object_is_refused(bucket: str, tmp_path: Path) -> None:
         indexed.tokens[-10:]
     with pytest.raises(StorageError, match=f"{remote}.bin has changed"):  # a data worker that starts later
         pickle.loads(pickled)
+    place(f"{remote}.bin").write_bytes(b"short")
+    with pytest.raises(StorageError, match=f"{remote}.bin has changed"):
+        indexed.tokens[-10:]
+    upload(str(tmp_path / "other/text"), bucket)
     indexed.tokens.release_pages()  # type: ignore[attr-defined]
     np.testing.assert_array_equal(indexed.tokens[:10], before)
     after = IndexedDataset(remote).tokens[:]  # a new run reads only the new object
