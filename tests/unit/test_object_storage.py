@@ -18,7 +18,7 @@ from megatron.data.corpora import made_with
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sampler import ConsecutiveSampler, build_loader
-from megatron.storage import StorageError, place
+from megatron.storage import RemotePath, StorageError, place
 from tests.object_server import FaultyServer, s3_server
 
 BLOCK = 4096
@@ -190,3 +190,26 @@ def test_a_url_is_no_local_path() -> None:
     with pytest.raises(TypeError, match="s3://bucket/folder/name.bin"):
         os.fspath(path)
     assert type(place("data/x")) is type(Path("data/x"))
+
+
+@pytest.mark.parametrize(
+    ("error", "failures", "calls"),
+    [(OSError("503"), 3, 4), (OSError("503"), 4, 4), (PermissionError("no"), 1, 1), (FileNotFoundError("x"), 1, 1)],
+)
+def test_requests_are_repeated_unless_that_is_of_no_use(error: OSError, failures: int, calls: int) -> None:
+    pytest.importorskip("fsspec")
+    made = []
+
+    def call(fs: Any, url: str) -> str:
+        made.append(url)
+        if len(made) <= failures:
+            raise error
+        return "done"
+
+    path = RemotePath("memory://bucket/x")
+    if failures < calls:
+        assert path.request("read", call) == "done"
+    else:
+        with pytest.raises(OSError, match="memory://bucket/x"):
+            path.request("read", call)
+    assert made == ["memory://bucket/x"] * calls
