@@ -115,5 +115,8 @@ def _beside(prefix: str) -> str:
     For example, the clause for `data/zh` suggests `data/zh_text_document`.
     """
     path = place(prefix)
-    found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
+    try:
+        found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
+    except StorageError:  # the credentials may allow reading, but not listing
+        found = []
     return f"; did you mean {found[0].with_suffix('')}?" if len(found) == 1 else ""

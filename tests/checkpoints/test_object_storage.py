@@ -17,6 +17,7 @@ from megatron.checkpointing import CheckpointError, CheckpointReader, latest_che
 from megatron.checkpointing.files import open_tensors
 from megatron.checkpointing.remote import TENSORS
 from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.storage import RemotePath, place
 from megatron.tasks import TASKS
 from megatron.training import inputs, train
@@ -248,6 +249,18 @@ def _wrong(env: dict[str, str], flags: list[str], vocab_file: str) -> None:
     storage.FIRST_WAIT = 0.01
     task = TASKS["gpt2"]()
     inputs.refuse_missing(task, parse([*flags, "--vocab-file", vocab_file], task.defaults))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--save s3://bucket/run", "--save s3://bucket/run needs --run-dir"),
+        ("--run-dir s3://bucket/run", "--run-dir s3://bucket/run must be a folder on this machine"),
+    ],
+)
+def test_the_run_directory_is_local(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(flags.split(), TASKS["gpt2"]().defaults)
 
 
 def test_a_damaged_index_and_a_shortened_file_are_refused(server: FaultyServer, tmp_path: Path) -> None:
