@@ -1,5 +1,6 @@
 """Corpora in object storage give the samples of a local corpus, through a bounded cache, and refuse changed objects."""
 
+import contextlib
 import os
 import pickle
 import sys
@@ -13,11 +14,13 @@ import pytest
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron import storage
 from megatron.checkpointing.relocation import corpus_fingerprint
-from megatron.data import remote_tokens
+from megatron.data import cpm_triples, remote_tokens, sft_dataset, t5_dataset
 from megatron.data.corpora import made_with
+from megatron.data.cpm_masking import PARTS, mask_document
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.sampler import ConsecutiveSampler, build_loader
+from megatron.data.t5_dataset import Objective, Specials
 from megatron.storage import RemotePath, StorageError, place
 from tests.object_server import FaultyServer, s3_server
 
@@ -213,3 +216,38 @@ def test_requests_are_repeated_unless_that_is_of_no_use(error: OSError, failures
         with pytest.raises(OSError, match="memory://bucket/x"):
             path.request("read", call)
     assert made == ["memory://bucket/x"] * calls
+
+
+def _built(kind: str, prefix: str) -> Any:
+    if kind == "sft":
+        return sft_dataset.build_train_valid_test_datasets(prefix, "1", 128, 3, 1, 1000)
+    specials = Specials(3, 1000, tuple(range(1001, 1101)))
+    if kind == "t5":
+        return t5_dataset.build_train_valid_test_datasets(prefix, "1", Objective(), 128, None, specials, 1, 1000)
+    return cpm_triples.build_train_valid_test_datasets(prefix, "1", 100, 60, specials, 1, 1000)
+
+
+@pytest.mark.parametrize("kind", ["sft", "t5", "triple"])
+def test_every_kind_of_corpus_can_be_remote(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    local = local_corpus(tmp_path)
+    source, rng = IndexedDataset(local), np.random.default_rng(1)
+    endings = {"sft": [LOSS], "t5": [], "triple": [f"_{part}" for part in PARTS]}[kind]
+    with contextlib.ExitStack() as stack:
+        dtype = np.uint8 if kind == "sft" else np.int32
+        builders = [stack.enter_context(IndexedDatasetBuilder(local + ending, dtype)) for ending in endings]
+        for n in range(len(source)):
+            document = source[n]
+            masked = mask_document(document, 1000, 0.15, 3.0, (1, n)) if kind == "triple" else ()
+            made = [rng.integers(0, 2, len(document))] if kind == "sft" else masked
+            for builder, part in zip(builders, made, strict=True):
+                builder.add_document(part)
+    for ending in endings if kind == "triple" else ["", *endings]:
+        for end in (".bin", ".idx"):
+            RemotePath(f"memory://bucket/{kind}{ending}{end}").upload(Path(local + ending + end))
+    assert cpm_triples.is_triple(f"memory://bucket/{kind}") == (kind == "triple")
+    (there, _, _), _ = _built(kind, f"memory://bucket/{kind}")
+    (here, _, _), _ = _built(kind, local)
+    for n in range(80):
+        found, expected = there[n], here[n]
+        assert found.keys() == expected.keys() and all((found[name] == expected[name]).all() for name in found)
