@@ -1,7 +1,7 @@
 """Speed of the data pipeline compared with other libraries: text to tokens, start-up, reading samples.
 
     python benchmarks/data.py --corpus zh_docs.jsonl --rounds 5
-    python benchmarks/data.py --sections preprocess startup read
+    python benchmarks/data.py --sections preprocess startup read remote
 
 Without --corpus a synthetic Chinese-like text is generated. Contenders take turns within every round. A contender's
 rate is its output divided by the CPU-seconds of all its processes. The tables show the median, lowest and highest rate
@@ -367,6 +367,38 @@ def read(args: argparse.Namespace, folder: Path) -> None:
     print_ratios(list(zip(names[::2], names[1::2], strict=True)), rates)
 
 
+def remote(args: argparse.Namespace, folder: Path) -> None:
+    """Compare samples of a corpus in object storage, when all blocks are in the cache, with those of a local file."""
+    import torch
+
+    from megatron.data.gpt2_dataset import build_train_valid_test_datasets
+    from megatron.storage import place
+
+    torch.set_num_threads(1)
+    os.environ["MEGATRON_CACHE_DIR"] = str(folder / "cache")
+    rng, rates = np.random.default_rng(3), Rates()
+    for megabytes in (80, 400):  # 20 blocks are mapped all the time, 100 blocks are not
+        prefix = str(folder / f"corpus{megabytes}")
+        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+            for _ in range(megabytes * 500 // 1100):
+                sizes = rng.integers(550, 1650, 1000)
+                builder.add_batch(rng.integers(2, 8000, int(sizes.sum())), sizes, np.ones(1000, np.int64))
+        url = f"memory://bucket/corpus{megabytes}"
+        for end in (".bin", ".idx"):
+            place(url + end).upload(Path(prefix + end))  # type: ignore[attr-defined]
+        contenders = {}
+        for name, each in (("object storage, warm cache", url), ("local file", prefix)):
+            (ours, _, _), _ = build_train_valid_test_datasets(each, "1", SEQ, 1, 8000)
+            contenders[f"{name}, {megabytes} MB"] = _Ours(ours)
+        contenders[f"object storage, warm cache, {megabytes} MB"].seconds(20000)
+        run_rounds(args, contenders, 20000, rates)
+    print("\n| GPT-2 samples in random order | samples per CPU-s |\n| --- | --- |")
+    for name, found in rates.items():
+        print(f"| {name} | {spread(found, ',.0f')} |")
+    names = list(rates)
+    print_ratios(list(zip(names[::2], names[1::2], strict=True)), rates)
+
+
 def run_rounds(args: argparse.Namespace, contenders: dict[str, Any], count: int, rates: Rates) -> None:
     for each in contenders.values():
         each.seconds(count // 4)
@@ -377,7 +409,7 @@ def run_rounds(args: argparse.Namespace, contenders: dict[str, Any], count: int,
         getattr(each, "close", lambda: None)()
 
 
-SECTIONS = {"preprocess": preprocess, "startup": startup, "read": read}
+SECTIONS = {"preprocess": preprocess, "startup": startup, "read": read, "remote": remote}
 
 
 def main() -> None:

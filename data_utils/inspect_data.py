@@ -18,6 +18,7 @@ from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
+from megatron.storage import place
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
 
@@ -53,7 +54,7 @@ def sidecar(prefix: str) -> dict[str, Any]:
     # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
     # the ending, such as _target, that distinguishes the prefixes of the pairs.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
-    path = next((path for path in (Path(f"{prefix}.json"), Path(f"{whole}.json")) if path.is_file()), None)
+    path = next((path for path in (place(f"{prefix}.json"), place(f"{whole}.json")) if path.is_file()), None)
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
     return content
 
@@ -78,7 +79,7 @@ def info(args: argparse.Namespace) -> None:
         "sequences": f"{len(indexed):,}",
         "tokens": f"{indexed.num_tokens:,}",
         "dtype": indexed.dtype,
-        "bytes": f"{os.path.getsize(args.prefix + '.bin'):,}",
+        "bytes": f"{place(args.prefix + '.bin').stat().st_size:,}",
     }
     if len(sizes):
         shares = np.percentile(sizes, [0, 50, 90, 100]).astype(int)

@@ -296,7 +296,7 @@ def ignore_ended_ranks() -> None:
         with contextlib.suppress(ProcessLookupError):
             original(handler, *args, **kwargs)
 
-    SubprocessHandler.close = close  # type: ignore[method-assign]
+    SubprocessHandler.close = close  # type: ignore[method-assign, assignment]
 
 
 def never_restart_after(code: int) -> None:

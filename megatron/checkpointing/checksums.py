@@ -27,7 +27,7 @@ class Checksum:
     def of(self, path: Path) -> str:
         """Return the checksum of a file in hexadecimal."""
         digest = self.new(True)
-        with open(path, "rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:
             block = memoryview(bytearray(min(BLOCK, max(path.stat().st_size, 1))))
             while count := file.readinto(block):
                 digest.update(block[:count])

@@ -11,7 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..atomic import remove, write_text
+from ..storage import RemotePath, place
 from .checksums import BLAKE3, SHA256, Checksum, checksum_of
+from .remote import RemoteTensors, delete, delete_incomplete
 
 INDEX = "checkpoint.json"
 FORMAT = 3
@@ -58,10 +60,55 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
     shutil.rmtree(old, ignore_errors=True)
 
 
+def publish_remote(final: RemotePath, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
+    """Turn the uploaded tensor files in `final` into a checkpoint, and make `latest` name it.
+
+    The checkpoint counts as one as soon as checkpoint.json, which is written last, is there.
+    """
+    data = index.encode()
+    digest = checksum.new(False)
+    digest.update(data)
+    every = {INDEX: digest.hexdigest(), **sums}
+    (final / checksum.file).write_bytes("".join(f"{every[name]}  {name}\n" for name in sorted(every)).encode())
+    (final / INDEX).write_bytes(data)
+    point_latest_to(final)
+
+
+def make_room(final: RemotePath) -> None:
+    """Delete what is at `final`, such as an earlier save of the same iteration.
+
+    If `latest` names this checkpoint, it first gets the name of the newest of the other complete ones.
+    """
+    folder = final.parent
+    if latest_name(folder) == final.name:
+        others = [path for path in folder.glob("iter_*") if path != final and _is_checkpoint(path)]
+        if others:
+            point_latest_to(others[-1])
+        else:
+            (folder / "latest").unlink()
+    delete(final, INDEX)
+
+
+def discard(checkpoint: Path) -> None:
+    """Delete a half-written checkpoint as far as possible; errors are ignored.
+
+    In object storage, it has its final name. So it is kept if it is complete, as after an error in make_room.
+    """
+    if isinstance(checkpoint, RemotePath):
+        with contextlib.suppress(OSError):
+            if not (checkpoint / INDEX).is_file():
+                delete(checkpoint, INDEX)
+    else:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
 def point_latest_to(checkpoint: Path) -> None:
     """Write the name of a complete checkpoint into the file `latest` next to it."""
     folder = checkpoint.parent
     content = f"{checkpoint.name}\n{SHA256.of(_sums_file(checkpoint))}\n"
+    if isinstance(folder, RemotePath):
+        (folder / "latest").write_bytes(content.encode())
+        return
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
     sync(folder)
 
@@ -70,12 +117,19 @@ def _sums_file(checkpoint: Path) -> Path:
     return checkpoint / checksum_of(checkpoint).file
 
 
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint; in object storage, the index shows that the upload has finished."""
+    return path.name[5:].isdigit() and _sums_file(path).is_file() and (path / INDEX).is_file()
+
+
 def _aside(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name + ".old.tmp")
 
 
 def recover(folder: Path) -> None:
     """Give the checkpoint that `latest` names its name again, if a crash left it under a name ending in .old.tmp."""
+    if isinstance(folder, RemotePath):  # there, nothing is renamed
+        return
     name = latest_name(folder) if folder.is_dir() else None
     if name is not None and not (folder / name).exists() and _aside(folder / name).is_dir():
         _aside(folder / name).rename(folder / name)
@@ -83,6 +137,9 @@ def recover(folder: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Delete the half-written checkpoints that a crash has left."""
+    if isinstance(folder, RemotePath):
+        delete_incomplete(folder, INDEX)
+        return
     for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
             remove(left)
@@ -105,9 +162,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """
     pointer = folder / "latest"
     if not pointer.exists():
-        whole = sorted(
-            path.name for path in folder.glob("iter_*") if path.name[5:].isdigit() and _sums_file(path).is_file()
-        )
+        whole = sorted(path.name for path in folder.glob("iter_*") if _is_checkpoint(path))
         if whole:
             raise CheckpointError(
                 f"the file {pointer} is missing; to resume from {whole[-1]}, create {pointer} with the text {whole[-1]}"
@@ -132,7 +187,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def find_checkpoint(load: str) -> Path:
     """Return the checkpoint at `load`, or the newest checkpoint if `load` is a run directory or a checkpoint folder."""
-    for folder in (Path(load) / "checkpoints", Path(load)):
+    for folder in (place(load) / "checkpoints", place(load)):
         if _sums_file(folder).is_file() or (folder / INDEX).is_file():
             return folder
         path = latest_checkpoint(folder)
@@ -163,15 +218,15 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
 def _begins_with(path: Path, head: bytes) -> bool:
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
-        return file.read(len(head)) == head
+    with path.open("rb") as file:
+        return bool(file.read(len(head)) == head)
 
 
 def open_tensors(path: Path) -> Any:
     """Open a safetensors file for reading tensors by name. Raises CheckpointError."""
     try:
-        return safe_open(str(path), framework="pt")
-    except (OSError, SafetensorError) as error:
+        return RemoteTensors(path) if isinstance(path, RemotePath) else safe_open(str(path), framework="pt")
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         if _begins_with(path, b"version https://git-lfs"):
             raise CheckpointError(
                 f"{path} is a Git LFS pointer instead of the file's content: run git lfs pull in its folder"

@@ -13,11 +13,13 @@ from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, RENAMED, with_values
 from megatron.config.fields import ConfigError, describe
 from megatron.model.layers import global_buffers, global_parameters
+from megatron.storage import RemotePath
 
 from . import schema
 from .bounds import refuse_absurd_sizes
 from .checksums import checksum_of
 from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
+from .remote import TENSORS
 from .stream import CODES, FLOATS, stored
 
 
@@ -47,11 +49,16 @@ class CheckpointReader:
         """Check the checksums of this rank's share of the files: every `ranks`-th file, beginning with number `rank`.
 
         Together, the ranks check all files. Raises CheckpointError, which names the file.
+        In object storage, of files with tensors only the header and the size are checked, so that no rank reads
+        tensors that it does not need.
         """
         used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
         for name in sorted(used - self.sums.keys()):
             raise CheckpointError(f"{self.path / self._checksum.file} does not list {name}: it is damaged")
         for name in sorted(self.sums)[rank::ranks]:
+            if isinstance(self.path, RemotePath) and name.endswith(TENSORS):
+                open_tensors(self.path / name)
+                continue
             check_file(self.path / name, self._checksum, self.sums[name])
 
     def read(self, key: str, dim: int, begin: int, end: int) -> Tensor:

@@ -18,6 +18,7 @@ from ..config import Config
 from ..config.data_stages import with_prefixes
 from ..data.corpora import NAMED
 from ..data.indexed_dataset import LOSS
+from ..storage import RemotePath, is_url, place
 from ..tokenizer.beside import (
     GENERATION,
     MORE_TEMPLATES,
@@ -95,6 +96,8 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
 
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     """Return `config` with --vocab-file set to the tokenizer that was copied beside `checkpoint`, if there is one."""
+    if isinstance(checkpoint, RemotePath):  # tokenizers are read from local files only
+        return config
     given, checkpoint = config.data.vocab_file, checkpoint.absolute()
     homes = (checkpoint.parent, checkpoint.parent.parent)
     found = next((path for home in homes if (path := kept_tokenizer(home, given))), given)
@@ -107,7 +110,7 @@ def relocated(config: Config, run_dir: Path) -> Config:
     was = config.log.run_dir
 
     def moved(path: str) -> str:
-        if was is None:
+        if was is None or is_url(path):
             return path
         inside = os.path.relpath(path, was)
         return path if inside.startswith("..") else str(run_dir / inside)
@@ -136,9 +139,9 @@ def corpus_fingerprint(prefix: str) -> str:
     The hash covers the size, start and end of each .bin and .idx file of the corpus and of its loss mask, if any.
     """
     digest = hashlib.sha256()
-    for path in (Path(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):
+    for path in (place(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):
         if path.is_file():
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 size = path.stat().st_size
                 digest.update(f"{path.suffix} {size} ".encode() + file.read(ENDS))
                 file.seek(max(size - ENDS, 0))

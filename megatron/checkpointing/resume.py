@@ -14,6 +14,7 @@ from megatron.data.splits import parse_split, split_documents
 from megatron.optim import settled
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
+from megatron.storage import place
 
 from .data_plan import difference, stages_of
 from .files import CheckpointError, find_checkpoint, latest_checkpoint, recover
@@ -40,13 +41,13 @@ def find_start(config: Config, save_dir: str) -> Start:
     load = config.checkpoint.load
     with all_ranks():
         if is_rank_0():
-            recover(Path(save_dir))
+            recover(place(save_dir))
     with all_ranks():
-        path = latest_checkpoint(Path(save_dir))
+        path = latest_checkpoint(place(save_dir))
     wanted = Wanted.by(config, beside_load=path is not None and bool(load))
     if path is not None and load:
         print_rank_0(f"--load {load} is ignored: this run resumes from its own checkpoint {path}")
-    elif load and Path(load).resolve() in {Path(each).resolve() for each in (save_dir, config.log.run_dir) if each}:
+    elif load and place(load).resolve() in {place(each).resolve() for each in (save_dir, config.log.run_dir) if each}:
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
     elif load:
         with all_ranks():

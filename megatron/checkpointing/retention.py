@@ -4,8 +4,10 @@ import shutil
 from pathlib import Path
 
 from megatron.config.fields import describe
+from megatron.storage import RemotePath, StorageError
 
-from .files import latest_name
+from .files import INDEX, latest_name
+from .remote import delete
 from .whole import is_complete
 
 
@@ -21,6 +23,13 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[s
     """
     if keep_last is None:
         return []
+    try:
+        return _prune(folder, keep_last, keep_every)
+    except StorageError as error:
+        return [f"old checkpoints in {folder} could not be deleted ({error}); the next save tries again"]
+
+
+def _prune(folder: Path, keep_last: int, keep_every: int | None) -> list[str]:
     latest = latest_name(folder)
     names = sorted(
         (path.name for path in folder.glob("iter_*") if path.name[5:].isdigit()), key=lambda name: int(name[5:])
@@ -35,6 +44,9 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[s
         dropped = [name for name in dropped if name != whole]
     notes = []
     for name in dropped:
+        if isinstance(old := folder / name, RemotePath):
+            delete(old, INDEX)
+            continue
         doomed = folder / f"{name}.old.tmp"
         shutil.rmtree(doomed, ignore_errors=True)
         try:

@@ -23,12 +23,14 @@ from megatron.ranks.buffers import fingerprint_buffers
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
+from megatron.storage import RemotePath, place
 from tds import optimizer_state as zero_state
 
 from .buffers import Buffers, savable
 from .certificate import FILE as CERTIFICATE
 from .checksums import SHA256, preferred
-from .files import FORMAT, publish
+from .files import FORMAT, discard, make_room, publish, publish_remote
+from .remote import upload
 from .retention import prune
 from .share import Part, expected_shapes, merge, parts_of, steps_of, values_of, without_moments, write_share
 from .state import TrainState
@@ -89,6 +91,8 @@ class Saver:
     background: a thread copies this rank's share to the CPU and writes the copy. Training continues meanwhile; only an
     optimizer step, which changes the share, waits for the copy.
     certificate: text of a certificate to put into each checkpoint; rank 0's is used.
+    staging: folder on this machine for files on their way to object storage; needed if `folder` is a URL. There, a
+    thread uploads this rank's share after it has been written, so every save finishes in the background.
     """
 
     def __init__(
@@ -99,9 +103,11 @@ class Saver:
         fingerprint: str,
         background: bool = False,
         certificate: str | None = None,
+        staging: Path | None = None,
     ) -> None:
         self.certificate = certificate
-        self.folder, self.engine, self.config = Path(folder), engine, config
+        self.folder, self.engine, self.config = place(folder), engine, config
+        self._staging = staging if isinstance(self.folder, RemotePath) else None
         self.fingerprint, self.background = fingerprint, background
         # The checkpoint being saved: its final folder, and the part of checkpoint.json that is known so far.
         self._pending: tuple[Path, dict[str, Any]] | None = None
@@ -126,7 +132,7 @@ class Saver:
         if self.pending:
             self.finish()
         self.begin(state)
-        if wait or not self.background:
+        if wait or not (self.background or self._staging):
             self.finish()
 
     @property
@@ -152,9 +158,7 @@ class Saver:
         temporary = _temporary(final)
 
         with _guarded(temporary):
-            if is_rank_0():
-                remove(temporary)
-                temporary.mkdir(parents=True)
+            self._make_folder(temporary)
         module = self.engine.module
         known = gather_objects(
             (
@@ -173,7 +177,8 @@ class Saver:
         }
         self._pending = (final, {"state": TrainState(**asdict(state)), "optimizer": optimizer})
         mesh = mpu.get_mesh()
-        path = temporary / f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
+        name = f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}"
+        path = self._written / f"{name}.safetensors"
         parts = parts_of(self.engine, optimizer["moments"])
         self._buffers = Buffers(module, [held for _, _, held, _ in known])
         self._warn(self._buffers.warnings)
@@ -183,6 +188,7 @@ class Saver:
         values = values_of(self.engine, parts)
         if not self.background:
             self._write(path, parts, values)
+            self._start_upload()
             return
         copied = zero_state.reads_copies(self.engine)
         try:
@@ -215,6 +221,44 @@ class Saver:
             self._copied.set()
         if self._problem is None:
             self._write(path, parts, copies)
+            self._upload()
+
+    def _make_folder(self, temporary: Path) -> None:
+        """Make the folder into which this rank writes: on all ranks `temporary`, or a folder of its own for uploads."""
+        self._written = temporary
+        if isinstance(temporary, RemotePath):
+            assert self._staging is not None, "checkpoints in object storage need a folder for their files"
+            self._written = self._staging / f"rank-{dist.get_rank() if dist.is_initialized() else 0:05d}"
+            if is_rank_0():
+                make_room(temporary)
+        if is_rank_0() or self._staging:
+            remove(self._written)
+            self._written.mkdir(parents=True)
+
+    def _start_upload(self) -> None:
+        """Start the upload in a thread, without --async-save too."""
+        if self._staging is None:
+            return
+        self._thread = threading.Thread(target=self._upload, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # threads may be exhausted
+            self._thread = None
+            self._upload()
+
+    def _upload(self) -> None:
+        """Upload this rank's share to object storage, if the checkpoint goes there."""
+        if self._staging is None or self._problem is not None:
+            return
+        assert self._pending is not None
+        final = self._pending[0]
+        assert isinstance(final, RemotePath)
+        try:
+            with named_if_slow(final):
+                upload([self._written / report["file"] for report in self._reports], final)
+                remove(self._written)
+        except Exception as error:
+            self._problem = _named(error)
 
     def _wait_for_copy(self) -> None:
         self._copied.wait()
@@ -275,9 +319,16 @@ class Saver:
         sums = {each["file"]: each["sum"] for each in reports}
         with named_if_slow(final):
             if self.certificate is not None:
-                write_text(temporary / CERTIFICATE, self.certificate, synced=True)
-                sums[CERTIFICATE] = self._checksum.of(temporary / CERTIFICATE)
-            publish(final, temporary, text, self._checksum, sums)
+                path = temporary / CERTIFICATE
+                if isinstance(path, RemotePath):
+                    path.write_bytes(self.certificate.encode())
+                else:
+                    write_text(path, self.certificate, synced=True)
+                sums[CERTIFICATE] = self._checksum.of(path)
+            if isinstance(final, RemotePath):
+                publish_remote(final, text, self._checksum, sums)
+            else:
+                publish(final, temporary, text, self._checksum, sums)
 
 
 @contextlib.contextmanager
@@ -297,7 +348,7 @@ def _guarded(temporary: Path) -> Iterator[None]:
     except RunError as error:
         kind = RunError if any(gather_objects(grave)) else SaveError
         if is_rank_0():
-            shutil.rmtree(temporary, ignore_errors=True)
+            discard(temporary)
         raise kind(f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are unchanged") from None
 
 
@@ -336,7 +387,8 @@ def _named(error: Exception) -> Exception:
 
 
 def _temporary(final: Path) -> Path:
-    return final.with_name(final.name + ".tmp")
+    """Return the folder to write a checkpoint to; in object storage, where nothing can be renamed, its final one."""
+    return final if isinstance(final, RemotePath) else final.with_name(final.name + ".tmp")
 
 
 def _gather_on_rank_0(report: Any) -> list[Any]:

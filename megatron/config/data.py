@@ -52,7 +52,7 @@ class DataConfig(Section):
     data_path: tuple[str, ...] | None = opt(
         None,
         "corpus: the prefix of the .bin/.idx pair that tools/preprocess_data.py wrote, or one of the two files; "
-        "several corpora are given with weights, e.g. 0.7 a 0.3 b",
+        "several corpora are given with weights, e.g. 0.7 a 0.3 b. A prefix may be a URL of object storage such as s3://bucket/x",
     )
     data_stages: tuple[str, ...] | None = opt(
         None,

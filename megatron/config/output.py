@@ -10,9 +10,15 @@ from .fields import Section, at_least, opt, range_problem
 class CheckpointConfig(Section):
     """Settings of saving and loading checkpoints."""
 
-    save: str | None = opt(None, "folder of the checkpoints; checkpoints/ in the run directory if not given")
+    save: str | None = opt(
+        None,
+        "folder of the checkpoints, or a URL of object storage such as s3://bucket/run, which needs --run-dir; "
+        "checkpoints/ in the run directory if not given",
+    )
     load: str | None = opt(
-        None, "run directory or checkpoint folder to start from; ignored once the folder --save contains a checkpoint"
+        None,
+        "run directory or checkpoint folder to start from, or the URL of one; ignored once the folder --save contains "
+        "a checkpoint",
     )
     finetune: bool = opt(
         False, "load only the weights of --load; optimizer state, data and iterations start from scratch"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
+from ..storage import is_url
 from .batches import BatchSchedule, parse_entries
 from .data import DataConfig, objectives_of
 from .fields import ConfigError, flag, refuse
@@ -42,6 +43,7 @@ class Config:
             self._stages_without_layers(),
             self._positions(),
             self._contexts(),
+            self._object_storage(),
         )
 
     def _splits_over_ranks(self) -> Iterator[str]:
@@ -221,6 +223,16 @@ class Config:
             yield (
                 f"--seq-length {s} is not a multiple of {c * t}, over which --context-parallel-size {c} and "
                 f"--sequence-parallel with --model-parallel-size {t} shard it"
+            )
+
+    def _object_storage(self) -> Iterator[str]:
+        save, run_dir = self.checkpoint.save, self.log.run_dir
+        if run_dir is not None and is_url(run_dir):
+            yield f"--run-dir {run_dir} must be a folder on this machine; --save can name object storage"
+        elif save is not None and is_url(save) and run_dir is None:
+            yield (
+                f"--save {save} needs --run-dir, a folder on this machine for metrics, locks and files on their way to "
+                "object storage"
             )
 
     def splits_sequences(self, accelerated: bool) -> bool:

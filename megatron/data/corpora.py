@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from ..config.data_stages import Stage, Staged
 from ..json_text import describe_json
+from ..storage import place
 from .blend import BlendedDataset
 from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
@@ -242,7 +243,7 @@ def made_with(prefix: str) -> dict[str, Any] | None:
 
     Raises ValueError if the file is damaged.
     """
-    path = Path(f"{prefix}.json")
+    path = place(f"{prefix}.json")
     if not path.is_file():
         return None
     text = ""

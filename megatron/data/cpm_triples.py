@@ -7,12 +7,11 @@
 Every document ends with a masked span. The last token of this span is the only end-of-document token.
 """
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import storage
 from .corpora import Make, Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
@@ -25,7 +24,7 @@ Ids = NDArray[np.int64]
 
 def is_triple(prefix: str) -> bool:
     """Return True if `prefix` names a corpus that was masked during preprocessing (three `.bin/.idx` pairs)."""
-    return Path(f"{prefix}_context.idx").is_file()
+    return storage.place(f"{prefix}_context.idx").is_file()
 
 
 class CPMTripleDataset(T5Samples):
@@ -47,7 +46,7 @@ class CPMTripleDataset(T5Samples):
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
         sizes = Sizes(self.parts["context"], documents)
-        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=f"{prefix}_context.orders")
+        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=self.parts["context"].orders)
 
     def _of(self, name: str, document: int) -> Ids:
         begin, end = self.starts[name][document : document + 2]

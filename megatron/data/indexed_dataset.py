@@ -20,12 +20,14 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..storage import RemotePath, place
 from .order_file import release_pages
+from .remote_tokens import RemoteTokens, folder_of, local_copy
 
 MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
@@ -69,8 +71,10 @@ def _entries(path: str, at: int, count: int) -> NDArray[np.int64]:
 class IndexedDataset:
     """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
 
+    The prefix may be a URL in object storage. Then `tokens` is a `RemoteTokens`, which reads through a cache.
     sizes: number of tokens of each sequence, int32 [sequences]. document_index: index of the first sequence of each
     document, followed by the number of sequences, int64 [documents + 1]. dtype: dtype of the tokens.
+    orders: folder for the files with the order of large epochs.
     Raises DatasetError if the two files do not match. Unpickling reopens the files. A returned array stays valid as
     long as it is referenced.
     """
@@ -78,18 +82,21 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self._open(os.fspath(prefix), _checked.get())
 
-    def _open(self, prefix: str, checked: dict[str, bool] | None) -> None:
-        self.prefix = prefix
+    def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: tuple[int, str] | None = None) -> None:
+        self.prefix, self.orders = prefix, f"{prefix}.orders"
+        self._stamp: tuple[int, str] | None = None
         index_path, data_path = self.prefix + ".idx", self.prefix + ".bin"
         for path in (index_path, data_path):
-            if not os.path.isfile(path):
+            if not place(path).is_file():
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
-        size = os.path.getsize(index_path)
+        index, data = place(index_path), place(data_path)
+        self._index = os.fspath(local_copy(index) if isinstance(index, RemotePath) else index)
+        size = os.path.getsize(self._index)
         if size < HEADER.size:
             raise DatasetError(
                 f"{index_path} is truncated: it has {size} bytes, fewer than its header of {HEADER.size}"
             )
-        raw = np.memmap(index_path, mode="r", dtype=np.uint8)
+        raw = np.memmap(self._index, mode="r", dtype=np.uint8)
         magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC or version != VERSION or code not in DTYPES:
             raise DatasetError(f"{index_path} is not an integer index in Megatron's MMIDIDX format, version 1")
@@ -107,9 +114,15 @@ class IndexedDataset:
             self._check_against(data_path)
         if checked is not None:
             checked[prefix] = self._one_each
+        self.tokens: NDArray[Any]
+        if isinstance(data, RemotePath):
+            remote = RemoteTokens(data, self.dtype, stamp)
+            self.tokens, self._stamp = cast(NDArray[Any], remote), remote.stamp
+            self.orders = os.fspath(folder_of(data, remote.stamp) / "orders")
+            return
         # numpy closes the memory map when no array refers to it, so this class needs no close().
         empty = os.path.getsize(data_path) == 0
-        self.tokens: NDArray[Any] = (
+        self.tokens = (
             np.empty(0, self.dtype)
             if empty
             else np.memmap(data_path, mode="r", dtype=self.dtype).view(np.ndarray)  # slicing an np.memmap is slow
@@ -117,7 +130,7 @@ class IndexedDataset:
 
     def _check_against(self, data_path: str) -> None:
         needed = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
-        found = os.path.getsize(data_path)
+        found = place(data_path).stat().st_size
         if found != needed:
             raise DatasetError(f"{data_path} has {found} bytes, but {self.prefix}.idx requires {needed}")
         documents = self.document_index
@@ -135,10 +148,11 @@ class IndexedDataset:
         """
         count, ends_at = len(self.sizes), len(self.document_index)
         path, begin, self._one_each = self.prefix + ".idx", 0, True
+        local = self._index
         for at in range(0, max(count, ends_at), AT_ONCE):
             sizes = self.sizes[at : at + AT_ONCE]
-            pointers = _entries(path, HEADER.size + 4 * count + 8 * at, min(AT_ONCE, count - at))
-            documents = _entries(path, HEADER.size + 12 * count + 8 * at, min(AT_ONCE + 1, ends_at - at))
+            pointers = _entries(local, HEADER.size + 4 * count + 8 * at, min(AT_ONCE, count - at))
+            documents = _entries(local, HEADER.size + 12 * count + 8 * at, min(AT_ONCE + 1, ends_at - at))
             ends = begin + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
             starts = np.concatenate([[begin], ends])[: len(sizes)]
             if (sizes < 0).any() or (pointers != starts).any():
@@ -150,12 +164,12 @@ class IndexedDataset:
             begin = int(ends[-1]) if len(ends) else begin
         release_pages(self.sizes)
 
-    def __getstate__(self) -> tuple[str, bool]:
-        return self.prefix, self._one_each
+    def __getstate__(self) -> tuple[str, bool, tuple[int, str] | None]:
+        return self.prefix, self._one_each, self._stamp
 
-    def __setstate__(self, state: tuple[str, bool]) -> None:
-        prefix, one_each = state
-        self._open(prefix, {prefix: one_each})
+    def __setstate__(self, state: tuple[str, bool, tuple[int, str] | None]) -> None:
+        prefix, one_each, stamp = state
+        self._open(prefix, {prefix: one_each}, stamp)
 
     def __len__(self) -> int:
         return len(self.sizes)

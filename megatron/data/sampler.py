@@ -1,11 +1,17 @@
 """Assignment of samples to ranks and iterations, computed from the number of consumed samples."""
 
-from collections.abc import Callable, Iterator
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from .workers import block_signals, end_all_at_exit, end_with_parent
+
+THREADS, AHEAD = 4, 8  # threads that read a remote corpus, and micro-batches that they read ahead
 
 
 class ConsecutiveSampler(Sampler[list[int]]):
@@ -69,8 +75,40 @@ class _Loader(DataLoader[Any]):
             return super().__iter__()
 
 
-def build_loader(dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers: int = 0) -> DataLoader[Any]:
-    """Return a loader that yields micro-batches in the order of `sampler`, for any number of workers."""
+def _read_ahead(dataset: Dataset[Any], sampler: ConsecutiveSampler) -> Iterator[Any]:
+    """Yield micro-batches in the order of `sampler`; threads read the next ones meanwhile.
+
+    Each thread has a copy of the data set, because data sets may not be used by several threads.
+    """
+    here, pickled = threading.local(), pickle.dumps(_Endless(dataset))
+
+    def unpickle() -> None:
+        here.dataset = pickle.loads(pickled)
+
+    def make(numbers: list[int]) -> Any:
+        return default_collate([here.dataset[n] for n in numbers])
+
+    pool = ThreadPoolExecutor(THREADS, "read-ahead", unpickle)
+    waiting = deque[Future[Any]]()
+    try:
+        for numbers in sampler:
+            waiting.append(pool.submit(make, numbers))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def build_loader(
+    dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers: int = 0, read_ahead: bool = False
+) -> Iterable[Any]:
+    """Return a loader that yields micro-batches in the order of `sampler`, for any number of workers.
+
+    read_ahead: without workers, let threads read the next micro-batches. For corpora in object storage, whose blocks
+    take long to arrive. Workers read ahead anyway.
+    """
+    if read_ahead and not num_workers:
+        return _read_ahead(dataset, sampler)
     if num_workers:
         end_all_at_exit()
     return _Loader(

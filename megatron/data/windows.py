@@ -34,7 +34,7 @@ class Windows:
         self._read, self._large = 0, len(documents) > SMALL
         self._vocab_size, self._signed = vocab_size or 0, limits.min < 0
         sizes = Sizes(indexed, documents)
-        self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=f"{indexed.prefix}.orders")
+        self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders)
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
         """Return (tokens of window n, number of tokens of each document in the window)."""

@@ -17,6 +17,7 @@ from ..data.sampler import ConsecutiveSampler, build_loader
 from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes
+from ..storage import is_url
 from ..tokenizer import Tokenizer
 from ..tokenizer.base import other_end
 from .engine import Batches
@@ -120,7 +121,8 @@ def read(
         return None
     t, share = config.train, mpu.get_mesh().share
     sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, skips)
-    return iter(build_loader(dataset, sampler, config.data.num_workers))
+    remote = any(map(is_url, _corpora(config)))
+    return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=remote))
 
 
 def _corpora(config: Config) -> list[str]:

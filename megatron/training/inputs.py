@@ -4,12 +4,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..atomic import process_name
 from ..checkpointing.files import latest_name
 from ..config import Config
 from ..config.fields import ConfigError, listed
 from ..data.corpora import prefixes_of
 from ..data.cpm_triples import is_triple
 from ..data.indexed_dataset import DatasetError
+from ..storage import RemotePath, StorageError, is_url, place
 from ..tokenizer.base import TokenizerError
 from ..tokenizer.load import file_of
 from .run_folder import save_dir_of
@@ -29,11 +31,12 @@ def refuse_missing(task: Task, config: Config) -> None:
     problems = [*_tokenizer(config)]
     if os.environ.get("RANK", "0") == "0":
         problems += [*_corpora(task, config)]
+        problems += [*_unwritable(config)]
     load, json = config.checkpoint.load, config.train.deepspeed_config
     # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
     own = (config.checkpoint.save, config.log.run_dir)
-    if load is not None and not Path(load).exists() and load not in own and not _has_begun(config):
-        problems.append(f"--load {load} holds no checkpoint: there is no such folder")
+    if load is not None and load not in own:
+        problems += _absent(load, config)
     # If only the file of --deepspeed-config is missing, `resolve` in config/ds_config.py reports this later.
     if json is not None and not Path(json).exists() and problems:
         problems.append(f"there is no file {json}, which --deepspeed-config names")
@@ -44,6 +47,27 @@ def refuse_missing(task: Task, config: Config) -> None:
 def reads_corpora(task: Task) -> bool:
     """Return whether a task reads .bin/.idx pairs, as the tasks of this project do; others may read anything."""
     return type(task).datasets.__module__.startswith("megatron.tasks.")
+
+
+def _absent(load: str, config: Config) -> Iterator[str]:
+    try:
+        if not place(load).exists() and not _has_begun(config):
+            yield f"--load {load} holds no checkpoint: there is no such folder"
+    except StorageError as error:
+        yield f"--load {load}: {error}"
+
+
+def _unwritable(config: Config) -> Iterator[str]:
+    """Yield a message if --save names a place in object storage where this process cannot write."""
+    save = config.checkpoint.save
+    if save is None or not is_url(save):
+        return
+    probe = RemotePath(save) / f"write-test-{process_name()}"
+    try:
+        probe.write_bytes(b"a run tests whether it can save here\n")
+        probe.unlink()
+    except OSError as error:
+        yield f"--save {save}: {error}"
 
 
 def _has_begun(config: Config) -> bool:
@@ -77,8 +101,13 @@ def _corpora(task: Task, config: Config) -> Iterator[str]:
         return
     for prefix in prefixes:
         files = [f"{prefix}.idx", f"{prefix}.bin"]
-        absent = [each for each in files if not Path(each).is_file()]
-        if absent and not is_triple(prefix):
+        try:
+            absent = [each for each in files if not place(each).is_file()]
+            masked = bool(absent) and is_triple(prefix)
+        except StorageError as error:
+            yield f"--data-path {prefix}: {error}"
+            continue
+        if absent and not masked:
             yield (
                 f"there is no {' and no '.join(absent)}; tools/preprocess_data.py writes the .bin and .idx of a corpus"
                 f"{_beside(prefix)}"
@@ -90,6 +119,9 @@ def _beside(prefix: str) -> str:
 
     For example, the clause for `data/zh` suggests `data/zh_text_document`.
     """
-    path = Path(prefix)
-    found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
+    path = place(prefix)
+    try:
+        found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
+    except StorageError:  # the credentials may allow reading, but not listing
+        found = []
     return f"; did you mean {found[0].with_suffix('')}?" if len(found) == 1 else ""

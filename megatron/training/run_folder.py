@@ -9,8 +9,11 @@ from tds import timeline
 
 from ..atomic import write_text
 from ..checkpointing.files import latest_name
+from ..checkpointing.relocation import FOLDER as TOKENIZER
 from ..checkpointing.relocation import keep_tokenizer
 from ..config import Config
+from ..config.fields import describe
+from ..storage import RemotePath, place
 from . import profile
 from .run_lock import CHECKPOINTS, RunLock, RunLockedError
 
@@ -20,7 +23,7 @@ BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", timeline
 
 def save_dir_of(config: Config, run_dir: Path) -> Path:
     """Return the folder for the run's checkpoints."""
-    return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
+    return place(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
 
 
 def lock(config: Config, run_dir: Path) -> list[RunLock]:
@@ -32,6 +35,8 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
     try:
         found.append(RunLock(run_dir, override))
         folder = save_dir_of(config, run_dir)
+        if isinstance(folder, RemotePath):  # object storage has no locks
+            return found
         if folder.exists() and not folder.is_dir():
             raise ValueError(
                 f"{folder} is not a folder, so it cannot hold checkpoints: move it away, or pass another --save"
@@ -77,7 +82,7 @@ def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> N
         saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    before, now = Path(saved or run_dir / "checkpoints"), save_dir_of(config, run_dir)
+    before, now = place(saved or run_dir / "checkpoints"), save_dir_of(config, run_dir)
     newest = latest_name(before) if before.is_dir() else None
     if newest is None or before.resolve() == now.resolve() or not newest[5:].isdigit():
         return
@@ -110,12 +115,16 @@ def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
         write_text(run_dir / SETTINGS, json.dumps(config.to_dict(), indent=2))
         keep_tokenizer(str(config.data.vocab_file), run_dir)
         elsewhere = save_dir_of(config, run_dir)
-        if run_dir.resolve() not in elsewhere.resolve().parents:
+        if isinstance(elsewhere, RemotePath):
+            for path in (run_dir / TOKENIZER).iterdir():
+                if path.is_file():
+                    (elsewhere / TOKENIZER / path.name).upload(path)
+        elif run_dir.resolve() not in elsewhere.resolve().parents:
             keep_tokenizer(str(config.data.vocab_file), elsewhere)
         if iteration == 0 and (run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size:
             aside = next(path for n in range(1, 10**9) if not (path := run_dir / f"metrics-{n}.jsonl").exists())
             os.rename(run_dir / METRICS, aside)
             notes.append(f"this run begins at iteration 0: the metrics of the previous run were moved to {aside}")
     except OSError as error:
-        raise ValueError(f"cannot write to the run directory {run_dir}: {error.strerror}") from None
+        raise ValueError(f"cannot write to the run directory {run_dir}: {describe(error)}") from None
     return notes

@@ -25,6 +25,7 @@ from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
+from ..storage import place
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder, writers
 from .build import build_engine, build_model
@@ -81,7 +82,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     use_step_timeout(config)
     if not estimated:  # else the number of parameters is already printed
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
-    saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, config.checkpoint.async_save, certificate)
+    of_saver = (config, tokenizer.fingerprint, config.checkpoint.async_save, certificate, run_dir / "upload")
+    saver = Saver(save_dir, engine.deepspeed, *of_saver)
     saves = RetryingSaver(saver, config.checkpoint.max_failed_saves)
     return Run(
         config,
@@ -122,7 +124,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
     """
     if is_rank_0():
         run_folder.refuse_other_checkpoints(config, run_dir, iteration)
-        clear(Path(save_dir))
+        clear(place(save_dir))
         print_notes(run_folder.accept(config, run_dir, iteration))
         run_folder.keep(locks)
     others = writers.writers(config, run_dir, iteration) if is_rank_0() else []

@@ -16,20 +16,21 @@ CORE = {
     *("megatron._torch", "megatron.atomic", "megatron.config", "megatron.config.ds_config", "megatron.mpu"),
     *("megatron.tokenizer", "megatron.data", "megatron.model", "megatron.model.pipe", "megatron.optim"),
     *("megatron.ranks", "megatron.ranks.device", "megatron.checkpointing", "megatron.training", "megatron.tasks"),
-    "megatron.utils",
+    *("megatron.storage", "megatron.utils"),
 }
 # Package -> packages of this project that it may import. The longest matching name applies.
 MAY_IMPORT = {
     "tds": set(),
     "megatron._torch": set(),  # gives access to private names of torch
     "megatron.atomic": set(),
-    "megatron.config": set(),
-    "megatron.config.ds_config": {"tds"},
+    "megatron.storage": set(),
+    "megatron.config": {"megatron.storage"},
+    "megatron.config.ds_config": {"tds", "megatron.storage"},
     "megatron.mpu": {"megatron._torch"},
     "megatron.mpu.grads": {"tds", "megatron.mpu", "megatron.mpu.mesh"},
     "megatron.mpu.mesh": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
-    "megatron.data": {"megatron.atomic", "megatron.compat.data", "megatron.config"},
+    "megatron.data": {"megatron.atomic", "megatron.storage", "megatron.compat.data", "megatron.config"},
     "megatron.kernels": set(),
     "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
@@ -52,6 +53,7 @@ MAY_IMPORT = {
         "megatron.model",
         "megatron.optim",
         "megatron.data",
+        "megatron.storage",
         "megatron.tokenizer",
     },
     "megatron.training": {
@@ -67,6 +69,7 @@ MAY_IMPORT = {
         "megatron.model.pipe",
         "megatron.optim",
         "megatron.data",
+        "megatron.storage",
         "megatron.tokenizer",
         "megatron.checkpointing",
         "megatron.compat",
@@ -110,6 +113,7 @@ MAY_IMPORT = {
 # Package -> third-party packages that it may import.
 OUTSIDE = {
     "megatron.atomic": set(),
+    "megatron.storage": {"fsspec"},
     "tds": {"torch", "deepspeed"},
     "data_utils": {
         "numpy",

@@ -1,0 +1,91 @@
+"""Checkpoints in object storage: reading of slices by byte ranges, and publication by writing checkpoint.json last."""
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..storage import RemotePath, StorageError
+from .stream import CODES
+
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+MOST = 100 << 20  # bytes of a header that safetensors accepts
+TENSORS = ".safetensors"
+
+
+class RemoteSlice:
+    """A tensor in a safetensors file in object storage, with the interface of a safetensors slice."""
+
+    def __init__(self, path: RemotePath, begin: int, entry: dict[str, Any]) -> None:
+        self._path, self._entry, self._begin = path, entry, begin + entry["data_offsets"][0]
+
+    def get_shape(self) -> list[int]:
+        """Return the tensor's shape."""
+        return list(self._entry["shape"])
+
+    def get_dtype(self) -> str:
+        """Return the dtype in the words of safetensors."""
+        return str(self._entry["dtype"])
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        """Read a slice. Only the rows of the first dimension that it needs are read."""
+        dtype, shape = DTYPES[self.get_dtype()], self.get_shape()
+        rows, *others = where
+        begin, end, _ = rows.indices(shape[0])
+        row = torch.Size(shape[1:]).numel() * dtype.itemsize
+        data = bytearray(self._path.read_range(self._begin + begin * row, self._begin + end * row))
+        found = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return found.view(end - begin, *shape[1:])[(slice(None), *others)]
+
+
+class RemoteTensors:
+    """A safetensors file in object storage, of which only the header has been read. Raises ValueError if it is bad."""
+
+    def __init__(self, path: RemotePath) -> None:
+        size = path.stamp()[0]
+        (length,) = struct.unpack("<Q", path.read_range(0, 8)) if size >= 8 else (0,)
+        if not 0 < length <= min(size - 8, MOST):
+            raise ValueError("its header is damaged")
+        self._entries = json.loads(path.read_range(8, 8 + length))
+        self._entries.pop("__metadata__", None)
+        self._path, self._begin = path, 8 + length
+        ends = [entry["data_offsets"][1] for entry in self._entries.values()]
+        if size != self._begin + max(ends, default=0):
+            raise ValueError(f"it has {size} bytes, but its header requires {self._begin + max(ends, default=0)}")
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self._entries)
+
+    def get_slice(self, key: str) -> RemoteSlice:
+        """Return a tensor of which no data has been read yet."""
+        return RemoteSlice(self._path, self._begin, self._entries[key])
+
+
+def delete(checkpoint: RemotePath, index: str) -> None:
+    """Delete a checkpoint; its index goes first, so that a crash leaves no checkpoint that looks complete."""
+    (checkpoint / index).unlink(missing_ok=True)
+    for path in checkpoint.glob("*"):
+        path.unlink(missing_ok=True)
+
+
+def delete_incomplete(folder: RemotePath, index: str) -> None:
+    """Delete what uploads that were killed have left: checkpoints without an index."""
+    for path in folder.glob("iter_*"):
+        with contextlib.suppress(StorageError):  # if the folder cannot be written, the first save reports it
+            if not (path / index).is_file():
+                delete(path, index)
+
+
+def upload(files: list[Path], folder: RemotePath) -> None:
+    """Copy local files into a folder of object storage, then delete the local ones. Raises StorageError."""
+    for path in files:
+        target, size = folder / path.name, path.stat().st_size
+        target.upload(path)
+        if target.stat().st_size != size:
+            raise StorageError(f"{target} has {target.stat().st_size} bytes after the upload instead of {size}")
+        path.unlink()

@@ -1,0 +1,238 @@
+"""Files in object storage: s3://, gs://, hf://, memory:// and the other protocols of fsspec.
+
+`place` turns what a flag names into a path. Functions that only read, list or look for files take both kinds of path.
+"""
+
+import fnmatch
+import functools
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path, PosixPath
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+ATTEMPTS, FIRST_WAIT = 4, 0.5  # attempts of a request, and seconds before the second; later waits are twice as long
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "abfs": "adlfs"}
+STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "mtime", "created")  # what shows a change of an object
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
+
+
+class StorageError(OSError):
+    """A failed request to object storage; the message names the URL."""
+
+
+def is_url(text: str | os.PathLike[str]) -> bool:
+    """Return whether `text` names a place in object storage."""
+    return isinstance(text, RemotePath) or (isinstance(text, str) and bool(_URL.match(text)))
+
+
+def place(text: str | os.PathLike[str]) -> Path:
+    """Return the path that a flag names: a `RemotePath` for a URL, else a `Path` on this machine."""
+    if isinstance(text, Path):
+        return text
+    return RemotePath(text) if is_url(text) else Path(text)
+
+
+class RemotePath(PosixPath):
+    """Path of an object in object storage, or of all objects whose names begin with it, as if it were a folder.
+
+    It has the methods of `Path` that this project needs. Using it as a path on this machine raises TypeError.
+    Failed requests are repeated; after `ATTEMPTS` attempts, StorageError is raised.
+    """
+
+    def __str__(self) -> str:
+        scheme, _, rest = super().__str__().partition(":/")
+        return f"{scheme}://{rest.lstrip('/')}"
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is not a path on this machine")
+
+    def request(self, verb: str, call: Callable[[Any, str], T]) -> T:
+        """Return `call(file system, URL)`; repeat it if it fails for a reason that may pass.
+
+        verb: what the call does, as in "read", for the error message.
+        """
+        url = str(self)
+        for attempt in range(ATTEMPTS):
+            try:
+                return call(_file_system(url.partition("://")[0], os.getpid()), url)
+            except FileNotFoundError as error:
+                why = f": {_words(error)}" if "bucket does not exist" in str(error) else ""
+                raise FileNotFoundError(f"there is no {url}{why}") from None
+            except Exception as error:
+                if _is_lasting(error) or attempt == ATTEMPTS - 1:
+                    raise StorageError(f"could not {verb} {url}: {_reason(error, url)}") from None
+            time.sleep(FIRST_WAIT * 2**attempt)
+        raise AssertionError("unreachable")
+
+    def info(self) -> dict[str, Any]:
+        """Return what the storage knows of the object. Raises FileNotFoundError if there is none."""
+        found: dict[str, Any] = self.request("look for", lambda fs, url: fs.info(url))
+        return found
+
+    def stamp(self) -> tuple[int, str]:
+        """Return (size in bytes, version) of the object; the version changes with the object's content."""
+        info = self.info()
+        return int(info["size"] or 0), next((f"{name} {info[name]}" for name in STAMPS if info.get(name)), "")
+
+    def stat(self, **_: Any) -> Any:
+        """Return an object whose `st_size` is the size in bytes. Raises FileNotFoundError."""
+        return SimpleNamespace(st_size=self.stamp()[0])
+
+    def exists(self, **_: Any) -> bool:
+        """Return whether there is an object, or a folder of objects, of this name."""
+        try:
+            self.info()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_file(self, **_: Any) -> bool:
+        """Return whether there is an object of this name."""
+        try:
+            return bool(self.info()["type"] == "file")
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self, **_: Any) -> bool:
+        """Return whether there are objects in a folder of this name."""
+        try:
+            return bool(self.info()["type"] == "directory")
+        except FileNotFoundError:
+            return False
+
+    def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
+        """Yield the entries of this folder whose name matches `pattern`."""
+        try:
+            found = self.request("list", lambda fs, url: fs.ls(url, detail=False))
+        except FileNotFoundError:
+            return
+        for name in sorted(each.rstrip("/").rpartition("/")[2] for each in found):
+            if fnmatch.fnmatchcase(name, pattern):
+                yield self / name
+
+    def resolve(self, strict: bool = False) -> "RemotePath":
+        """Return this path: URLs are absolute, and object storage has no links."""
+        return self
+
+    def absolute(self) -> "RemotePath":
+        """Return this path: URLs are absolute."""
+        return self
+
+    def mkdir(self, *_: Any, **__: Any) -> None:
+        """Do nothing: object storage has no folders."""
+
+    def read_range(self, begin: int, end: int) -> bytes:
+        """Return bytes `begin` to `end` - 1 of the object."""
+        if begin >= end:
+            return b""
+        data: bytes = self.request("read", lambda fs, url: _whole(fs.cat_file(url, start=begin, end=end), end - begin))
+        return data
+
+    def read_bytes(self) -> bytes:
+        """Return the content of the object."""
+        data: bytes = self.request("read", lambda fs, url: fs.cat_file(url))
+        return data
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None, newline: str | None = None) -> str:
+        """Return the content of the object as text."""
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def open(self, *_: Any, **__: Any) -> Any:
+        """Open the object for reading bytes."""
+        return _Reading(self)
+
+    def download(self, local: Path) -> None:
+        """Copy the object into the file `local`."""
+        self.request("read", lambda fs, url: fs.get_file(url, str(local)))
+
+    def upload(self, local: Path) -> None:
+        """Copy the file `local` into the object. The object appears when all of it is there."""
+        self.request("write", lambda fs, url: fs.put_file(str(local), url))
+
+    def write_bytes(self, data: Any) -> int:
+        """Write an object. It appears when all of it is there."""
+        self.request("write", lambda fs, url: fs.pipe_file(url, bytes(data)))
+        return len(data)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object. Raises FileNotFoundError if there is none, unless `missing_ok` is set."""
+        try:
+            self.request("delete", lambda fs, url: fs.rm_file(url))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+
+class _Reading(io.RawIOBase):
+    """An object opened for reading: every read is one request."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path, self._size, self._at = path, path.stamp()[0], 0
+
+    def __enter__(self) -> "_Reading":
+        return self
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position of the next read; return it."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read bytes into `buffer`; return their number, 0 at the end of the object."""
+        data = self._path.read_range(self._at, min(self._at + len(buffer), self._size))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+@functools.cache
+def _file_system(protocol: str, process: int) -> Any:
+    """Return the file system of a protocol. `process` keeps a forked process from using its parent's connections."""
+    try:
+        import fsspec
+        from fsspec.config import conf
+    except ImportError:
+        raise ImportError("this needs the package fsspec: pip install fsspec") from None
+    more: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if PACKAGES.get(protocol) == "s3fs":
+        # `request` repeats failed requests. If botocore repeated each of them five times, errors would come late.
+        given = conf.get(protocol, {}).get("config_kwargs", {})
+        more["config_kwargs"] = {"retries": {"total_max_attempts": 2, "mode": "standard"}, **given}
+    try:
+        return fsspec.filesystem(protocol, **more)
+    except ImportError:
+        package = PACKAGES.get(protocol, f"for {protocol}:// that fsspec names")
+        raise ImportError(f"{protocol}:// needs the package {package}: pip install {package}") from None
+
+
+def _whole(data: bytes, size: int) -> bytes:
+    if len(data) != size:
+        raise ConnectionError(f"the answer has {len(data)} bytes instead of {size}")
+    return data
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Return whether repeating the request would be of no use."""
+    return isinstance(error, (*_LASTING, ValueError, TypeError)) or "Credentials" in type(error).__name__
+
+
+def _reason(error: Exception, url: str) -> str:
+    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+        return f"access was refused ({_words(error)}); check the credentials, which come from the environment"
+    if isinstance(error, (ImportError, ValueError)):
+        return _words(error)
+    return f"{_words(error)} (after {ATTEMPTS} attempts)"
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

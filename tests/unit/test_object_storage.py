@@ -1,0 +1,253 @@
+"""Corpora in object storage give the samples of a local corpus, through a bounded cache, and refuse changed objects."""
+
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron import storage
+from megatron.checkpointing.relocation import corpus_fingerprint
+from megatron.data import cpm_triples, remote_tokens, sft_dataset, t5_dataset
+from megatron.data.corpora import made_with
+from megatron.data.cpm_masking import PARTS, mask_document
+from megatron.data.gpt2_dataset import GPT2Dataset
+from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
+from megatron.data.sampler import ConsecutiveSampler, build_loader
+from megatron.data.t5_dataset import Objective, Specials
+from megatron.storage import RemotePath, StorageError, place
+from tests.object_server import FaultyServer, s3_server
+
+BLOCK = 4096
+TOKENS = 40_000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultyServer]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "memory"])
+def bucket(request: pytest.FixtureRequest) -> str:
+    """The URL of a folder in object storage."""
+    if request.param == "s3":
+        request.getfixturevalue("server").faults.__init__()
+    else:
+        pytest.importorskip("fsspec")
+    return f"{request.param}://bucket/{request.node.name.replace('[', '-').rstrip(']')}"
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(remote_tokens, "BLOCK", BLOCK)
+    monkeypatch.setattr(storage, "FIRST_WAIT", 0.01)
+    monkeypatch.setenv("MEGATRON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def local_corpus(folder: Path, seed: int = 0) -> str:
+    rng = np.random.default_rng(seed)
+    prefix = str(folder / "text")
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        left = TOKENS
+        while left:
+            size = min(int(rng.integers(1, 900)), left)
+            builder.add_document(rng.integers(0, 1000, size))
+            left -= size
+    Path(f"{prefix}.json").write_text('{"tokenizer": "none"}')
+    return prefix
+
+
+def upload(prefix: str, bucket: str) -> str:
+    for end in (".bin", ".idx", ".json"):
+        place(f"{bucket}/text{end}").upload(Path(prefix + end))
+    return f"{bucket}/text"
+
+
+def samples(dataset: Any, read_ahead: bool, count: int) -> list[dict[str, Any]]:
+    sampler = ConsecutiveSampler(2, 2, 1, 2, consumed_samples=40)
+    batches = iter(build_loader(dataset, sampler, read_ahead=read_ahead))
+    return [next(batches) for _ in range(count)]
+
+
+def test_samples_equal_those_of_the_local_corpus(bucket: str, tmp_path: Path) -> None:
+    local = local_corpus(tmp_path)
+    remote = upload(local, bucket)
+    there, here = (GPT2Dataset(IndexedDataset(each), range(70), 128, 7, "train") for each in (remote, local))
+    for read_ahead in (True, False):
+        for found, expected in zip(samples(there, read_ahead, 30), samples(here, False, 30), strict=True):
+            assert found.keys() == expected.keys()
+            assert all((found[name] == expected[name]).all() for name in found)
+    whole = np.fromfile(local + ".bin", np.uint16)
+    tokens = IndexedDataset(remote).tokens
+    for cut in (slice(None, 9), slice(-9, None), slice(BLOCK // 2 - 1, BLOCK // 2 + 1), slice(5, 5), slice(0, TOKENS)):
+        np.testing.assert_array_equal(tokens[cut], whole[cut])
+    assert corpus_fingerprint(remote) == corpus_fingerprint(local)
+    assert made_with(remote) == {"tokenizer": "none"}
+
+
+def test_only_the_blocks_that_are_read_are_downloaded_and_only_once(server: FaultyServer, tmp_path: Path) -> None:
+    remote = upload(local_corpus(tmp_path), "s3://bucket/blocks")
+    server.faults.requests.clear()
+
+    def downloads() -> list[str]:
+        return [each for each in server.faults.requests if each.startswith("GET /bucket/blocks/text.bin")]
+
+    for _ in range(2):  # the second data set is that of another process of the node
+        tokens = IndexedDataset(remote).tokens
+        tokens[BLOCK : BLOCK + 10]  # block 2: a token has 2 bytes
+        tokens[4 * BLOCK - 1 : 4 * BLOCK + 1]  # blocks 7 and 8
+    assert downloads() == [f"GET /bucket/blocks/text.bin bytes={n * BLOCK}-{(n + 1) * BLOCK - 1}" for n in (2, 7, 8)]
+
+
+def test_the_cache_stays_below_its_limit(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote, limit = upload(local_corpus(tmp_path), bucket), 8 * BLOCK
+    monkeypatch.setenv("MEGATRON_CACHE_GB", str(limit / 1e9))
+    tokens, most = IndexedDataset(remote).tokens, 0
+    for begin in range(0, TOKENS, 500):
+        tokens[begin : begin + 500]
+        blocks = [path for path in Path(tmp_path, "cache").glob("*/*") if path.name.isdigit()]
+        most = max(most, sum(path.stat().st_size for path in blocks))
+    assert limit // 2 < most <= limit < 2 * TOKENS
+    np.testing.assert_array_equal(tokens[:TOKENS], np.fromfile(f"{tmp_path}/text.bin", np.uint16))
+    monkeypatch.setenv("MEGATRON_CACHE_GB", "none")
+    with pytest.raises(ValueError, match="MEGATRON_CACHE_GB=none"):
+        IndexedDataset(remote)
+
+
+def test_a_changed_object_is_refused(bucket: str, tmp_path: Path) -> None:
+    remote = upload(local_corpus(tmp_path), bucket)
+    indexed = IndexedDataset(remote)
+    before, pickled = indexed.tokens[:10].copy(), pickle.dumps(indexed)
+    os.makedirs(tmp_path / "other")
+    upload(local_corpus(tmp_path / "other", seed=1), bucket)
+    with pytest.raises(StorageError, match=f"{remote}.bin has changed"):
+        indexed.tokens[-10:]
+    with pytest.raises(StorageError, match=f"{remote}.bin has changed"):  # a data worker that starts later
+        pickle.loads(pickled)
+    place(f"{remote}.bin").write_bytes(b"short")
+    with pytest.raises(StorageError, match=f"{remote}.bin has changed"):
+        indexed.tokens[-10:]
+    upload(str(tmp_path / "other/text"), bucket)
+    indexed.tokens.release_pages()  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(indexed.tokens[:10], before)
+    after = IndexedDataset(remote).tokens[:]  # a new run reads only the new object
+    np.testing.assert_array_equal(after, np.fromfile(tmp_path / "other/text.bin", np.uint16))
+
+
+def test_a_server_that_fails_or_is_slow_only_delays(server: FaultyServer, tmp_path: Path) -> None:
+    remote = upload(local_corpus(tmp_path), "s3://bucket/slow")
+    server.faults.__init__(every=12, delay=0.02)  # type: ignore[misc]
+    try:
+        found = IndexedDataset(remote).tokens[:]
+    finally:
+        server.faults.__init__()  # type: ignore[misc]
+    np.testing.assert_array_equal(found, np.fromfile(f"{tmp_path}/text.bin", np.uint16))
+
+
+def test_a_server_that_always_fails_ends_the_reading(
+    server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = upload(local_corpus(tmp_path), "s3://bucket/down")
+    tokens = IndexedDataset(remote).tokens
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    server.faults.every, server.faults.status = 1, "500 Internal Server Error"
+    try:
+        with pytest.raises(StorageError, match=f"could not read {remote}.bin.*1 attempts"):
+            tokens[:10]
+    finally:
+        server.faults.every = 0
+    assert len(tokens[:10]) == 10  # nothing wrong was kept
+
+
+def test_missing_objects_buckets_and_packages_are_named(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DatasetError, match=r"there is no s3://bucket/none\.idx"):
+        IndexedDataset("s3://bucket/none")
+    with pytest.raises(FileNotFoundError, match="s3://no-bucket/x: The specified bucket does not exist"):
+        place("s3://no-bucket/x").read_bytes()
+    server.faults.only_key = "another key"
+    try:
+        with pytest.raises(StorageError, match="s3://bucket/none.idx: access was refused.*credentials"):
+            IndexedDataset("s3://bucket/none")
+    finally:
+        server.faults.only_key = None
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(StorageError, match="gs:// needs the package gcsfs: pip install gcsfs"):
+        place("gs://bucket/x").read_bytes()
+
+
+def test_a_url_is_no_local_path() -> None:
+    path = place("s3://bucket/folder/name.bin")
+    assert str(path) == "s3://bucket/folder/name.bin" == str(pickle.loads(pickle.dumps(path)))
+    assert [str(path.parent), path.name, str(path.parent / "x")] == [
+        "s3://bucket/folder",
+        "name.bin",
+        "s3://bucket/folder/x",
+    ]
+    with pytest.raises(TypeError, match="s3://bucket/folder/name.bin"):
+        os.fspath(path)
+    assert type(place("data/x")) is type(Path("data/x"))
+
+
+@pytest.mark.parametrize(
+    ("error", "failures", "calls"),
+    [(OSError("503"), 3, 4), (OSError("503"), 4, 4), (PermissionError("no"), 1, 1), (FileNotFoundError("x"), 1, 1)],
+)
+def test_requests_are_repeated_unless_that_is_of_no_use(error: OSError, failures: int, calls: int) -> None:
+    pytest.importorskip("fsspec")
+    made = []
+
+    def call(fs: Any, url: str) -> str:
+        made.append(url)
+        if len(made) <= failures:
+            raise error
+        return "done"
+
+    path = RemotePath("memory://bucket/x")
+    if failures < calls:
+        assert path.request("read", call) == "done"
+    else:
+        with pytest.raises(OSError, match="memory://bucket/x"):
+            path.request("read", call)
+    assert made == ["memory://bucket/x"] * calls
+
+
+def _built(kind: str, prefix: str) -> Any:
+    if kind == "sft":
+        return sft_dataset.build_train_valid_test_datasets(prefix, "1", 128, 3, 1, 1000)
+    specials = Specials(3, 1000, tuple(range(1001, 1101)))
+    if kind == "t5":
+        return t5_dataset.build_train_valid_test_datasets(prefix, "1", Objective(), 128, None, specials, 1, 1000)
+    return cpm_triples.build_train_valid_test_datasets(prefix, "1", 100, 60, specials, 1, 1000)
+
+
+@pytest.mark.parametrize("kind", ["sft", "t5", "triple"])
+def test_every_kind_of_corpus_can_be_remote(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    local = local_corpus(tmp_path)
+    source, rng = IndexedDataset(local), np.random.default_rng(1)
+    endings = {"sft": [LOSS], "t5": [], "triple": [f"_{part}" for part in PARTS]}[kind]
+    with contextlib.ExitStack() as stack:
+        dtype = np.uint8 if kind == "sft" else np.int32
+        builders = [stack.enter_context(IndexedDatasetBuilder(local + ending, dtype)) for ending in endings]
+        for n in range(len(source)):
+            document = source[n]
+            masked = mask_document(document, 1000, 0.15, 3.0, (1, n)) if kind == "triple" else ()
+            made = [rng.integers(0, 2, len(document))] if kind == "sft" else masked
+            for builder, part in zip(builders, made, strict=True):
+                builder.add_document(part)
+    for ending in endings if kind == "triple" else ["", *endings]:
+        for end in (".bin", ".idx"):
+            RemotePath(f"memory://bucket/{kind}{ending}{end}").upload(Path(local + ending + end))
+    assert cpm_triples.is_triple(f"memory://bucket/{kind}") == (kind == "triple")
+    (there, _, _), _ = _built(kind, f"memory://bucket/{kind}")
+    (here, _, _), _ = _built(kind, local)
+    for n in range(80):
+        found, expected = there[n], here[n]
+        assert found.keys() == expected.keys() and all((found[name] == expected[name]).all() for name in found)
