@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -131,6 +132,15 @@ class RemoteTokens:
             return (block if block is not None else self._open(number))[start - begin : stop - begin]
         numbers = range(number, (stop - 1) // self._per_block + 1)
         return np.concatenate([self._open(each) for each in numbers])[start - begin : stop - begin]
+
+    def joined(self, spans: Sequence[tuple[int, int]]) -> NDArray[Any]:
+        """Return the tokens from start to stop - 1 of each (start, stop), one after another. Faster than slices."""
+        blocks, length, found = self._maps, self._per_block, []
+        for start, stop in spans:
+            number, first = divmod(start, length)
+            block = blocks.get(number) if first + stop - start <= length else None
+            found.append(self[start:stop] if block is None else block[first : first + stop - start])
+        return np.concatenate(found)
 
     def release_pages(self) -> None:
         """Release the resident pages of all mapped blocks."""

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from . import order_file
 from .indexed_dataset import DatasetError, IndexedDataset
+from .remote_tokens import RemoteTokens
 from .sample_order import SMALL, SampleOrder, Sizes
 
 OFTEN = 256  # memory-mapped pages of a large corpus are released after this number of documents has been read
@@ -43,9 +44,12 @@ class Windows:
         self._read += len(pieces)
         if self._large and self._read > OFTEN:
             self._release_pages()
-        raw = np.concatenate(
-            [tokens[(base := start_of(first + document)) + start : base + stop] for document, start, stop in pieces]
-        )
+        if isinstance(tokens, RemoteTokens):
+            raw = tokens.joined([((b := start_of(first + doc)) + start, b + stop) for doc, start, stop in pieces])
+        else:
+            raw = np.concatenate(
+                [tokens[(base := start_of(first + document)) + start : base + stop] for document, start, stop in pieces]
+            )
         if self._checked and (np.maximum.reduce(raw) >= self._vocab_size or (self._signed and raw.min() < 0)):
             self._refuse(n, raw)
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
