@@ -31,8 +31,8 @@ class TrainConfig(Section):
     eval_iters: int = opt(10, "number of global batches per evaluation; 0 for no evaluation", at_least(0))
     eval_tasks: tuple[str, ...] | None = opt(
         None,
-        "evaluate on tasks while training: cloze files (x.jsonl or NAME=x.jsonl, each line with a context and a target), "
-        "names of lm-eval tasks, and lm-eval's YAML files or folders of them",
+        "evaluate on tasks while training: cloze files (x.jsonl or NAME=x.jsonl, each line with a context and a "
+        "target), names of lm-eval tasks, and lm-eval's YAML files or folders of them",
         family=("gpt2", "llama"),
     )
     eval_tasks_interval: int | None = opt(

@@ -145,7 +145,8 @@ def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
         rows = _cloze(tasks, scorer) if tasks.requests else _lm_eval(tasks, scorer, run.config.train.eval_tasks_limit)
     except Exception as error:  # lm-eval and the data sets that it loads may raise errors of any class
         print_rank_0(
-            f"warning: --eval-tasks {tasks.word} failed at iteration {iteration}: {complaint(error)}; training continues"
+            f"warning: --eval-tasks {tasks.word} failed at iteration {iteration}, and training continues: "
+            f"{complaint(error)}"
         )
         return
     for name, numbers in rows.items():

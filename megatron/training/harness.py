@@ -27,11 +27,12 @@ class LogLikelihoods:
         """Return the score of each request."""
         raise NotImplementedError
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Any]) -> list[Scored]:
         """Return (log-probability, whether greedy decoding yields it) of each request's continuation."""
-        made = [continuation(self.tokenizer, *request.args, self.longest) for request in requests]
+        texts = [request.args for request in requests]
+        made = [continuation(self.tokenizer, context, text, self.longest) for context, text in texts]
         found = iter(self.score([each for each in made if each]))
-        return [tuple(next(found)) if each else (0.0, True) for each in made]
+        return [next(found) if each else Scored(0.0, True) for each in made]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-probability of whole texts, see `rolling`."""
@@ -57,12 +58,7 @@ def task_manager(tasks: Iterable[str], folders: Sequence[str], flag: str) -> Any
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
         raise ValueError(
-            f"{flag}: lm-eval has no task {', '.join(unknown)}; "
-            + (
-                "give the YAML file of a custom task"
-                if flag == "--eval-tasks"
-                else "give its folder with --task-folder"
-            )
+            f"{flag}: lm-eval has no task {', '.join(unknown)}; check the spelling, or give the folder of a custom task"
         )
     return manager
 
