@@ -23,10 +23,11 @@ LIMITS = {
     # for functions that take one kernel on CUDA (fused.py and its callers), 500 for deciding whether layers are
     # compiled, 400 for weight gradients of compiled layers, 750 for matmuls in fp8, 1,250 for matmuls fused with
     # communication and for choosing a version of FlashAttention, 2,150 for the loss of each corpus, 3,050 for data
-    # stages, and 2,600 for schedules of the batch size and learning rates by samples.
-    "megatron": (153_700, 14),
+    # stages, 2,600 for schedules of the batch size and learning rates by samples, and 4,200 for evaluations on tasks
+    # while training, 1,100 of which were in megatron_tools.
+    "megatron": (157_950, 14),
     "data_utils": (31_800, 1),  # including 1,200 for the table and the plot of data stages
-    "megatron_tools": (66_950, 7),  # including 1,200 for writing certificates and checking them again
+    "megatron_tools": (65_900, 7),  # including 1,200 for writing certificates and checking them again
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
