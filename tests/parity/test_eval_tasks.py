@@ -1,4 +1,4 @@
-"""Evaluations on tasks while training: scores in every layout, rows and warnings, and training that they do not change."""
+"""Evaluations on tasks while training: scores in every layout, rows and warnings, and unchanged training."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from megatron.model import GPT2Model
 from megatron.tasks import TASKS
 from megatron.tokenizer import load_tokenizer
 from megatron.training.eval_tasks import RankScorer, check_model
-from megatron.training.harness import LogLikelihoods
+from megatron.training.harness import LogLikelihoods, evaluate_tasks
 from megatron.training.scoring import Request
 from megatron.training.task_sets import read_tasks
 from megatron_tools.write.lm_eval import Harness
@@ -32,6 +32,7 @@ from tests.conformance.engines import remembered_groups
 from tests.support import command, on_ranks
 
 SEQ = 24
+DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0.2"
 TEXTS = [("the quick brown", " fox"), ("a", " b c d"), ("one two ", "three"), ("x y z " * 30, "w"), ("", "no context")]
 Answers = tuple[list[float], list[bool]]
 
@@ -96,7 +97,7 @@ def test_scores_are_those_of_one_process(world: int, tmp_path: Path, tiny_data: 
         assert greedy[:3] == [True, False, False]
         layouts = LAYOUTS[world] if model == "gpt2" else LAYOUTS[world][3:5]
         starts = [
-            Start(model, tmp_path / f"{model}{i}", f"--precision fp64 --train-iters 1 --batch-size 4 {flags}")
+            Start(model, tmp_path / f"{model}{i}", f"--precision fp64 --train-iters 1 --batch-size 4 {DROPOUT} {flags}")
             for i, flags in enumerate(layouts)
         ]
         ranks = on_ranks(world, scores_of_runs, starts, tiny_data, vocab_file, requests)
@@ -167,7 +168,7 @@ def test_training_is_the_same_with_evaluations(
     """Also with a task that fails and a package that seeds the random generators, in two layouts and after a resume."""
     more = f"--eval-tasks quiz={questions} pair broken --eval-tasks-interval 2"
     layouts = {"pp": "--pipe-parallel-size 2", "dp": "--pipe-parallel-size 0 --zero-stage 2"}
-    dropout = "--hidden-dropout 0.2 --attention-dropout 0.2 --eval-iters 1 --eval-interval 3 --split 8,2"
+    dropout = f"{DROPOUT} --eval-iters 1 --eval-interval 3 --split 8,2"
     starts = []
     for name, layout in layouts.items():
         usual = f"{dropout} {layout} --batch-size 2 --gas 2 --save-interval 2"
@@ -189,6 +190,26 @@ def test_training_is_the_same_with_evaluations(
     warning = "warning: --eval-tasks broken failed at iteration 4, and training continues: 'no such column'"
     assert printed.count(warning) == len(layouts)
     assert printed.count("| eval/quiz accuracy") == 3 * len(layouts)
+
+
+def run_with_a_broken_rank(start: Start, data: str, vocab_file: str) -> str:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    if dist.get_rank() == 1:
+        RankScorer._micro_batch = fails  # type: ignore[method-assign]
+    return run_with_lm_eval([start], data, vocab_file)
+
+
+def test_a_failure_of_another_rank_is_a_warning(
+    tmp_path: Path, tiny_data: str, vocab_file: str, questions: Path
+) -> None:
+    flags = f"--batch-size 2 --train-iters 2 --eval-tasks {questions} pair --eval-tasks-interval 1"
+    printed = on_ranks(2, run_with_a_broken_rank, Start("gpt2", tmp_path, flags), tiny_data, vocab_file)[0]
+    assert len(losses_of(tmp_path)) == 2 and not [row for row in rows_of(tmp_path) if "eval" in row["split"]]
+    for task in (questions, "pair"):
+        assert printed.count(f"warning: --eval-tasks {task} failed at iteration") == 2
+    assert printed.count("out of memory") == 4
 
 
 def test_the_tool_gives_the_accuracy_and_a_finished_run_is_not_evaluated_again(
@@ -240,6 +261,11 @@ def test_tasks_of_lm_eval_are_checked(tmp_path: Path, vocab_file: str, monkeypat
     def read(*words: str) -> Any:
         return read_tasks(parse(["--eval-tasks", *words], {}, 1), load_tokenizer(vocab_file))
 
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    before = random.random(), np.random.rand(), torch.rand(1)
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    evaluate_tasks(harness_of("gpt2", vocab_file), ["pair"], None, [])
+    assert (random.random(), np.random.rand(), torch.rand(1)) == before, "lm-eval seeds these generators"
     with pytest.raises(ValueError, match="--eval-tasks pears: lm-eval has no task pears"):
         read("pears")
     with pytest.raises(ValueError, match="two tasks pair"):
