@@ -71,7 +71,7 @@ class FaultyServer:
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as the test asked</Message></Error>".encode()
         start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
-        return [text]
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]  # such an answer has no content
 
     def close(self) -> None:
         self._server.shutdown()

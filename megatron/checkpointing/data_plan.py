@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.data_stages import Stage, Staged, parse_stages, text_of
-from megatron.data.corpora import parse_blend
+from megatron.data.corpora import corpus_fingerprint, parse_blend
+from megatron.data.cpm_triples import is_triple
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.objects import from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
+from megatron.storage import place
 
 from .load import Wanted, settings_of_samples
 from .reader import CheckpointReader, plain_config
@@ -65,8 +67,10 @@ def joined(saved: Config, config: Config, samples: int, tokens: int, override: b
     saved: settings of the checkpoint. samples: number of samples that it has consumed. tokens: tokens of a sample.
     override: whether --override-data is given.
     """
-    there, here = (_in_samples(stages_of(each), tokens) for each in (saved, config))
+    here, there = _in_one_spelling([_in_samples(stages_of(each), tokens) for each in (config, saved)])
     before, after = _split(there, samples), _split(here, samples)
+    if any(_cannot_be_read(stage) for stage in before.past):
+        return "", ""
     if before.past == after.past:
         changed = before.future != after.future
         return "", f"the data stages after sample {samples} are not those of the checkpoint" if changed else ""
@@ -76,6 +80,34 @@ def joined(saved: Config, config: Config, samples: int, tokens: int, override: b
         return "", ""
     words = " ".join(word for pair in after.future[0].blend for word in pair if word is not None)
     return text_of(before.past + after.future), f"--override-data: a stage with {words} begins at sample {samples}"
+
+
+def _in_one_spelling(plans: Sequence[Blends]) -> list[Blends]:
+    """Return `plans` with one prefix for each corpus, even if it has several prefixes, such as `a` and `./a`.
+
+    The first prefix of a corpus counts. Copies of a corpus have the same content, so they count as one corpus.
+    """
+    spelling: dict[str, str] = {}
+    for prefix in (prefix for plan in plans for stage in plan for _, prefix in stage.blend):
+        spelling.setdefault(_identity(prefix), prefix)
+    return [
+        [stage._replace(blend=tuple((w, spelling[_identity(p)]) for w, p in stage.blend)) for stage in plan]
+        for plan in plans
+    ]
+
+
+def _identity(prefix: str) -> str:
+    return corpus_fingerprint(prefix) if place(f"{prefix}.idx").is_file() else prefix
+
+
+def _is_there(prefix: str) -> bool:
+    return place(f"{prefix}.idx").is_file() or is_triple(prefix)
+
+
+def _cannot_be_read(stage: Stage) -> bool:
+    """Return whether a run cannot read on after this stage: a corpus is gone, or is in the blend twice."""
+    prefixes = [prefix for _, prefix in stage.blend]
+    return len(set(prefixes)) < len(prefixes) or not all(map(_is_there, prefixes))
 
 
 def difference(saved: Config, config: Config, samples: int, tokens: int) -> str:

@@ -4,7 +4,6 @@ The tokenizer's files are copied next to the checkpoints. When a run directory h
 point into it are replaced by the new ones. A fingerprint identifies each corpus wherever its files are.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,8 +16,7 @@ from ..atomic import whole_file
 from ..config import Config
 from ..config.data_stages import with_prefixes
 from ..data.corpora import NAMED
-from ..data.indexed_dataset import LOSS
-from ..storage import RemotePath, is_url, place
+from ..storage import RemotePath, is_url
 from ..tokenizer.beside import (
     GENERATION,
     MORE_TEMPLATES,
@@ -32,7 +30,6 @@ from ..tokenizer.beside import (
 from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
 
 FOLDER = "tokenizer"
-ENDS = 1 << 16  # number of bytes hashed at the start and at the end of a file
 WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 
@@ -131,19 +128,3 @@ def relocated(config: Config, run_dir: Path) -> Config:
     return replace(
         config, data=replace(d, vocab_file=vocab_file, **paths), log=replace(config.log, run_dir=str(run_dir))
     )
-
-
-def corpus_fingerprint(prefix: str) -> str:
-    """Return a hash that identifies the corpus `prefix`.
-
-    The hash covers the size, start and end of each .bin and .idx file of the corpus and of its loss mask, if any.
-    """
-    digest = hashlib.sha256()
-    for path in (place(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):
-        if path.is_file():
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                digest.update(f"{path.suffix} {size} ".encode() + file.read(ENDS))
-                file.seek(max(size - ENDS, 0))
-                digest.update(file.read(ENDS))
-    return digest.hexdigest()[:12]

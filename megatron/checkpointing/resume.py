@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.corpora import prefixes_of
+from megatron.data.corpora import corpus_fingerprint, prefixes_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_hash import extend
 from megatron.data.splits import parse_split, split_documents
@@ -20,7 +20,6 @@ from .data_plan import difference, stages_of
 from .files import CheckpointError, find_checkpoint, latest_checkpoint, recover
 from .load import Wanted, load_checkpoint
 from .reader import CheckpointReader, plain_config
-from .relocation import corpus_fingerprint
 from .state import TrainState
 
 MANY = 10**8  # Comparing more samples than this takes more than a few seconds.

@@ -26,7 +26,10 @@ _PACKAGES = {
         "megatron_tools.convert": "hf_config hf_folder hf_keys hf_llama hf_names hf_rope hf_tokenizer megatron_lm "
         "megatron_settings plain_pickle"
     },
-    "megatron.inference": {"megatron_tools.write": "generation lm_eval questions scoring"},
+    "megatron.inference": {
+        "megatron_tools.write": "generation lm_eval questions",
+        "megatron.training": "scoring",
+    },
     "megatron.planning": {
         "megatron.training.memory": "activations sizes",
         "megatron_tools.plan": "cluster cost layouts report scripts",
@@ -36,6 +39,7 @@ _PACKAGES = {
     "megatron.config": {"megatron.config.foreign": "dependent outcomes translate"},
     "megatron.data": {"data_utils": "indexed_writer merge_split"},
     "megatron.checkpointing": {"megatron_tools": "shapes"},
+    "megatron_tools.write": {"megatron.training": "scoring"},
 }
 MOVED = {
     "megatron.config.foreign_core": "megatron.config.foreign.core",
@@ -52,7 +56,9 @@ MOVED = {
     },
 }
 _GONE = {
-    old for old in _PACKAGES if old not in ("megatron.checkpointing", "megatron.config", "megatron.data")
+    old
+    for old in _PACKAGES
+    if old not in ("megatron.checkpointing", "megatron.config", "megatron.data", "megatron_tools.write")
 }  # old packages from which all modules have moved away
 
 

@@ -5,6 +5,7 @@ tokens as in `1G tokens: ...`. A JSON file has the same content: `[{"samples": 0
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..json_text import describe_json
+from ..storage import is_url
 from .fields import ConfigError
 
 UNITS = ("samples", "tokens")
@@ -100,8 +102,10 @@ def _of_words(text: str, where: str) -> Iterator[Stage]:
         number, factor, unit, rest = match.groups()
         begin = _whole(number, FACTORS[factor], f"{where}: {part.strip()!r}")
         words = rest.split()
-        weighted = bool(words) and _number(words[0].lstrip("-")) is not None
+        weighted = bool(words) and _is_float(words[0])
         if weighted and len(words) % 2:
+            raise ConfigError(f"{where}: {part.strip()!r} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
+        if not weighted and any(_is_float(word) for word in words):
             raise ConfigError(f"{where}: {part.strip()!r} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
         pairs = list(zip(words[::2], words[1::2], strict=True)) if weighted else [(None, word) for word in words]
         yield _stage(begin, unit or "samples", pairs, where)
@@ -109,7 +113,9 @@ def _of_words(text: str, where: str) -> Iterator[Stage]:
 
 def _of_json(text: str, where: str) -> Iterator[Stage]:
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_unique)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{where}: {describe_json(text, error)}") from None
     for entry in content:
@@ -120,7 +126,7 @@ def _of_json(text: str, where: str) -> Iterator[Stage]:
                 f'"samples" or "tokens"'
             )
         data = entry["data"]
-        if not isinstance(data, (dict, list)):
+        if not isinstance(data, dict) and not (isinstance(data, list) and all(isinstance(p, str) for p in data)):
             raise ConfigError(f'{where}: "data" must be {{"PREFIX": WEIGHT, ...}} or ["PREFIX", ...]')
         pairs = [(str(w), p) for p, w in data.items()] if isinstance(data, dict) else [(None, str(p)) for p in data]
         yield _stage(_whole(str(entry[units[0]]), 1, where), units[0], pairs, where)
@@ -128,6 +134,7 @@ def _of_json(text: str, where: str) -> Iterator[Stage]:
 
 def _stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]], where: str) -> Stage:
     """Return a stage without the corpora of weight 0. Raises ConfigError for an invalid blend."""
+    pairs = [(weight, prefix if is_url(prefix) else os.path.normpath(prefix)) for weight, prefix in pairs]
     stage = Stage(begin, unit, tuple(pairs))
     for weight, prefix in pairs:
         if weight is not None and _number(weight) is None:
@@ -142,13 +149,28 @@ def _stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]], where
     return stage._replace(blend=blend)
 
 
-def _number(word: str) -> Fraction | None:
-    """Return a number that is 0 or more, None for any other word."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Raises ConfigError if a key occurs twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ConfigError(f"an object names {twice} twice; name it once, with the sum of its weights")
+    return found
+
+
+def _is_float(word: str) -> bool:
     try:
-        found = Fraction(word)
-    except (ValueError, ZeroDivisionError):
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _number(word: str) -> Fraction | None:
+    """Return a decimal number that is 0 or more, None for any other word."""
+    if not _is_float(word) or not 0 <= float(word) < float("inf"):
         return None
-    return found if found >= 0 else None
+    return Fraction(word) if float(word) else Fraction(0)
 
 
 def _whole(number: str, factor: int, where: str) -> int:

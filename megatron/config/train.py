@@ -29,6 +29,25 @@ class TrainConfig(Section):
     )
     eval_interval: int = opt(1000, "number of iterations between evaluations; 0 evaluates only at the end", at_least(0))
     eval_iters: int = opt(10, "number of global batches per evaluation; 0 for no evaluation", at_least(0))
+    eval_tasks: tuple[str, ...] | None = opt(
+        None,
+        "evaluate on tasks while training: cloze files (x.jsonl or NAME=x.jsonl, each line with a context and a "
+        "target), names of lm-eval tasks, and lm-eval's YAML files or folders of them",
+        family=("gpt2", "llama"),
+    )
+    eval_tasks_interval: int | None = opt(
+        None,
+        "number of iterations between evaluations on --eval-tasks; 0 evaluates only at the end; if not given, "
+        "--save-interval",
+        at_least(0),
+        family=("gpt2", "llama"),
+    )
+    eval_tasks_limit: int | None = opt(
+        None,
+        "maximum number of questions in each of --eval-tasks; all if not given",
+        at_least(1),
+        family=("gpt2", "llama"),
+    )
     z_loss: float = opt(
         0.0,
         "weight of the z-loss, (log Z)^2 of each target token, which keeps logits from drifting; 1e-4 is usual. The "
@@ -103,3 +122,9 @@ class TrainConfig(Section):
             for word in ranges or ():
                 if problem := range_problem(word):
                     yield f"{name} {word} {problem}"
+        for flag, value in (
+            ("--eval-tasks-interval", self.eval_tasks_interval),
+            ("--eval-tasks-limit", self.eval_tasks_limit),
+        ):
+            if value is not None and not self.eval_tasks:
+                yield f"{flag} needs --eval-tasks"

@@ -3,6 +3,7 @@
 Each dataset reads one corpus or a blend of several corpora.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +17,13 @@ from ..config.data_stages import Stage, Staged
 from ..json_text import describe_json
 from ..storage import place
 from .blend import BlendedDataset
-from .indexed_dataset import DatasetError
+from .indexed_dataset import LOSS, DatasetError
 from .splits import PARTS, parse_split, split_documents
 from .staged import StagedDataset
 
 Paths = str | Sequence[str] | Staged | Mapping[str, Sequence[str] | Staged]
 Make = Callable[[range, str], Any]  # dataset factory: (documents, "train", "valid" or "test") -> dataset
+ENDS = 1 << 16  # number of bytes hashed at the start and at the end of a file
 NAMED = re.compile(r"([A-Za-z][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 Open = Callable[[str], tuple[int, Make]]  # prefix of a corpus -> (number of documents, dataset factory)
 
@@ -213,7 +215,7 @@ def _in_stages(trained: Mapping[str, Any], stages: Sequence[Stage]) -> StagedDat
         # A stage that begins at a number of tokens begins with the first sample after them.
         found.append((stage.begin if stage.unit == "samples" else -(-stage.begin // tokens), weights))
     try:
-        return StagedDataset(datasets, found)
+        return StagedDataset(datasets, found, [int(corpus_fingerprint(prefix), 16) for prefix in trained])
     except ValueError as error:
         raise DatasetError(f"--data-stages: {error}; a sample has {tokens} tokens") from None
 
@@ -236,6 +238,22 @@ def _blend(members: list[tuple[str | None, Any]]) -> Any:
     datasets = [dataset for _, dataset in members]
     weights = [weight or str(dataset.samples_per_epoch) for weight, dataset in members]
     return BlendedDataset(datasets, weights)
+
+
+def corpus_fingerprint(prefix: str) -> str:
+    """Return a hash that identifies the corpus `prefix`.
+
+    The hash covers the size, start and end of each .bin and .idx file of the corpus and of its loss mask, if any.
+    """
+    digest = hashlib.sha256()
+    for path in (place(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):
+        if path.is_file():
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                digest.update(f"{path.suffix} {size} ".encode() + file.read(ENDS))
+                file.seek(max(size - ENDS, 0))
+                digest.update(file.read(ENDS))
+    return digest.hexdigest()[:12]
 
 
 def made_with(prefix: str) -> dict[str, Any] | None:

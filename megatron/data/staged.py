@@ -37,11 +37,18 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
 
     datasets: one data set for each corpus of the run, in the order in which stages first use them.
     stages: for each stage the number of its first sample, and index of a corpus -> weight.
+    salts: for each corpus a number that `places` mixes into the ids of later stages, such as a hash of its content.
     Raises ValueError if the stages are not in order.
     """
 
-    def __init__(self, datasets: Sequence[Any], stages: Sequence[tuple[int, dict[int, str]]]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        stages: Sequence[tuple[int, dict[int, str]]],
+        salts: Sequence[int] | None = None,
+    ) -> None:
         self.datasets = list(datasets)
+        self._salts = np.array(salts or [0] * len(datasets), np.uint64).astype(np.int64)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all data sets
         self._parts: list[_Part] = []
         before = np.zeros(len(datasets), np.int64)
@@ -110,7 +117,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
             mine = np.flatnonzero(owners == which)
             if len(mine):
                 k = int(numbers[mine[0]]) + int(part.before[corpus])
-                found[mine] = self.datasets[corpus].places(k, len(mine)) * MOST_CORPORA + corpus
+                found[mine] = self.datasets[corpus].places(k, len(mine)) * MOST_CORPORA + corpus ^ self._salts[corpus]
         return found
 
     @property

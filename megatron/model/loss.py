@@ -66,6 +66,9 @@ class TokenLoss:
         self.axis = mpu.get_mesh().model
         # Values of the last micro-batch. Evaluation: sums over text tokens (`_of_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
+        # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: the summed loss of each sample,
+        # and the number of its targets that do not have the largest logit.
+        self.samples: list[Tensor] | None = None
 
     @classmethod
     def by(cls, config: Config, vocab_size: int, is_text: IsText | None = None) -> "TokenLoss":
@@ -90,20 +93,28 @@ class TokenLoss:
         Without gradients, deferred logits are computed in chunks. With gradients, all logits are computed at once,
         because each token's loss may be weighted differently.
         """
+        return self._per_token(logits, labels)[0]
+
+    def _per_token(self, logits: Logits, labels: Tensor) -> Tensor:
+        """Return [1, b, s], the loss of every token; if `samples` is a list, [2, b, s], with 1 for a wrong token."""
         if isinstance(logits, mpu.DeferredLogits) and not torch.is_grad_enabled():
             across = labels.t()
             tokens = across.reshape(1, -1)
             found = [self._seen(chunk.unsqueeze(1), tokens[:, rows]) for rows, chunk in logits.chunks()]
             self.aux = {name: torch.stack([aux[name] for _, aux in found]).sum() for name in found[0][1]}
-            return torch.cat([losses for losses, _ in found], dim=1).view(across.shape).t()
-        losses, self.aux = self._seen(mpu.whole_logits(logits), labels)
-        return losses
+            return torch.cat([values for values, _ in found], dim=2).view(-1, *across.shape).transpose(1, 2)
+        values, self.aux = self._seen(mpu.whole_logits(logits), labels)
+        return values
 
     def _seen(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss [b, s] of every token, and in evaluation {name: value} of the additional values to report."""
+        """Return `_per_token`, and in evaluation {name: value} of the additional values to report."""
         losses, _ = self._both(logits, labels)
+        values = losses.unsqueeze(0)
+        if self.samples is not None:
+            right = mpu.vocab_parallel_right(logits, labels.t(), self.vocab_size, axis=self.axis).t()
+            values = torch.stack([losses, (~right).to(losses.dtype)])
         looks = self.is_text is not None and not torch.is_grad_enabled()
-        return losses, self._of_text(logits, labels, losses) if looks else {}
+        return values, self._of_text(logits, labels, losses) if looks else {}
 
     def _both(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cross entropy and the z-loss of every token, [b, s] each.
@@ -142,8 +153,11 @@ class TokenLoss:
         """
         labels, loss_mask, *corpora = targets
         if not torch.is_grad_enabled():
-            losses = self.per_token(logits, labels) * loss_mask
+            values = self._per_token(logits, labels) * loss_mask
+            losses = values[0]
             total = losses.sum()
+            if self.samples is not None:
+                self.samples.append(values.sum(2, dtype=torch.float64))
         elif isinstance(logits, mpu.DeferredLogits):
             total, z, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
             losses = losses.t()

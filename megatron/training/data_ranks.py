@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from .. import mpu
-from ..checkpointing.relocation import corpus_fingerprint
 from ..config import Config
-from ..data.corpora import made_with, prefixes_of
+from ..data.corpora import corpus_fingerprint, made_with, prefixes_of
 from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..ranks.agreement import all_ranks, same_everywhere

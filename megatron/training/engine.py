@@ -6,7 +6,7 @@ before the first backward pass, so the gradients of all micro-batches have the r
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -68,6 +68,13 @@ class Engine(Protocol):
         """
         ...
 
+    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
+        """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training.
+
+        All ranks call this with equal numbers of micro-batches; each replica has its own.
+        """
+        ...
+
     def busy(self, timed: Mapping[str, float]) -> float:
         """Return how many seconds this rank worked since the last call of `busy`, without waiting for other ranks.
 
@@ -126,6 +133,15 @@ class PipeEngine:
         ds.eval_batch(batches, num_micro_batches=self.gas)
         aux = {name: total.item() for name, total in self._aux(self.gas).items()}
         return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aux}
+
+    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
+        ds = self.deepspeed
+        batch_fn = ds.batch_fn
+        ds.set_batch_fn(None)
+        try:
+            ds.eval_batch(iter(made), num_micro_batches=len(made))
+        finally:
+            ds.set_batch_fn(batch_fn)
 
     def busy(self, timed: Mapping[str, float]) -> float:
         """Return how many seconds this stage worked since the last call of `busy`; always 0 on accelerators."""
@@ -258,6 +274,15 @@ class NoPipeEngine:
                 aux[name] += value
         sums = {"loss": loss, **{name: aux[name] for name in self._agreed(aux, "evaluation")}}
         return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
+
+    @torch.no_grad()
+    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
+        with self._watched("evaluation"):
+            model = self.deepspeed.module.eval()
+            for inputs, (labels, loss_mask) in made:
+                if self.watch:
+                    self.watch.micro_batch()
+                model(*inputs, labels=labels, loss_mask=loss_mask)
 
     def _agreed(self, aux: Mapping[str, Any], when: str) -> tuple[str, ...]:
         """Return the names of the additional losses, in the same order on all ranks, for their all-reduce.

@@ -12,6 +12,7 @@ from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..ranks.signals import StopSignals
 from .data_ranks import read
 from .engine import Step
+from .eval_tasks import TaskEvaluations
 from .evaluation import Evaluations, evaluate, evaluate_once
 from .first_step import FirstStep
 from .gc_interval import Garbage
@@ -49,11 +50,11 @@ def train(run: Run) -> None:
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
     signals = StopSignals(config.checkpoint.exit_duration_in_mins, run.device)
-    saves = Saves(run, log, signals)
+    saves, tasks = Saves(run, log, signals), TaskEvaluations(run, log)
     recording = recorded(config, run.run_dir, run.engine.deepspeed, state.iteration)
     with recording as recorder, bar, garbage, signals:
         hooks: list[Hook] = [Recording(recorder, log), FirstStep(run), garbage, ReplicaChecks(run), log]
-        hooks += [Evaluations(run, log), saves]
+        hooks += [Evaluations(run, log), tasks, saves]
         while state.iteration < last and not saves.stop:
             for hook in hooks:
                 hook.before_step(state.iteration + 1)
@@ -72,6 +73,7 @@ def train(run: Run) -> None:
         return
     for part in ("valid", "test"):
         evaluate_once(run, part)
+    tasks.end()
 
 
 class ReplicaChecks(Hook):

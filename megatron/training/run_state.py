@@ -1,6 +1,6 @@
 """The class `Run`, which holds everything that belongs to one run, from its settings to its locks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from .metrics import MetricsWriter, Timers
 from .run_folder import release
 from .run_lock import RunLock
 from .task import Datasets
+from .task_sets import TaskSet
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Run:
     run_dir: Path
     parameters: int  # number of parameters of the whole model; tied parameters count once
     locks: list[RunLock]  # locks that rank 0 holds; empty on other ranks
+    task_sets: list[TaskSet] = field(default_factory=list)  # --eval-tasks on rank 0; empty on other ranks
 
     def __enter__(self) -> "Run":
         return self

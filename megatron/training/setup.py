@@ -32,12 +32,14 @@ from .build import build_engine, build_model
 from .data_ranks import open_datasets
 from .engine import NoPipeEngine
 from .estimate import estimate, memory_advice
+from .eval_tasks import check_model
 from .global_vars import publish
 from .inputs import reads_corpora
 from .metrics import MetricsWriter, Timers
 from .run_lock import RunLock
 from .run_state import Run
 from .task import Task, what
+from .task_sets import TaskSet, read_tasks
 from .watch import StepWatch
 
 
@@ -50,13 +52,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         config, tokenizer, run_dir = _prepare(task, config, default_run_dir)
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     publish(config, tokenizer, timers)
-    locks: list[RunLock] = []
-    certificate: str | None = None
     with all_ranks():
-        if is_rank_0():
-            certificate = _certificate(config)
-            writers.check(config.log)
-            locks = run_folder.lock(config, run_dir)
+        certificate, task_sets, locks = _checked_on_rank_0(config, tokenizer, run_dir)
     try:
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
@@ -74,6 +71,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
         with all_ranks():
+            check_model(engine.deepspeed.module, config)
             metrics = _accepted(config, run_dir, save_dir, state.iteration, locks)
     except BaseException:
         run_folder.release(locks)
@@ -99,6 +97,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         run_dir,
         parameters,
         locks,
+        task_sets,
     )
 
 
@@ -109,6 +108,20 @@ def _print_estimates(task: Task, config: Config, resolved: Resolved, device: tor
     for line in estimates:
         print_rank_0(line)
     return bool(estimates)
+
+
+def _checked_on_rank_0(
+    config: Config, tokenizer: Tokenizer, run_dir: Path
+) -> tuple[str | None, list[TaskSet], list[RunLock]]:
+    """Return the text of --certificate, the tasks of --eval-tasks and the locks of the run's folders.
+
+    Ranks other than 0 get None and empty lists. Raises ValueError for files and flags that cannot be used.
+    """
+    if not is_rank_0():
+        return None, [], []
+    certificate = _certificate(config)
+    writers.check(config.log)
+    return certificate, read_tasks(config, tokenizer), run_folder.lock(config, run_dir)
 
 
 def _certificate(config: Config) -> str | None:

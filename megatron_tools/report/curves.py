@@ -94,16 +94,21 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
                 for spike in row.get("spikes", [])
                 if spike.get("lm_loss") is not None
             ]
-    by_corpus = [
-        line(i, split, "parts", _points(run.part(split), "lm_loss"))
+    splits = [
+        (i, split, run.part(split))
         for i, run in enumerate(runs)
         for split in sorted({str(row.get("split")) for row in run.rows if "/" in str(row.get("split"))})
     ]
+    by_corpus = [
+        line(i, split, "parts", _points(rows, "lm_loss")) for i, split, rows in splits if not split.startswith("eval/")
+    ]
+    tasks = [line(i, split, "parts", _points(rows, "accuracy", partial(mul, 100))) for i, split, rows in splits]
     shared = _once(levels, len(runs))
     of_ppl = [{**level, "y": float(f"{math.exp(level['y']):.5g}")} for level in shared]
     return [
         Chart("loss", "Loss", "nats per token", False, loss, shared, marks),
         Chart("corpora", "Loss by corpus", "nats per token", False, by_corpus, [], []),
+        Chart("tasks", "Accuracy on --eval-tasks", "%", False, tasks, [], [], True),
         Chart("ppl", "Perplexity", "", True, ppl, of_ppl, []),
         Chart("accuracy", "Accuracy on masked text", "%", False, accuracy, [], [], True),
     ]

@@ -21,12 +21,13 @@ from megatron.model.gpt2 import GPT2Model
 from megatron.ranks import device
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
+from megatron.training.harness import evaluate_tasks
+from megatron.training.scoring import Score, nats_of, read_cloze, score_one
 from megatron_tools.shapes import described
 
 from ..convert.hf_config import check_tokenizer
 from ..convert.hf_folder import Folder, is_hf_folder
-from .lm_eval import Harness, Subject, evaluate_tasks
-from .scoring import Score, boundary, completes, nats_of
+from .lm_eval import Harness, Subject
 
 EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
@@ -115,26 +116,9 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 
 def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Return the cloze accuracy: the share of questions whose target is the greedy continuation of the context."""
-    right = total = 0
-    for number, line in enumerate(Path(args.cloze).read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            context, target = record["context"], record["target"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f'{args.cloze}, line {number}: the line must have the form {{"context": "...", "target": "..."}}'
-            ) from None
-        # Encode context and target together, as in a corpus. A token with parts of both belongs to the target.
-        known, whole = subject.tokenizer.encode(context), subject.tokenizer.encode(context + target)
-        same = boundary(known, whole)
-        if same == len(whole):
-            raise ValueError(f"{args.cloze}, line {number}: the target has no token of its own; lengthen the target")
-        total += 1
-        before = [*subject.tokenizer.before, *whole[:same]]
-        right += completes(before, whole[same:], subject.logits_of, subject.longest + 1, subject.device)
-    if not total:
-        raise ValueError(f"{args.cloze} contains no questions")
-    return {"accuracy": right / total, "right": right, "questions": total}
+    requests = read_cloze(args.cloze, subject.tokenizer, subject.longest)
+    right = sum(score_one(each, subject.logits_of, subject.device).greedy for each in requests)
+    return {"accuracy": right / len(requests), "right": right, "questions": len(requests)}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -145,7 +129,8 @@ def main(args: argparse.Namespace) -> None:
     subject = ours(args) if args.load else hugging_face(args)
     if args.tasks:
         harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, subject.device)
-        by_task = evaluate_tasks(harness, args.tasks.split(","), args.limit, args.task_folder)
+        folders = [args.task_folder] if args.task_folder else []
+        by_task = evaluate_tasks(harness, args.tasks.split(","), args.limit, folders)
         found = {f"{task} {name}": value for task, row in by_task.items() for name, value in row.items()}
         found = {name: value for name, value in found.items() if isinstance(value, (int, float))}
     else:

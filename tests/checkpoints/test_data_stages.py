@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -151,3 +152,37 @@ def test_breaks_at_random_change_nothing(breaks: int, tmp_path: Path, corpora: d
     found, expected = shares(tmp_path / "cut"), shares(tmp_path / "whole")
     assert found.keys() == expected.keys()
     assert all(found[name] == pytest.approx(expected[name]) for name in expected)
+
+
+def test_another_spelling_of_a_path_is_the_same_corpus(
+    tmp_path: Path, corpora: dict[str, str], vocab_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(corpora["a"]).parent
+    monkeypatch.chdir(folder)
+    for copied in (".bin", ".idx"):
+        shutil.copy(f"a{copied}", tmp_path / f"copy{copied}")
+    go(1, tmp_path / "whole", f"--data-path {corpora['a']} --train-iters 4", vocab_file)
+    for end, path in enumerate(("a", "./a", str(folder / "a"), str(tmp_path / "copy")), start=1):
+        go(1, tmp_path / "run", f"--data-path {path} --override-data --train-iters {end}", vocab_file)
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
+
+
+def test_changed_content_of_a_later_stage_is_refused(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
+    for name in "ab":
+        for ending in (".bin", ".idx"):
+            shutil.copy(f"{corpora[name]}{ending}", tmp_path / f"{name}{ending}")
+    stages = f"--data-stages 0: {tmp_path}/a; 3: {tmp_path}/b"
+    go(1, tmp_path / "run", f"{stages} --train-iters 3", vocab_file)
+    tokens = np.memmap(tmp_path / "b.bin", np.uint16, "r+")
+    tokens[:] += 1
+    tokens.flush()
+    with pytest.raises(RankFailure, match="6 samples .*--override-data"):
+        go(1, tmp_path / "run", f"{stages} --train-iters 4", vocab_file)
+
+
+def test_a_blend_with_a_corpus_twice_can_be_replaced(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
+    """Such a blend cannot be continued as stages, so a note says that samples may be skipped and repeated."""
+    twice = "--data-path 0.3 {a} 0.3 {b} 0.4 {a}".format(**corpora)
+    go(1, tmp_path, f"{twice} --train-iters 2", vocab_file)
+    go(1, tmp_path, f"--data-path {corpora['b']} --override-data --train-iters 3", vocab_file)
+    assert len(losses_of(tmp_path)) == 3

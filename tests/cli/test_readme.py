@@ -17,6 +17,7 @@ SHORT = ("docs/start.md", "docs/t5.md")
 LONG = (
     "docs/layouts.md",
     "docs/checkpoints.md",
+    "docs/howto.md",
     "docs/own_model.md",
     "docs/planning.md",
     "docs/reliability.md",

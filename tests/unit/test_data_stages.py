@@ -111,6 +111,9 @@ BAD = {
     "0: -1 a 2 b": "-1",
     "0: 0.5 a 0.5": "pairs",
     "0: 0.5 a 0.5 a": "twice",
+    "0: 0.5 a 0.5 ./a": "twice",
+    "0: a 0.5 b": "pairs",
+    "0: nan a": "nan",
     "0: a; later: b": "later",
     "0: a; 1.5: b": "1.5",
     "nowhere.json": "nowhere.json",
@@ -118,6 +121,8 @@ BAD = {
     '[{"samples": 0, "data": "a"}]': '"data"',
     '[{"samples": 0, "data": {"a": 1},}]': "line 1",
     '[{"samples": 0, "data": {"a": "x"}}]': "x",
+    '[{"samples": 0, "data": {"a": 0.5, "a": 0.5}}]': "a twice",
+    '[{"samples": 0, "data": [["a"]]}]': '"data"',
 }
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_tools.write.lm_eval import Harness, evaluate_tasks
+from megatron.training.harness import evaluate_tasks
+from megatron_tools.write.lm_eval import Harness
 from tests.sentences import SENTENCES
 
 LETTERS = "$abcdefghi "
@@ -108,7 +109,7 @@ def test_a_task_of_our_own(tmp_path: Path) -> None:
         "doc_to_text: '{{q}}'\ndoc_to_choice: '{{a}}'\ndoc_to_target: '{{label}}'\ntarget_delimiter: ''\n"
         "metric_list:\n  - metric: acc\n"
     )
-    found = evaluate_tasks(harness(), ["letters"], None, str(tmp_path))
+    found = evaluate_tasks(harness(), ["letters"], None, [str(tmp_path)])
     assert found["letters"]["acc,none"] == 0.75
     with pytest.raises(ValueError, match=SENTENCES["no_task_nothing"]):
-        evaluate_tasks(harness(), ["nothing"], None, str(tmp_path))
+        evaluate_tasks(harness(), ["nothing"], None, [str(tmp_path)])

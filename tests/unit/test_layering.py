@@ -138,7 +138,7 @@ OUTSIDE = {
     "megatron.optim": {"torch"},
     "megatron.ranks": {"torch", "tqdm"},
     "megatron.checkpointing": {"torch", "safetensors", "blake3"},
-    "megatron.training": {"torch", "tqdm", "tensorboard", "wandb", "mlflow"},
+    "megatron.training": {"numpy", "torch", "tqdm", "tensorboard", "wandb", "mlflow", "lm_eval"},
     "megatron.tasks": {"torch"},
     "megatron.compat": {"torch"},
     "megatron": {"torch"},
@@ -150,7 +150,6 @@ OUTSIDE = {
         "transformers",
         "sentencepiece",
         "tokenizers",
-        "lm_eval",
     },
 }
 PACKAGES = ("megatron", "megatron_tools", "tds", "data_utils", "tools")

@@ -9,14 +9,13 @@ import pytest
 
 from data_utils.chat_templates import own_template
 from megatron.checkpointing.relocation import (
-    ENDS,
-    corpus_fingerprint,
     keep_tokenizer,
     kept_tokenizer,
     relocated,
     with_kept_tokenizer,
 )
 from megatron.config.command_line import parse
+from megatron.data.corpora import ENDS, corpus_fingerprint
 from megatron.tokenizer.beside import ends_beside
 from megatron_tools.convert.hf_folder import is_hf_folder
 

@@ -95,6 +95,16 @@ def test_curves_have_the_values_with_gaps_where_there_are_none(tmp_path: Path) -
     assert [level["run"] for level in both["loss"].levels] == [None], "what all runs share is drawn once"
 
 
+def test_accuracies_of_tasks_have_their_own_chart(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a")
+    row = {"split": "eval/quiz", "iteration": 20, "accuracy": 0.25, "lm_loss": 3.0}
+    kept = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+    (folder / "metrics.jsonl").write_text(f"{kept}\n{json.dumps(row)}\n")
+    found = {chart.name: chart for chart in charts([read_run(folder)])}
+    assert [(line["label"], line["x"], line["y"]) for line in found["tasks"].lines] == [("eval/quiz", [20], [25])]
+    assert "corpora" not in found, "a task is not a corpus"
+
+
 def test_long_lines_keep_their_ends_and_their_peaks() -> None:
     points: list[tuple[float, float | None]] = [(float(i), math.sin(i / 50)) for i in range(100_000)]
     points[54_321] = (54_321.0, 9.0)

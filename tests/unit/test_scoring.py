@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_tools.write.scoring import completes, nats_of, windows
+from megatron.training.scoring import Request, nats_of, score_one, windows
 
 CPU = torch.device("cpu")
 
@@ -46,5 +46,5 @@ def test_completion() -> None:
     best = table(torch.arange(11)).argmax(-1).tolist()
     start = next(t for t in range(11) if best[best[t]] != t)
     chain = [start, best[start], best[best[start]]]
-    assert completes(chain[:1], chain[1:], table, 8, CPU)
-    assert not completes(chain[:1], [chain[1], (chain[2] + 1) % 11], table, 8, CPU)
+    assert score_one(Request(chain, 2), table, CPU).greedy
+    assert not score_one(Request([*chain[:2], (chain[2] + 1) % 11], 2), table, CPU).greedy

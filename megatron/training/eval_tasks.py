@@ -1,0 +1,205 @@
+"""Evaluations on tasks while training (--eval-tasks): cloze files and tasks of lm-eval.
+
+Rank 0 encodes the questions and sends them to all ranks. All ranks score them with the model of the run, in its layout.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tds import trace
+
+from .. import mpu
+from ..config import Config
+from ..model.gpt2 import GPT2Model
+from ..model.loss import TokenLoss
+from ..model.masks import no_documents
+from ..model.pipe import GPT2ModelPipe
+from ..ranks.errors import complaint
+from ..ranks.objects import from_rank_0, gather_objects
+from ..ranks.rank_0 import is_rank_0, print_rank_0
+from .corpus_losses import perplexity
+from .engine import Step
+from .harness import LogLikelihoods, evaluate_tasks
+from .health import SampleRange
+from .hooks import Hook, due
+from .log import TrainingLog
+from .run_state import Run
+from .scoring import Request, Scored
+from .task_sets import TaskSet
+
+AT_ONCE = 8  # minimum number of micro-batches for which the engine is called, so that pipeline stages are busy
+
+
+def check_model(model: nn.Module, config: Config) -> None:
+    """Raise ValueError if --eval-tasks is given and `model` is not a GPT-2 or Llama of this project."""
+    fits = isinstance(model, (GPT2Model, GPT2ModelPipe)) and isinstance(model.loss_fn, TokenLoss)
+    if config.train.eval_tasks and not fits:
+        raise ValueError(
+            f"--eval-tasks needs a GPT2Model or GPT2ModelPipe of megatron.model with its own loss, but the model of "
+            f"this task is a {type(model).__name__}; leave the flag out"
+        )
+
+
+class RankScorer(LogLikelihoods):
+    """Scorer of requests by all ranks of a run. Each replica scores its own micro-batches of requests.
+
+    Rank 0 calls `score` any number of times and then `end`; meanwhile the other ranks run `serve`.
+    A request is a sample of --seq-length tokens, padded at its end.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.tokenizer, self.longest = run.tokenizer, run.config.data.seq_length
+        self._engine, self._device, self._rows = run.engine, run.device, run.config.train.batch_size
+        self._loss: TokenLoss = run.engine.deepspeed.module.loss_fn
+
+    def score(self, requests: Sequence[Request]) -> list[Scored]:
+        """Return the score of each request. Raises ValueError with the first error of a rank."""
+        return self._together(from_rank_0(requests)) if requests else []
+
+    def end(self) -> None:
+        """Let the other ranks return from `serve`."""
+        from_rank_0(None)
+
+    def serve(self) -> None:
+        """Take part in each call of `score` on rank 0."""
+        while (requests := from_rank_0(None)) is not None:
+            self._together(requests)
+
+    def _together(self, requests: Sequence[Request]) -> list[Scored]:
+        own: dict[int, list[list[float]]] = {}
+        problem = None
+        parts = [requests[at : at + self._rows] for at in range(0, len(requests), self._rows)]
+        try:
+            own = self._own(parts)
+        except Exception as error:  # a failed evaluation does not end the run, whatever the error
+            problem = complaint(error)
+        everywhere = gather_objects((own, problem))
+        problem = next((text for _, text in everywhere if text is not None), None)
+        if problem is not None:
+            if is_rank_0():
+                raise ValueError(problem)
+            return []
+        sums = [[0.0, 0.0] for _ in requests]
+        for found, _ in everywhere:
+            for part, values in found.items():
+                for row, (nats, wrong) in enumerate(zip(*values, strict=True), start=part * self._rows):
+                    if row < len(sums):
+                        sums[row][0] += nats
+                        sums[row][1] += wrong
+        return [Scored(-nats, wrong == 0) for nats, wrong in sums]
+
+    def _own(self, parts: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
+        """Run this rank's micro-batches; return {number of a micro-batch: [2, b]} if this rank is to report them.
+
+        [2, b] are the summed losses and the numbers of wrong tokens. One rank of each model-parallel group of the last
+        stage reports; context-parallel ranks report sums over their own tokens.
+        """
+        mesh = mpu.get_mesh()
+        share = mesh.share
+        numbers = range(share.number, -(-len(parts) // share.of) * share.of, share.of)
+        made = [self._micro_batch(parts[i] if i < len(parts) else ()) for i in numbers]
+        most = max(AT_ONCE, 4 * mesh.pipe.size)
+        self._loss.samples = []
+        try:
+            for at in range(0, len(made), most):
+                self._engine.forward(made[at : at + most])
+            found = torch.stack(self._loss.samples).tolist() if self._loss.samples else []
+        finally:
+            self._loss.samples = None
+        return dict(zip(numbers, found, strict=True)) if found and not mesh.model.rank else {}
+
+    def _micro_batch(self, requests: Sequence[Request]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+        """Return ((tokens, positions, document ids), (labels, loss mask)) as the task's `batch` does."""
+        text = torch.zeros(self._rows, self.longest + 1, dtype=torch.int64)
+        loss_mask = torch.zeros(self._rows, self.longest)
+        for row, (ids, targets) in enumerate(requests):
+            text[row, : len(ids)] = torch.tensor(ids)
+            loss_mask[row, len(ids) - 1 - targets : len(ids) - 1] = 1
+        positions = torch.arange(self.longest).repeat(self._rows, 1).to(self._device)
+        tokens, labels, loss_mask = (
+            mpu.own_tokens(x, 1, mpu.context_axis()).contiguous().to(self._device)
+            for x in (text[:, :-1], text[:, 1:], loss_mask)
+        )
+        return (tokens, positions, no_documents(self._device)), (labels, loss_mask)
+
+
+def evaluate_on_tasks(run: Run) -> None:
+    """Evaluate on --eval-tasks; print and log the results. A failed task gives a warning. All ranks must call this."""
+    scorer = RankScorer(run)
+    if not is_rank_0():
+        scorer.serve()
+        return
+    try:
+        for each in run.task_sets:
+            _print_and_log(run, each, scorer)
+    finally:
+        scorer.end()
+
+
+def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
+    iteration = run.state.iteration
+    try:
+        rows = _cloze(tasks, scorer) if tasks.requests else _lm_eval(tasks, scorer, run.config.train.eval_tasks_limit)
+    except Exception as error:  # lm-eval and the data sets that it loads may raise errors of any class
+        print_rank_0(
+            f"warning: --eval-tasks {tasks.word} failed at iteration {iteration}, and training continues: "
+            f"{complaint(error)}"
+        )
+        return
+    for name, numbers in rows.items():
+        words = " | ".join(f"{key.replace('lm_loss', 'loss')} {value:.4g}" for key, value in numbers.items())
+        print_rank_0(f"iteration {iteration:7d} | eval/{name} {words}")
+        run.metrics.write({"split": f"eval/{name}", "iteration": iteration, **numbers})
+
+
+def _cloze(tasks: TaskSet, scorer: RankScorer) -> dict[str, dict[str, float]]:
+    found = scorer.score(tasks.requests)
+    loss = -sum(each.log_probability for each in found) / sum(each.targets for each in tasks.requests)
+    right = sum(each.greedy for each in found)
+    numbers = {"accuracy": right / len(found), "lm_loss": loss, "ppl": perplexity(loss), "questions": len(found)}
+    return {tasks.name: numbers}
+
+
+def _lm_eval(tasks: TaskSet, scorer: RankScorer, limit: int | None) -> dict[str, dict[str, float]]:
+    """Return the numbers of each task under lm-eval's names of metrics, except that `acc` becomes `accuracy`."""
+    results = evaluate_tasks(scorer, tasks.tasks, limit, tasks.folders, f"--eval-tasks {tasks.word}")
+    return {name: _numbers(row) for name, row in results.items() if _numbers(row)}
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a row of lm-eval, whose keys are `METRIC,FILTER`, without standard errors."""
+    found = {}
+    for key, value in row.items():
+        metric, _, filtered = key.partition(",")
+        if filtered and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
+            metric = "accuracy" if metric == "acc" else metric
+            found[metric if filtered == "none" else f"{metric}_{filtered}"] = float(value)
+    return found
+
+
+class TaskEvaluations(Hook):
+    """Hook that evaluates on --eval-tasks every --eval-tasks-interval iterations, except after the last iteration."""
+
+    def __init__(self, run: Run, log: TrainingLog) -> None:
+        self._run, self._log = run, log
+        given = run.config.train.eval_tasks_interval
+        self._interval = run.config.checkpoint.save_interval if given is None else given
+
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        """Evaluate after iterations of --eval-tasks-interval, except the last."""
+        t = self._run.config.train
+        if t.eval_tasks and due(samples.iteration, self._interval) and samples.iteration < t.train_iters:
+            self._log.check()
+            with trace.span("evaluation"):
+                evaluate_on_tasks(self._run)
+            self._log.restart()
+
+    def end(self) -> None:
+        """Evaluate after the last iteration, unless metrics.jsonl already holds the results."""
+        run = self._run
+        done = [run.metrics.holds(f"eval/{each.name or each.tasks[0]}", run.state.iteration) for each in run.task_sets]
+        if run.config.train.eval_tasks and not from_rank_0(all(done)):
+            evaluate_on_tasks(run)

@@ -1,0 +1,112 @@
+"""Tasks of EleutherAI's lm-eval harness (Gao et al.) for left-to-right models. The package lm-eval is optional."""
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..tokenizer import Tokenizer
+from .scoring import Request, Scored, continuation, rolling
+
+
+class LogLikelihoods:
+    """Base class of the model interface that lm-eval requires; each method takes a list of lm-eval's requests.
+
+    longest: context window in tokens.
+    """
+
+    tokenizer: Tokenizer
+    longest: int
+
+    def score(self, requests: Sequence[Request]) -> list[Scored]:
+        """Return the score of each request."""
+        raise NotImplementedError
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[Scored]:
+        """Return (log-probability, whether greedy decoding yields it) of each request's continuation."""
+        texts = [request.args for request in requests]
+        made = [continuation(self.tokenizer, context, text, self.longest) for context, text in texts]
+        found = iter(self.score([each for each in made if each]))
+        return [next(found) if each else Scored(0.0, True) for each in made]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Return the log-probability of whole texts, see `rolling`."""
+        made = [rolling(self.tokenizer, request.args[0], self.longest) for request in requests]
+        found = iter(self.score([each for pieces in made for each in pieces]))
+        return [sum(next(found).log_probability for _ in pieces) for pieces in made]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Return greedy continuations. Raises ValueError if this interface only scores text."""
+        raise ValueError("the task generates text, but evaluations while training only score text")
+
+
+def task_manager(tasks: Iterable[str], folders: Sequence[str], flag: str) -> Any:
+    """Return lm-eval's index of tasks. Raises ValueError without lm-eval and for a task that it does not know.
+
+    folders: folders with custom tasks. flag: how messages name the flag of the tasks.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ValueError(f"{flag} needs the package lm-eval: pip install lm-eval") from None
+    manager = TaskManager(include_path=list(folders) or None)
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        raise ValueError(
+            f"{flag}: lm-eval has no task {', '.join(unknown)}; check the spelling, or give the folder of a custom task"
+        )
+    return manager
+
+
+def local_tasks(path: Path) -> list[str]:
+    """Return the names of the tasks in a YAML file, or in the YAML files of a folder.
+
+    Raises ValueError if there is none, and OSError.
+    """
+    files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+    lines = [re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.M) for file in files]
+    found = [line.group(1) for line in lines if line]
+    if not found:
+        raise ValueError(f"{path} has no lm-eval task: a YAML file of a task has a line `task: NAME`")
+    return found
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Restore the global random generators at the end of the `with` block, because lm-eval seeds them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def evaluate_tasks(
+    model: LogLikelihoods, tasks: Sequence[str], limit: int | None, folders: Sequence[str], flag: str = "--tasks"
+) -> dict[str, Any]:
+    """Return lm-eval's results by task. folders, flag, errors: see `task_manager`.
+
+    limit: maximum number of questions in each task.
+    """
+    manager = task_manager(tasks, folders, flag)
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+
+    class Adapter(LM):  # type: ignore[misc]
+        loglikelihood = staticmethod(model.loglikelihood)
+        loglikelihood_rolling = staticmethod(model.loglikelihood_rolling)
+        generate_until = staticmethod(model.generate_until)
+
+    with _same_random_state():
+        found = simple_evaluate(
+            model=Adapter(), tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=0
+        )
+    results: dict[str, Any] = found["results"]
+    return results

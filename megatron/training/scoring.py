@@ -1,0 +1,161 @@
+"""Log-likelihood of text under a left-to-right model, for evaluations while training and for tools/evaluate.py.
+
+Each token is scored once. A text that is longer than the context window is scored in a sliding window.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..tokenizer import Tokenizer
+
+Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> logits [b, s, v]
+
+
+class Request(NamedTuple):
+    """Token ids of which the last `targets` are to be scored; there are more ids than targets."""
+
+    ids: list[int]
+    targets: int
+
+
+class Scored(NamedTuple):
+    """Log-probability of a request's targets in nats, and whether greedy decoding yields the targets."""
+
+    log_probability: float
+    greedy: bool
+
+
+@dataclass
+class Score:
+    """Sums over all scored texts: negative log-likelihood in nats, and numbers of tokens, characters and bytes."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    characters: int = 0
+    bytes: int = 0
+
+    def __iadd__(self, other: "Score") -> "Score":
+        self.nats += other.nats
+        self.tokens += other.tokens
+        self.characters += other.characters
+        self.bytes += other.bytes
+        return self
+
+
+@dataclass(frozen=True)
+class Window:
+    """Window over tokens start to end - 1. Those from `first` on are targets to score, the others only context."""
+
+    start: int
+    first: int
+    end: int
+
+
+def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
+    """Yield windows that cover `length` tokens so that each token except the first is a target exactly once.
+
+    longest: tokens in a window, 1 more than the context window, because the last token is a target but not an input.
+    stride: targets in each window but the first. A smaller stride gives each target more context and takes longer.
+    """
+    if not 1 <= stride < longest:
+        raise ValueError(f"--stride {stride} must be from 1 to {longest - 1}, the context window in tokens")
+    first = 1
+    while first < length:
+        end = min(first + stride if first > 1 else longest, length)
+        yield Window(max(end - longest, 0), first, end)
+        first = end
+
+
+@torch.no_grad()
+def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, device: torch.device) -> list[float]:
+    """Return the negative log-likelihood of each token after the first, in nats. longest, stride: see `windows`."""
+    tokens = torch.tensor([ids], dtype=torch.int64, device=device)
+    found: list[float] = []
+    for window in windows(len(ids), longest, stride):
+        piece = tokens[:, window.start : window.end]
+        scores = torch.log_softmax(logits_of(piece[:, :-1])[0].float(), dim=-1)
+        taken = -scores.gather(1, piece[0, 1:, None])[:, 0]
+        found += taken[window.first - window.start - 1 :].tolist()
+    return found
+
+
+def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
+    """Return how many leading ids `context` shares with `whole`, the ids of the context and its continuation.
+
+    A token that contains the end of the context and the start of the continuation counts as part of the latter.
+    """
+    pairs = enumerate(zip(context, whole, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(context), len(whole)))
+
+
+def score_one(request: Request, logits_of: Logits, device: torch.device) -> Scored:
+    """Score a request with a model that one process holds."""
+    tokens = torch.tensor([request.ids], dtype=torch.int64, device=device)
+    with torch.no_grad():
+        logits = logits_of(tokens[:, :-1])[0, -request.targets :]
+    scores = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    targets = tokens[0, -request.targets :]
+    total = scores.gather(1, targets[:, None]).sum().item()
+    return Scored(total, bool((scores.argmax(-1) == targets).all()))
+
+
+def continuation(tokenizer: Tokenizer, context: str, text: str, longest: int) -> Request | None:
+    """Return the request that scores `text` after `context`, or None if there are no tokens to score.
+
+    longest: context window in tokens. Ids before the window are left out.
+    """
+    # Move the context's trailing spaces to the text, because tokenizers join a space with the next word.
+    stem = context.rstrip()
+    context, text = stem, context[len(stem) :] + text
+    known, whole = tokenizer.encode(context), tokenizer.encode(context + text)
+    if not text or not whole:
+        return None
+    # A token that contains the end of the context and the start of the text counts as part of the text. The text always
+    # gets at least one token.
+    targets = len(whole) - min(boundary(known, whole), len(whole) - 1)
+    ids = [*tokenizer.before, *whole][-longest - 1 :]
+    return Request(ids, min(targets, len(ids) - 1))
+
+
+def rolling(tokenizer: Tokenizer, text: str, longest: int) -> list[Request]:
+    """Return requests that together score each token of a text once.
+
+    Each token has at least half a window of context, or all earlier tokens if there are fewer.
+    """
+    ids = [*tokenizer.before, *tokenizer.encode(text)]
+    pieces = windows(len(ids), longest + 1, max(longest // 2, 1))
+    return [Request(ids[w.start : w.end], w.end - w.first) for w in pieces]
+
+
+def read_cloze(path: str, tokenizer: Tokenizer, longest: int) -> list[Request]:
+    """Return a request for each line {"context": "...", "target": "..."} of a file of cloze questions.
+
+    longest: context window in tokens. The start of a longer context is left out.
+    Raises ValueError that names the file and the line, and OSError.
+    """
+    found = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+            context, target = record["context"], record["target"]
+            # Encode context and target together, as in a corpus. A token with parts of both belongs to the target.
+            known, whole = tokenizer.encode(context), tokenizer.encode(context + target)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f'{where}: the line must have the form {{"context": "...", "target": "..."}}') from None
+        targets = len(whole) - boundary(known, whole)
+        if not targets:
+            raise ValueError(f"{where}: the target has no token of its own; lengthen the target")
+        ids = [*tokenizer.before, *whole]
+        if targets > min(longest, len(ids) - 1):
+            raise ValueError(f"{where}: the target has {targets} tokens, but the context window has {longest}")
+        found.append(Request(ids[-longest - 1 :], targets))
+    if not found:
+        raise ValueError(f"{path} contains no questions")
+    return found

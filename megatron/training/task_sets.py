@@ -1,0 +1,50 @@
+"""Reading of the flag --eval-tasks: cloze files and tasks of lm-eval."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..config import Config
+from ..tokenizer import Tokenizer
+from .harness import local_tasks, task_manager
+from .scoring import Request, read_cloze
+
+
+class TaskSet(NamedTuple):
+    """The tasks of one word of --eval-tasks.
+
+    name: name of a cloze file's results. requests: questions of a cloze file. tasks: names of lm-eval tasks.
+    folders: folders with custom tasks.
+    """
+
+    word: str
+    name: str = ""
+    requests: Sequence[Request] = ()
+    tasks: Sequence[str] = ()
+    folders: Sequence[str] = ()
+
+
+def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
+    """Return the tasks of --eval-tasks. Raises ValueError for invalid words and files, and without lm-eval."""
+    found = [_read(word, config, tokenizer) for word in config.train.eval_tasks or ()]
+    names = [name for each in found for name in (each.name, *each.tasks) if name]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"--eval-tasks has two tasks {twice}; name a cloze file with NAME=FILE, or leave one out")
+    return found
+
+
+def _read(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
+    flag = f"--eval-tasks {word}"
+    name, _, file = word.rpartition("=")
+    path = Path(file)
+    if path.suffix in (".jsonl", ".yaml", ".yml") and not path.is_file():
+        raise ValueError(f"{flag}: there is no file {file}")
+    if path.suffix == ".jsonl":
+        requests = read_cloze(file, tokenizer, config.data.seq_length)
+        return TaskSet(word, name or path.stem, requests[: config.train.eval_tasks_limit])
+    tasks, folders = [word], []
+    if path.exists():
+        tasks, folders = local_tasks(path), [str(path if path.is_dir() else path.parent)]
+    task_manager(tasks, folders, flag)
+    return TaskSet(word, tasks=tasks, folders=folders)
