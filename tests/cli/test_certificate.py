@@ -61,6 +61,7 @@ def test_a_run_refuses_the_certificate_of_another_script(certificate: Path, flag
     assert "pretrain_llama.py had the hash" in said and not (run / "checkpoints").exists()
 
 
+@FULL
 def test_a_check_names_what_has_changed(certificate: Path, tmp_path: Path) -> None:
     """The repeated numbers are the recorded ones to the last digit, as the machine is the same."""
     content = json.loads(certificate.read_text())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import covering, losses, train
+from tests.support import FULL, covering, losses, train
 
 from .layouts import Layout, ours, plain
 from .reference import Fp8Product
@@ -47,6 +47,7 @@ LLAMA = (
 )
 
 
+@FULL
 def test_llama_learns_as_in_bf16_in_every_layout(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """Losses of layouts differ only by the order of bf16 sums; those of bf16 differ by at most 2%, but do differ."""
 

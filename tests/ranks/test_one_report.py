@@ -100,6 +100,7 @@ def test_a_layer_that_raises_is_reported_once(tmp_path: Path, victim: int) -> No
     assert 'train.py", line' in report  # the stack includes the line of the user's script
 
 
+@FULL
 def test_want_of_memory_is_one_line(tmp_path: Path) -> None:
     ends = _ends(_start(tmp_path, "memory", "1"))
     assert [code for code, _ in ends] == [1] * RANKS
