@@ -5,13 +5,12 @@ checkpoint contain its stages. If a resumed run has other data, --override-data 
 its next sample.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.config.data_stages import Stage, Staged, parse_stages, text_of
+from megatron.config.data_stages import Stage, Staged, parse_stages, prefixes_in, text_of
 from megatron.data.corpora import corpus_fingerprint, parse_blend
 from megatron.data.cpm_triples import is_triple
 from megatron.ranks.agreement import all_ranks
@@ -37,13 +36,10 @@ def with_consumed_stages(config: Config, path: Path | None, wanted: Wanted) -> C
     with all_ranks():
         if is_rank_0():
             reader = CheckpointReader(path)
-            saved, samples, tokens = (
-                plain_config(reader),
-                reader.state["consumed_samples"],
-                reader.state["consumed_tokens"],
-            )
+            saved, samples = plain_config(reader), reader.state["consumed_samples"]
             if samples and is_in_order(saved, config):
-                found = joined(saved, config, samples, tokens // samples, not wanted.same_data)
+                tokens = reader.state["consumed_tokens"] // samples
+                found = joined(saved, config, samples, tokens, not wanted.same_data)
     text, note = from_rank_0(found)
     if note:
         print_rank_0(f"note: {note}")
@@ -67,7 +63,7 @@ def joined(saved: Config, config: Config, samples: int, tokens: int, override: b
     saved: settings of the checkpoint. samples: number of samples that it has consumed. tokens: tokens of a sample.
     override: whether --override-data is given.
     """
-    here, there = _in_one_spelling([_in_samples(stages_of(each), tokens) for each in (config, saved)])
+    there, here = _plans(saved, config, tokens)
     before, after = _split(there, samples), _split(here, samples)
     if any(_cannot_be_read(stage) for stage in before.past):
         return "", ""
@@ -78,22 +74,26 @@ def joined(saved: Config, config: Config, samples: int, tokens: int, override: b
         return text_of(there), ""
     if not override:
         return "", ""
-    words = " ".join(word for pair in after.future[0].blend for word in pair if word is not None)
+    words = " ".join(after.future[0].words)
     return text_of(before.past + after.future), f"--override-data: a stage with {words} begins at sample {samples}"
 
 
-def _in_one_spelling(plans: Sequence[Blends]) -> list[Blends]:
-    """Return `plans` with one prefix for each corpus, even if it has several prefixes, such as `a` and `./a`.
+def _plans(saved: Config, config: Config, tokens: int) -> tuple[Blends, Blends]:
+    """Return the stages of both settings, which begin at samples of `tokens` tokens.
 
-    The first prefix of a corpus counts. Copies of a corpus have the same content, so they count as one corpus.
+    They name each corpus by one prefix, even if it has several prefixes, such as `a` and `./a`: by the first one in
+    `config`. Copies of a corpus have the same content, so they count as one corpus.
     """
+    here, there = (stages_of(each) for each in (config, saved))
+    identities = {prefix: _identity(prefix) for prefix in prefixes_in([*here, *there])}
     spelling: dict[str, str] = {}
-    for prefix in (prefix for plan in plans for stage in plan for _, prefix in stage.blend):
-        spelling.setdefault(_identity(prefix), prefix)
-    return [
-        [stage._replace(blend=tuple((w, spelling[_identity(p)]) for w, p in stage.blend)) for stage in plan]
-        for plan in plans
-    ]
+    for prefix, identity in identities.items():
+        spelling.setdefault(identity, prefix)
+
+    def plain(stages: Blends) -> Blends:
+        return [each.in_samples(tokens).renamed(lambda prefix: spelling[identities[prefix]]) for each in stages]
+
+    return plain(there), plain(here)
 
 
 def _identity(prefix: str) -> str:
@@ -114,18 +114,14 @@ def difference(saved: Config, config: Config, samples: int, tokens: int) -> str:
     """Return a sentence on how the stages of `config` differ from the ones that the checkpoint has consumed, or ""."""
     if not saved.data.names_corpora or not config.data.names_corpora:
         return ""
-    past = [_split(_in_samples(stages_of(each), tokens), samples).past for each in (saved, config)]
+    past = [_split(stages, samples).past for stages in _plans(saved, config, tokens)]
     if past[0] == past[1]:
         return ""
     for there, here in zip(*past, strict=False):
         if there != here:
-            return f"{there.name} was {_words(there)} and is now {_words(here)}"
+            return f"{there.name} was {' '.join(there.words)} and is now {' '.join(here.words)}"
     extra = max(past, key=len)[min(map(len, past))]
     return f"{extra.name} is only in {'the checkpoint' if len(past[0]) > len(past[1]) else 'this run'}"
-
-
-def _words(stage: Stage) -> str:
-    return " ".join(word for pair in stage.blend for word in pair if word is not None)
 
 
 def stages_of(config: Config) -> Blends:
@@ -137,13 +133,6 @@ def stages_of(config: Config) -> Blends:
     words = paths["train"] if isinstance(paths, dict) else paths
     assert not isinstance(words, Staged)
     return [Stage(0, "samples", tuple(parse_blend(words)))]
-
-
-def _in_samples(stages: Sequence[Stage], tokens: int) -> Blends:
-    return [
-        each if each.unit == "samples" else each._replace(begin=-(-each.begin // tokens), unit="samples")
-        for each in stages
-    ]
 
 
 class _Split(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.config.data_stages import prefixes_in
 from megatron.data.corpora import corpus_fingerprint, prefixes_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_hash import extend
@@ -122,16 +123,11 @@ def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, 
     ):
         return found
     samples = state.consumed_samples
-    change = difference(saved, config, samples, state.consumed_tokens // max(samples, 1))
+    differ = f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
     if wanted.same_data:
-        raise CheckpointError(
-            f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
-            f"{f' ({change})' if change else ''}; pass --override-data to continue"
-        )
-    print_rank_0(
-        f"note: --override-data: the {samples} samples consumed so far differ from what this data, --split and --seed "
-        f"produce, so samples may be skipped and repeated"
-    )
+        change = difference(saved, config, samples, state.consumed_tokens // max(samples, 1))
+        raise CheckpointError(f"{differ}{f' ({change})' if change else ''}; pass --override-data to continue")
+    print_rank_0(f"note: --override-data: {differ}, so samples may be skipped and repeated")
     return found
 
 
@@ -142,7 +138,10 @@ def _other_documents(saved: Config, config: Config) -> bool:
     hash, and two splits can have the same number. Existing checkpoints contain such hashes, so their definition must
     not change.
     """
-    if saved.data.split == config.data.split or any(isinstance(each.data.paths, dict) for each in (saved, config)):
+    both = saved.data, config.data
+    if saved.data.split == config.data.split or not all(data.names_corpora for data in both):
+        return False
+    if any(isinstance(data.paths, dict) for data in both):  # --split has no effect
         return False
     there, here = parse_split(saved.data.split), parse_split(config.data.split)
     for prefix in prefixes_of(config.data.paths):
@@ -162,6 +161,5 @@ def _corpora(config: Config) -> int:
     """
     if not config.data.names_corpora:
         return 0  # a custom entry script provides the data sets, so there are no corpora to hash
-    first = dict.fromkeys(prefix for _, prefix in stages_of(config)[0].blend)
-    looks = " ".join(map(corpus_fingerprint, first))
+    looks = " ".join(map(corpus_fingerprint, prefixes_in(stages_of(config)[:1])))
     return int.from_bytes(hashlib.sha256(looks.encode()).digest()[:8])

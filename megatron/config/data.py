@@ -135,9 +135,8 @@ class DataConfig(Section):
             if given := getattr(self, name):
                 object.__setattr__(self, name, prefixes_of(given))
 
-        if (
-            self.data_stages
-        ):  # the text of the stages instead of the name of a file, so that settings contain the stages
+        if self.data_stages:
+            # Keep the text of the stages instead of the name of a file, so that the settings contain the stages.
             object.__setattr__(self, "data_stages", (text_of(parse_stages(self.data_stages)),))
 
     def _problems(self) -> Iterator[str]:
@@ -151,7 +150,7 @@ class DataConfig(Section):
 
     @property
     def names_corpora(self) -> bool:
-        """Whether a flag names training corpora."""
+        """True if a flag names training corpora."""
         return bool(self.data_path or self.train_data_path or self.data_stages)
 
     @property
@@ -166,8 +165,7 @@ class DataConfig(Section):
             if self.valid_data_path is not None or self.test_data_path is not None:
                 parts = {"valid": self.valid_data_path or (), "test": self.test_data_path or ()}
                 return {"train": Staged(stages, None), **parts}
-            first = tuple(word for pair in stages[0].blend for word in pair if word is not None)
-            return Staged(stages, self.data_path or first)
+            return Staged(stages, self.data_path or stages[0].words)
         if self.data_path:
             return self.data_path
         if not self.train_data_path:

@@ -20,9 +20,8 @@ from .fields import ConfigError
 UNITS = ("samples", "tokens")
 FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 BEGIN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)[\s_]*(samples|tokens)?\s*:(.*)", re.DOTALL)
-Blend = tuple[
-    tuple[str | None, str], ...
-]  # (weight, prefix) of each corpus; a weight of None means in proportion to size
+# (weight, prefix) of each corpus; a weight of None means in proportion to size
+Blend = tuple[tuple[str | None, str], ...]
 
 
 class Stage(NamedTuple):
@@ -36,6 +35,19 @@ class Stage(NamedTuple):
     def name(self) -> str:
         """The begin of the stage in words, for messages."""
         return f"the stage at {self.begin} {self.unit}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The blend as the words of --data-path."""
+        return tuple(word for pair in self.blend for word in pair if word is not None)
+
+    def renamed(self, change: Callable[[str], str]) -> "Stage":
+        """Return this stage with each prefix replaced by `change(prefix)`."""
+        return self._replace(blend=tuple((weight, change(prefix)) for weight, prefix in self.blend))
+
+    def in_samples(self, tokens: int) -> "Stage":
+        """Return this stage with its begin in samples of `tokens` tokens: the first sample after a number of tokens."""
+        return self if self.unit == "samples" else self._replace(begin=-(-self.begin // tokens), unit="samples")
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,11 @@ def parse_stages(words: Sequence[str]) -> tuple[Stage, ...]:
     return stages
 
 
+def prefixes_in(stages: Sequence[Stage]) -> list[str]:
+    """Return the prefix of each corpus once, in the order of first use."""
+    return list(dict.fromkeys(prefix for stage in stages for _, prefix in stage.blend))
+
+
 def text_of(stages: Sequence[Stage]) -> str:
     """Return stages as JSON text, which `parse_stages` reads."""
     return json.dumps([{each.unit: each.begin, "data": _json_of(each.blend)} for each in stages], ensure_ascii=False)
@@ -74,8 +91,7 @@ def text_of(stages: Sequence[Stage]) -> str:
 
 def with_prefixes(text: str, change: Callable[[str], str]) -> str:
     """Return the stages in `text` with each prefix replaced by `change(prefix)`."""
-    stages = parse_stages([text])
-    return text_of([each._replace(blend=tuple((w, change(p)) for w, p in each.blend)) for each in stages])
+    return text_of([each.renamed(change) for each in parse_stages([text])])
 
 
 def _json_of(blend: Blend) -> Any:

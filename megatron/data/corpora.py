@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from ..config.data_stages import Stage, Staged
+from ..config.data_stages import Stage, Staged, prefixes_in
 from ..json_text import describe_json
 from ..storage import place
 from .blend import BlendedDataset
@@ -67,7 +67,7 @@ def prefixes_of(paths: Paths) -> list[str]:
     found: list[str] = []
     for part, words in parts.items():
         if isinstance(words, Staged):
-            found += [prefix for stage in words.stages for _, prefix in stage.blend]
+            found += prefixes_in(words.stages)
             words = words.held_out or ()
         found += [prefix for blend in sets_of(words, part).values() for _, prefix in parse_blend(blend)]
     return list(dict.fromkeys(found))
@@ -181,7 +181,7 @@ class _Use(NamedTuple):
 
 
 def _uses(paths: Paths) -> Iterator[_Use]:
-    for prefix in dict.fromkeys(prefix for stage in _stages(paths) for _, prefix in stage.blend):
+    for prefix in prefixes_in(_stages(paths)):
         yield _Use(("train",), "", None, prefix, isinstance(paths, Staged))
     if isinstance(paths, Staged):
         for weight, prefix in parse_blend(paths.held_out or ()):
@@ -212,8 +212,7 @@ def _in_stages(trained: Mapping[str, Any], stages: Sequence[Stage]) -> StagedDat
     found = []
     for stage in stages:
         weights = {numbers[prefix]: w or str(trained[prefix].samples_per_epoch) for w, prefix in stage.blend}
-        # A stage that begins at a number of tokens begins with the first sample after them.
-        found.append((stage.begin if stage.unit == "samples" else -(-stage.begin // tokens), weights))
+        found.append((stage.in_samples(tokens).begin, weights))
     try:
         return StagedDataset(datasets, found, [int(corpus_fingerprint(prefix), 16) for prefix in trained])
     except ValueError as error:

@@ -24,7 +24,7 @@ from ..storage import RemotePath, StorageError
 BLOCK = 4 << 20  # bytes
 OPEN_BLOCKS = 1024  # mapped blocks of a corpus in a process
 DEFAULT_GB = 50.0
-LOCKS = 64  # so many blocks of an object can be downloaded at the same time
+LOCKS = 64  # maximum number of blocks of an object that are downloaded at the same time
 FOLDER, LIMIT = "MEGATRON_CACHE_DIR", "MEGATRON_CACHE_GB"
 
 

@@ -37,6 +37,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
 
     datasets: one data set for each corpus of the run, in the order in which stages first use them.
     stages: for each stage the number of its first sample, and index of a corpus -> weight.
+    begins: number of the first sample of each stage.
     salts: for each corpus a number that `places` mixes into the ids of later stages, such as a hash of its content.
     Raises ValueError if the stages are not in order.
     """
@@ -50,6 +51,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         self.datasets = list(datasets)
         self._salts = np.array(salts or [0] * len(datasets), np.uint64).astype(np.int64)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all data sets
+        self.begins = [begin for begin, _ in stages]
         self._parts: list[_Part] = []
         before = np.zeros(len(datasets), np.int64)
         for begin, weights in stages:
@@ -62,11 +64,6 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
             members = np.array(list(weights), np.int64)
             blend = BlendedDataset([self.datasets[i] for i in members], list(weights.values()))
             self._parts.append(_Part(begin, members, blend, before))
-
-    @property
-    def begins(self) -> list[int]:
-        """Number of the first sample of each stage."""
-        return [part.begin for part in self._parts]
 
     def _at(self, n: int) -> int:
         return bisect_right(self.begins, n) - 1
@@ -103,10 +100,8 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
             stop = min(end, self._parts[at + 1].begin if at + 1 < len(self._parts) else end)
             if at:
                 found.append(self._later_places(part, first - part.begin, stop - first))
-            elif len(part.members) > 1:
-                found.append(part.blend.places(first, stop - first))
             else:
-                found.append(part.blend.datasets[0].places(first, stop - first))
+                found.append(part.blend.places(first, stop - first))
             first = stop
         return np.concatenate(found)
 

@@ -6,7 +6,7 @@ from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
 
-from .runs import Row, RunRead
+from .runs import Row, RunRead, named_splits
 
 MOST = 1500  # maximum number of points in a line; `thinned` shortens longer lines
 
@@ -94,15 +94,16 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
                 for spike in row.get("spikes", [])
                 if spike.get("lm_loss") is not None
             ]
-    splits = [
-        (i, split, run.part(split))
-        for i, run in enumerate(runs)
-        for split in sorted({str(row.get("split")) for row in run.rows if "/" in str(row.get("split"))})
-    ]
     by_corpus = [
-        line(i, split, "parts", _points(rows, "lm_loss")) for i, split, rows in splits if not split.startswith("eval/")
+        line(i, split, "parts", _points(run.part(split), "lm_loss"))
+        for i, run in enumerate(runs)
+        for split in named_splits(run.rows, "train", "valid", "test")
     ]
-    tasks = [line(i, split, "parts", _points(rows, "accuracy", partial(mul, 100))) for i, split, rows in splits]
+    tasks = [
+        line(i, split, "parts", _points(run.part(split), "accuracy", partial(mul, 100)))
+        for i, run in enumerate(runs)
+        for split in named_splits(run.rows, "eval")
+    ]
     shared = _once(levels, len(runs))
     of_ppl = [{**level, "y": float(f"{math.exp(level['y']):.5g}")} for level in shared]
     return [

@@ -18,7 +18,7 @@ from megatron.training.memory.sizes import parameters
 
 from . import facts
 from .page import page
-from .runs import Row, RunRead, names_of, read_run
+from .runs import Row, RunRead, named_splits, names_of, read_run
 from .timetable import read_timetable
 from .unigram import of_targets, of_text
 
@@ -72,7 +72,7 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150)
-    splits = sorted({str(row.get("split")) for row in rows if "/" in str(row.get("split"))})
+    splits = named_splits(rows, "train", "valid", "test")
     colours = {name: f"C{i % 10}" for i, name in enumerate(sorted({split.partition("/")[2] for split in splits}))}
     for split, key, label, colour, marker in (
         ("train", "lm_loss", "training loss", "#9db7d5", None),

@@ -55,6 +55,15 @@ def read_metrics(run_dir: Path) -> list[Row]:
     return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]
 
 
+def named_splits(rows: Sequence[Row], *parts: str) -> list[str]:
+    """Return the splits of corpora, named data sets or tasks, such as `valid/web` or `eval/lambada`.
+
+    parts: what the splits begin with: `train`, `valid`, `test` or `eval`.
+    """
+    found = {str(row.get("split")) for row in rows}
+    return sorted(split for split in found if split.startswith(tuple(f"{part}/" for part in parts)))
+
+
 @dataclass(frozen=True)
 class RunRead:
     """A run, as read from its folder.

@@ -11,6 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.checkpointing.data_plan import difference
+from megatron.checkpointing.resume import _other_documents
+from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.config.data_stages import Stage, parse_stages, text_of
 from megatron.config.fields import ConfigError
@@ -138,7 +142,25 @@ def test_a_second_source_of_training_data_is_refused() -> None:
 
 
 def test_stages_in_samples_and_tokens_must_be_in_order() -> None:
-    """Whether a stage at tokens follows one at samples depends on the length of a sample."""
+    """The length of a sample decides which of two stages, one at samples and one at tokens, begins first."""
     datasets: list[Any] = [Numbers("a"), Numbers("b")]
     with pytest.raises(ValueError, match="sample 10 follows a stage at sample 20"):
         StagedDataset(datasets, [(0, {0: "1"}), (20, {1: "1"}), (10, {0: "1"})])
+
+
+def _config(*flags: str) -> Config:
+    return parse(["--seq-length", "8", *flags])
+
+
+def test_the_difference_is_not_the_spelling_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        with IndexedDatasetBuilder(name, np.uint16) as builder:
+            builder.add_document(np.full(9, ord(name)))
+    there, here = "0: 0.5 a 0.5 b; 4: b", f"0: 0.5 {tmp_path}/a 0.5 ./b; 5: b"
+    found = difference(_config("--data-stages", there), _config("--data-stages", here), 6, 8)
+    assert found.startswith("the stage at 4 samples was b and is now"), found
+
+
+def test_a_script_without_corpora_may_change_its_split() -> None:
+    assert not _other_documents(_config("--split", "8,2"), _config("--split", "9,1"))

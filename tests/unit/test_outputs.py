@@ -28,6 +28,7 @@ from megatron.data.indexed_dataset import DatasetError
 from megatron.training.run_folder import accept
 from megatron_tools.convert.plain_pickle import load_plain
 from megatron_tools.report import report
+from megatron_tools.report.runs import named_splits
 from tests.sentences import SENTENCES
 from tests.support import ROOT
 
@@ -300,3 +301,9 @@ def test_a_plain_pickle_is_named_too(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(_Runs(), protocol=4))
     with pytest.raises(ValueError, match=r"model.pt"):
         load_plain(path)
+
+
+def test_named_splits_of_losses_are_not_those_of_tasks() -> None:
+    rows = [{"split": split} for split in ("train", "valid", "valid/web", "train/web", "eval/lambada", "valid/web")]
+    assert named_splits(rows, "train", "valid", "test") == ["train/web", "valid/web"]
+    assert named_splits(rows, "eval") == ["eval/lambada"]
