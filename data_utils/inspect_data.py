@@ -262,23 +262,20 @@ def _datasets_of(config: Config) -> tuple[Any, Any]:
 
 def stages(args: argparse.Namespace) -> None:
     """Run the command `stages`: print how many samples, tokens and epochs each corpus gives in each data stage."""
-    from megatron.config.command_line import parse
-    from megatron.config.defaults import DEFAULTS
+    from megatron.config.command_line import parse_of_any_family
 
     from . import stage_plan
 
     if bool(args.run_dir) == bool(args.flags):
         raise ValueError("give either --run-dir, or -- and the flags of a training command")
-    flags = [flag for flag in args.flags if flag != "--"]
-    family = flags[flags.index("--family") + 1] if "--family" in flags[:-1] else "gpt2"
-    config = _config_of(args.run_dir) if args.run_dir else parse(flags, DEFAULTS.get(family, {}))
+    config = _config_of(args.run_dir) if args.run_dir else parse_of_any_family(args.flags)
     samples = args.samples or config.train.train_iters * config.train.batch_size * config.train.gas
-    dataset = _datasets_of(config)[1][0]
-    print(stage_plan.table(stage_plan.uses(dataset, config, samples)))
+    plan = stage_plan.plan_of(_datasets_of(config)[1][0], config, samples)
+    print(stage_plan.table(stage_plan.uses(plan)))
     if not args.samples:
         print(f"for {samples:,} samples, those of one replica; --samples gives another number")
     if args.png:
-        stage_plan.draw(dataset, config, samples, Path(args.png))
+        stage_plan.draw(plan, Path(args.png))
         print(f"-> {args.png}")
 
 

@@ -1,6 +1,7 @@
-"""How many samples, tokens and epochs each corpus gives in each data stage of a run, as a table and a plot."""
+"""Table and plot of the samples, tokens and epochs that each corpus gives in each data stage of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +10,28 @@ from megatron.config import Config
 from megatron.data.corpora import corpus_names, tokens_of
 
 
+class Plan(NamedTuple):
+    """The data stages of a run.
+
+    names, members: short name and data set of each corpus. edges: number of the first sample of each stage, and the
+    number of samples of the run. consumed: function from a number of samples to how many of them each corpus gives.
+    """
+
+    names: Sequence[str]
+    members: Sequence[Any]
+    edges: Sequence[int]
+    consumed: Callable[[int], list[int]]
+
+    def epochs(self, samples: int) -> list[float]:
+        """Return how many epochs of each corpus the first `samples` samples are."""
+        return [n / each.samples_per_epoch for n, each in zip(self.consumed(samples), self.members, strict=True)]
+
+
 class Use(NamedTuple):
-    """What a stage reads of a corpus. epochs: of the corpus, at the end of the stage, counted from the first stage."""
+    """Part of a corpus that a stage reads.
+
+    epochs: number of epochs of the corpus that the run has read at the end of the stage.
+    """
 
     stage: str
     corpus: str
@@ -19,29 +40,27 @@ class Use(NamedTuple):
     epochs: float
 
 
-def uses(dataset: Any, config: Config, samples: int) -> list[Use]:
-    """Return what each stage of a training data set reads of each corpus, and the sums of the whole run.
-
-    samples: number of samples of the run.
-    """
+def plan_of(dataset: Any, config: Config, samples: int) -> Plan:
+    """Return the stages of a training data set; a data set without stages counts as one. samples: those of the run."""
     members = list(getattr(dataset, "datasets", [dataset]))
-    names = corpus_names(config.data.paths)[: len(members)]
     begins = [begin for begin in getattr(dataset, "begins", [0]) if begin < samples]
-    counts = [_consumed(dataset, n) for n in (*begins, samples)]
+    consumed = getattr(dataset, "consumed", lambda samples: [samples])
+    return Plan(corpus_names(config.data.paths)[: len(members)], members, [*begins, samples], consumed)
+
+
+def uses(plan: Plan) -> list[Use]:
+    """Return what each stage reads of each corpus, and the sums of the whole run if there are several stages."""
     found = []
-    for begin, end, before, after in zip(begins, [*begins[1:], samples], counts, counts[1:], strict=False):
-        found += _rows(f"{begin:,} to {end - 1:,}", names, members, before, after)
-    return found + (_rows("all", names, members, counts[0], counts[-1]) if len(begins) > 1 else [])
+    for begin, end in pairwise(plan.edges):
+        found += _rows(f"{begin:,} to {end - 1:,}", plan, begin, end)
+    return found + (_rows("all", plan, 0, plan.edges[-1]) if len(plan.edges) > 2 else [])
 
 
-def _consumed(dataset: Any, samples: int) -> list[int]:
-    return dataset.consumed(samples) if hasattr(dataset, "consumed") else [samples]
-
-
-def _rows(stage: str, names: Sequence[str], members: Sequence[Any], before: list[int], after: list[int]) -> list[Use]:
+def _rows(stage: str, plan: Plan, begin: int, end: int) -> list[Use]:
+    before, after, epochs = plan.consumed(begin), plan.consumed(end), plan.epochs(end)
     return [
-        Use(stage, name, b - a, (b - a) * tokens_of(member), b / member.samples_per_epoch)
-        for name, member, a, b in zip(names, members, before, after, strict=True)
+        Use(stage, name, b - a, (b - a) * tokens_of(member), read)
+        for name, member, a, b, read in zip(plan.names, plan.members, before, after, epochs, strict=True)
         if b > a
     ]
 
@@ -54,7 +73,7 @@ def table(found: Sequence[Use]) -> str:
     return "\n".join(form.format(*row) for row in rows)
 
 
-def draw(dataset: Any, config: Config, samples: int, path: Path) -> None:
+def draw(plan: Plan, path: Path) -> None:
     """Draw the share of each corpus over the run, and the epochs of each corpus, as a PNG.
 
     Raises ValueError without matplotlib.
@@ -63,24 +82,17 @@ def draw(dataset: Any, config: Config, samples: int, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--png needs the package matplotlib: pip install matplotlib") from None
-    members = list(getattr(dataset, "datasets", [dataset]))
-    names = corpus_names(config.data.paths)[: len(members)]
-    begins = [begin for begin in getattr(dataset, "begins", [0]) if begin < samples]
-    points = sorted({*begins, samples, *(samples * i // 60 for i in range(61))})
-    counts = [_consumed(dataset, n) for n in points]
-    edges = [*begins, samples]
-    of_stages = [_consumed(dataset, n) for n in edges]
+    edges, samples = plan.edges, plan.edges[-1]
+    points = sorted({*edges, *(samples * i // 60 for i in range(61))})
+    epochs, counts = [plan.epochs(n) for n in points], [plan.consumed(n) for n in edges]
     figure = Figure(figsize=(7.6, 5.4), dpi=150, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     floor = [0.0] * (len(edges) - 1)
-    for i, (name, member) in enumerate(zip(names, members, strict=True)):
-        shares = [
-            (after[i] - before[i]) / (end - begin)
-            for before, after, begin, end in zip(of_stages, of_stages[1:], edges, edges[1:], strict=False)
-        ]
-        top = [low + share for low, share in zip(floor, shares, strict=True)]
+    for i, name in enumerate(plan.names):
+        read = [after[i] - before[i] for before, after in pairwise(counts)]
+        top = [low + n / (end - begin) for low, n, (begin, end) in zip(floor, read, pairwise(edges), strict=True)]
         above.stairs(top, edges, baseline=floor, fill=True, alpha=0.75, label=name)
-        below.plot(points, [count[i] / member.samples_per_epoch for count in counts], label=name, linewidth=1.8)
+        below.plot(points, [each[i] for each in epochs], label=name, linewidth=1.8)
         floor = top
     above.set_ylabel("share of the samples")
     above.set_ylim(0, 1)

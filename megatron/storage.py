@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 ATTEMPTS, FIRST_WAIT = 4, 0.5  # attempts of a request, and seconds before the second; later waits are twice as long
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "abfs": "adlfs"}
-STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "mtime", "created")  # what shows a change of an object
+# Keys of `info` whose values change with an object.
+STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "mtime", "created")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
 

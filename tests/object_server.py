@@ -17,7 +17,7 @@ Respond = Callable[..., Any]
 
 @dataclass
 class Faults:
-    """What the server does wrong.
+    """Faults of the server.
 
     every: each n-th request gets the status `status`; 0 for none. delay: seconds before each answer.
     only_key: the access key that the server accepts; None accepts every key. requests: the requests so far, as text.
@@ -31,7 +31,7 @@ class Faults:
 
 
 class FaultyServer:
-    """moto's S3 behind `Faults`. `url` is its address; `environment` gives the variables by which clients find it."""
+    """moto's S3 with `Faults`. `url` is its address; `environment` gives the variables by which clients find it."""
 
     def __init__(self) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from .. import presets
 from ..json_text import describe_json
 from .decoder import unread
+from .defaults import DEFAULTS
 from .fields import ConfigError, OneOf, flag, listed, types_of
 from .foreign.translate import Translation, add_to, flag_of, suggestion, written
 from .model import with_family, without_t5s_objective
@@ -198,6 +199,15 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
             found.add(name, value)
     found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
     return found
+
+
+def parse_of_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
+    """Return the configuration of a training command, with the defaults of the family that `argv` names, or of GPT-2.
+
+    ranks, errors: see `parse`.
+    """
+    family = parse(argv, None, ranks).model.family or "gpt2"
+    return parse(argv, {"family": family, **DEFAULTS[family]}, ranks)
 
 
 def parse(

@@ -66,8 +66,8 @@ class TokenLoss:
         self.axis = mpu.get_mesh().model
         # Values of the last micro-batch. Evaluation: sums over text tokens (`_of_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
-        # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: the summed loss of each sample,
-        # and the number of its targets that do not have the largest logit.
+        # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: for each sample, the summed loss
+        # and the number of targets with a logit below the largest.
         self.samples: list[Tensor] | None = None
 
     @classmethod

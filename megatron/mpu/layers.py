@@ -218,14 +218,10 @@ class RowParallelLinear(_Sharded):
         """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
-        if self._is_fused():
+        if self.options.fuses(self.axis) and not torch.compiler.is_compiling():
             y = scattered_linear(x, self.weight, self.axis, accumulate_wgrad(x, self.weight, self.options))
         else:
             y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)
         if self.skip_bias_add:
             return y, self.bias
         return (y if self.bias is None else y + self.bias), None
-
-    def _is_fused(self) -> bool:
-        asked = self.options.fused_communication and self.options.sequence_parallel
-        return asked and self.axis.size > 1 and not torch.compiler.is_compiling()

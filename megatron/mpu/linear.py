@@ -50,7 +50,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
         return F.linear(x, weight, bias)
     sequence = options.sequence_axis(axis)
-    if options.fused_communication and sequence.size > 1:
+    if options.fuses(axis):
         return gathered_linear(x, weight, bias, axis, accumulate)
     return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, accumulate, options.fp8)  # type: ignore[no-untyped-call,no-any-return]
 

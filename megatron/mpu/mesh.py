@@ -84,6 +84,10 @@ class Options:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""
         return axis if self.sequence_parallel else ALONE
 
+    def fuses(self, axis: Axis) -> bool:
+        """Return whether layers over the ranks of `axis` use the kernels of `fused_communication.py`."""
+        return self.fused_communication and self.sequence_axis(axis).size > 1
+
 
 class Share(NamedTuple):
     """Part of an iteration's samples that a rank reads: `number` is its index, `of` the number of equal parts."""

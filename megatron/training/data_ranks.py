@@ -125,7 +125,7 @@ def read(
 
 
 def _corpora(config: Config) -> list[str]:
-    """Return the prefixes of the run's `.bin/.idx` pairs, or [] if neither --data-path nor --train-data-path is set."""
+    """Return the prefixes of the run's `.bin/.idx` pairs, or [] if no flag names corpora."""
     return prefixes_of(config.data.paths) if config.data.names_corpora else []
 
 

@@ -32,8 +32,9 @@ class TrainingLog(Hook):
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
         self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
         self.left = TimeLeft()
+        self.corpora = CorpusLosses(run.config)
         self.batch = run.global_batch  # number of samples of the last iteration
-        self.lr = 0.0  # learning rate of the last iteration
+        self.last = SampleRange(run.state.iteration, run.state.consumed_samples, 0)  # of the last iteration
         self.forget()
         self.restart()
 
@@ -50,12 +51,10 @@ class TrainingLog(Hook):
         self.loss_scale: float | None = None
         self.spikes: list[dict[str, Any]] = []
         self.z_losses: list[Any] = []
-        self.corpora = CorpusLosses(self.run.config)
 
     def before_step(self, iteration: int) -> None:
         first = self.run.state.consumed_samples
         before, self.batch = self.batch, self.run.global_batch
-        self.lr = self.run.lr(iteration - 1, first)
         if self.batch != before:
             print_rank_0(
                 f"iteration {iteration} (from sample {first} on): the global batch changes from {before} to "
@@ -63,6 +62,7 @@ class TrainingLog(Hook):
             )
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        self.last = samples
         if step is None:
             self.check()
             self.health.skip(self.run.state)
@@ -122,7 +122,7 @@ class TrainingLog(Hook):
             "consumed_samples": run.state.consumed_samples,
             "consumed_tokens": run.state.consumed_tokens,
             "lm_loss": loss,
-            "lr": self.lr,
+            "lr": run.lr(self.last.iteration - 1, self.last.first_sample),
             "grad_norm": self.grad_norm,
             "loss_scale": self.loss_scale,
             "skipped_steps": self.skipped,

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,9 +81,6 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     use_step_timeout(config)
     if not estimated:  # else the number of parameters is already printed
         print_rank_0(f"{parameters / 1e6:.2f} million parameters")
-    of_saver = (config, tokenizer.fingerprint, config.checkpoint.async_save, certificate, run_dir / "upload")
-    saver = Saver(save_dir, engine.deepspeed, *of_saver)
-    saves = RetryingSaver(saver, config.checkpoint.max_failed_saves)
     return Run(
         config,
         resolved,
@@ -90,7 +88,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         engine,
         datasets,
         state,
-        saves,
+        _saver(config, save_dir, engine.deepspeed, tokenizer.fingerprint, certificate, run_dir),
         timers,
         metrics,
         tokenizer,
@@ -99,6 +97,15 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         locks,
         task_sets,
     )
+
+
+def _saver(
+    config: Config, save_dir: str, engine: Any, fingerprint: str, certificate: str | None, run_dir: Path
+) -> RetryingSaver:
+    """Return the saver of the run's checkpoints. fingerprint: SHA-256 of the tokenizer."""
+    background, staging = config.checkpoint.async_save, run_dir / "upload"
+    saver = Saver(save_dir, engine, config, fingerprint, background, certificate, staging)
+    return RetryingSaver(saver, config.checkpoint.max_failed_saves)
 
 
 def _print_estimates(task: Task, config: Config, resolved: Resolved, device: torch.device) -> bool:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config import Config
-from megatron.config.command_line import from_file, parse
-from megatron.config.defaults import DEFAULTS
+from megatron.config.command_line import from_file, parse_of_any_family
 from megatron.config.fields import ConfigError
 
 from . import memory
@@ -36,14 +35,12 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
     try:
         if run_config and not flags:
             return from_file(run_config), [ok("settings", f"from {run_config}")]
-        config = parse(flags, None, ranks)
-        family = config.model.family or "gpt2"
-        config = parse(flags, {"family": family, **DEFAULTS[family]}, ranks)
+        config = parse_of_any_family(flags, ranks)
     except ConfigError as error:
         return None, [
             failed("settings", str(error), "change the flags that the message names; --help of the script lists all")
         ]
-    words = f"a {family}" + ("" if "--family" in flags else " (--family selects another)")
+    words = f"a {config.model.family}" + ("" if "--family" in flags else " (--family selects another)")
     if run_config and Path(run_config).is_file():
         words += f", from the given flags; {run_config} is used only if no flags are given"
     return config, [ok("settings", words)]

@@ -64,7 +64,7 @@ def test_a_run_resumed_in_other_layouts_equals_one_without_a_break(
 
 
 def test_other_weights_begin_a_stage(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
-    """With --override-data, the counters of the corpora go on; the same command continues, and stages are recorded."""
+    """A stage that --override-data begins continues the counters of the corpora; the same command then resumes."""
     first, second = "--data-path 0.5 {a} 0.5 {b}", "--data-path 0.9 {a} 0.1 {c}"
     first, second = (each.format(**corpora) for each in (first, second))
     planned = "--data-stages 0: 0.5 {a} 0.5 {b}; 20: 0.9 {a} 0.1 {c}".format(**corpora)

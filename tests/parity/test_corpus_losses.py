@@ -156,7 +156,7 @@ def _close(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
 def test_other_objectives_in_layouts(
     tmp_path: Path, tiny_data: str, other: str, records: list[str], vocab_file: str
 ) -> None:
-    """With samples of unequal numbers of targets, all layouts agree, and the weighted mean is the loss of the blend."""
+    """All layouts agree on samples with unequal numbers of targets, and the weighted mean is the loss of the blend."""
     text, chats = f"--data-path 0.6 {tiny_data} 0.4 {other}", f"--data-path 0.5 {records[0]} 0.5 {records[1]}"
     ways = {
         "t5-v1.1": text,
