@@ -15,6 +15,7 @@ from typing import Any
 from ..atomic import whole_file
 from ..config import Config
 from ..config.data_stages import with_prefixes
+from ..config.without import with_names
 from ..data.corpora import NAMED
 from ..storage import RemotePath, is_url
 from ..tokenizer.beside import (
@@ -125,6 +126,8 @@ def relocated(config: Config, run_dir: Path) -> Config:
     }
     if d.data_stages:
         paths["data_stages"] = (with_prefixes(d.data_stages[0], moved),)
+    if d.without:
+        paths["without"] = with_names(d.without, moved)
     return replace(
         config, data=replace(d, vocab_file=vocab_file, **paths), log=replace(config.log, run_dir=str(run_dir))
     )
