@@ -108,7 +108,7 @@ def relocated(config: Config, run_dir: Path) -> Config:
     was = config.log.run_dir
 
     def moved(path: str) -> str:
-        if was is None or is_url(path):
+        if was is None or not path or is_url(path):
             return path
         inside = os.path.relpath(path, was)
         return path if inside.startswith("..") else str(run_dir / inside)
