@@ -16,7 +16,7 @@ from ..config.data_stages import Stage, Staged, prefixes_in
 from ..json_text import describe_json
 from ..storage import place
 from .blend import BlendedDataset
-from .corpus_dataset import WrappedDataset
+from .corpus_dataset import CorpusDataset, WrappedDataset
 from .indexed_dataset import LOSS, DatasetError
 from .splits import PARTS, parse_split, split_documents
 from .staged import StagedDataset
@@ -132,7 +132,8 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
     def add(part: str, name: str, weight: str | None, prefix: str, make: Make, chosen: range, total: int) -> None:
         try:
             dataset = make(chosen, part)
-            dataset.prefix = prefix
+            if isinstance(dataset, CorpusDataset):
+                dataset.prefix = prefix
             if len(prefixes) > 1:
                 dataset = OfCorpus(dataset, prefixes.index(prefix))
             found[part].setdefault(name, []).append((weight, dataset))
