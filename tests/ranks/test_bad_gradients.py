@@ -166,7 +166,8 @@ def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_
             begin()
             with contextlib.redirect_stdout(io.StringIO()):
                 run = make(Start("gpt2", Path(folder) / name.rstrip("+"), f"{SMALL} {flags}"), data, vocab_file)
-                spoil(run, where, range(since, 5 if name.endswith("+") else 100))
+                added = 500.0 if "spike" in name else math.nan
+                spoil(run, where, range(since, 5 if name.endswith("+") else 100), added)
                 try:
                     train(run)
                 except RunError as error:
@@ -180,6 +181,7 @@ STAYS = "--train-iters 9 --save-interval 1 --keep-last 1 --max-skipped-steps 3"
 ENDS = {
     "dp2-fp32": (f"--precision fp32 {STAYS}", NORM, 2),
     "pp2-bf16-late": (f"--precision bf16 --pipe-parallel-size 2 {STAYS} --log-interval 9 --save-interval 2", NORM, 3),
+    "dp2-spikes": (f"--precision fp32 {STAYS} {GUARD}", "layers.1.mlp.dense_h_to_4h.weight", 4),
     "dp2-async": (f"--precision bf16 --async-save {STAYS}", NORM, 2),
     "dp2-async+": (f"--precision bf16 {STAYS} --max-skipped-steps 1 --skip-iterations 3-5", NORM, 2),
 }
@@ -187,7 +189,10 @@ ENDS = {
 
 @pytest.mark.parametrize(
     "some",
-    covering([["dp2-fp32", "dp2-fp16"], ["pp2-bf16-late", "dp2-async", "dp2-async+"]], lambda some: "dp2-fp16" in some),
+    covering(
+        [["dp2-fp32", "dp2-spikes", "dp2-fp16"], ["pp2-bf16-late", "dp2-async", "dp2-async+"]],
+        lambda some: "dp2-fp16" in some,
+    ),
 )
 def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
     some: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
@@ -212,13 +217,15 @@ def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
         "pp2-bf16-late": "3 steps in a row were skipped, the last one at iteration 6 (samples 10 to 11): the "
         "gradient "
         f"of {NORM} is not finite on rank 1 (its samples: 10 to 11); --skip-iterations 4-6",
+        "dp2-spikes": "3 steps in a row were skipped, the last one at iteration 7 (samples 24 to 27): its "
+        "gradient norm ",
         "dp2-async": "3 steps in a row were skipped, the last one at iteration 5",
     }
     for ends in on_ranks(2, _ends, cases, str(tmp_path), tiny_data, vocab_file, timeout=300):
         assert ends.keys() == {name for name in some if name in whole}, "a run with --skip-iterations must not fail"
         for name, words in ends.items():
             assert words.startswith(whole[name]), words
-    for name, good in (("dp2-fp32", 2), ("pp2-bf16-late", 3), ("dp2-async", 9)):
+    for name, good in (("dp2-fp32", 2), ("dp2-spikes", 4), ("pp2-bf16-late", 3), ("dp2-async", 9)):
         folder = tmp_path / name / "checkpoints"
         if name in some:
             assert sorted(path.name for path in folder.iterdir()) == [f"iter_000000{good}", "latest"], name
@@ -258,3 +265,34 @@ def test_passing_over_a_batch_is_what_leaving_out_its_step_is(
     for name, end in ends.items():
         assert states[name] == states["bad"], name
         assert {key: value.tobytes() for key, value in whole_tensors(end).items()} == wanted, name
+
+
+def _spikes(starts: list[Start], data: str, vocab_file: str) -> None:
+    with remembered_groups() as begin:
+        for start in starts:
+            begin()
+            with contextlib.redirect_stdout(io.StringIO()):
+                run = make(start, data, vocab_file)
+                spoil(run, "layers.1.mlp.dense_h_to_4h.weight", [4, 5, 8], 500.0)
+                train(run)
+                run.__exit__()
+
+
+def test_a_resume_in_another_layout_skips_the_same_spikes(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """The window is in the checkpoint: the first steps after a resume are compared with those before it."""
+    flags = f"--num-layers 2 --train-iters 10 --precision fp32 {GUARD}"
+    one, again = Start("gpt2", tmp_path / "one", f"{flags} --batch-size 4"), f"{flags} --batch-size 2"
+    on_ranks(1, _spikes, [one], tiny_data, vocab_file)
+    first = Start("gpt2", tmp_path / "again", f"{again} --exit-interval 4")
+    resumed = Start("gpt2", tmp_path / "again", f"{again} --gas 2 --pipe-parallel-size 2 --zero-stage 1")
+    on_ranks(2, _spikes, [first, resumed], tiny_data, vocab_file)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "again")
+    }
+    skipped = {name: [s["iteration"] for row in of for s in row.get("skipped_spikes", [])] for name, of in rows.items()}
+    assert skipped == {"one": [5, 6, 9], "again": [5, 6, 9]}
+    both = [[row["lm_loss"] for row in of] for of in rows.values()]
+    assert both[0] == pytest.approx(both[1], rel=1e-6)
+    states = [json.loads((tmp_path / name / "checkpoints/iter_0000010/checkpoint.json").read_text()) for name in rows]
+    assert torch.tensor(states[0]["state"]["recent"]).allclose(torch.tensor(states[1]["state"]["recent"]), rtol=1e-5)
