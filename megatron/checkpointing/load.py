@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     _restore_buffers(reader, engine.module)
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_rng().seed = reader.rng_seed
-    return TrainState(**reader.state) if wanted.position else TrainState()
+    state = TrainState.from_dict(reader.state) if wanted.position else TrainState()
+    return state if wanted.optimizer else replace(state, recent=())
 
 
 def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:

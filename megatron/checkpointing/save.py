@@ -52,7 +52,7 @@ def index_text(
     """Return the text of checkpoint.json."""
     content = {
         "format": FORMAT,
-        "state": asdict(state),
+        "state": state.to_dict(),
         "rng_seed": rng_seed,
         "optimizer": optimizer or {"step": 0, "moments": [], "loss_scaler": {}},
         "tokenizer": fingerprint,

@@ -86,12 +86,20 @@ def check(content: Mapping[str, Any], files: Collection[str]) -> None:
     _check_moments(content["optimizer"], content["tensors"])
 
 
+def _is_pair_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(x) is float and math.isfinite(x) for x in value)
+
+
 def _check_state(state: Any) -> None:
     _expect(isinstance(state, dict), "state", "an object", state)
     known = {f.name for f in fields(TrainState)}
     for name, value in state.items():
         if name not in known:
             raise SchemaError(f"state has the unknown key {name!r}; known keys are {', '.join(sorted(known))}")
+        if name == "recent":
+            right = isinstance(value, list) and all(map(_is_pair_of_numbers, value))
+            _expect(right, "state.recent", "a list of pairs of numbers", value)
+            continue
         # sample_hash may be any unsigned 64-bit number. rng_seed may be negative or None.
         right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int
         _expect(right, f"state.{name}", "a whole number, 0 or more", value)

@@ -71,6 +71,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         Watchdog.advice = memory_advice(parameters, config, resolved.precision)
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
+        if engine.deepspeed.spike_guard:
+            engine.deepspeed.spike_guard.recent.extend(state.recent)
         with all_ranks():
             check_model(engine.deepspeed.module, config)
             metrics = _accepted(config, run_dir, save_dir, state.iteration, locks)
