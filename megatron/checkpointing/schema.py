@@ -109,16 +109,15 @@ def _check_state(state: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     _expect(isinstance(optimizer, dict), "optimizer", "an object", optimizer)
-    step, moments, scaler = (optimizer.get(name) for name in ("step", "moments", "loss_scaler"))
+    step, scaler = optimizer.get("step"), optimizer.get("loss_scaler")
     _expect(_is_count(step), "optimizer.step", "a whole number", step)
     steps = optimizer.get("steps", {})
     right = isinstance(steps, dict) and all(map(_is_count, steps.values()))
     _expect(right, "optimizer.steps", "an object of whole numbers, keyed by weight name", steps)
-    without = optimizer.get("without_moments", [])
-    right = isinstance(without, list) and all(isinstance(name, str) for name in without)
-    _expect(right, "optimizer.without_moments", "a list of names", without)
-    right = isinstance(moments, list) and all(isinstance(name, str) for name in moments)
-    _expect(right, "optimizer.moments", "a list of names", moments)
+    for name in ("moments", "without_moments", "frozen"):
+        names = optimizer.get(name, [] if name != "moments" else None)
+        right = isinstance(names, list) and all(isinstance(each, str) for each in names)
+        _expect(right, f"optimizer.{name}", "a list of names", names)
     right = isinstance(scaler, dict) and all(
         isinstance(value, (int, float)) and math.isfinite(value) for value in scaler.values()
     )

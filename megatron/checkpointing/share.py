@@ -76,10 +76,17 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
     }
 
 
-def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[str]:
-    """Return the names of the weights without optimizer moments, as they are frozen or never had a gradient."""
+def untrained(
+    reports: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any], moments: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return the names of the weights without optimizer moments, and of those among them that are frozen.
+
+    The other weights without moments never had a gradient. reports: results of `write_share` and `Buffers.write`.
+    """
     names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
-    return sorted(name for name in names if moments and f"{moments[0]}.{name}" not in tensors)
+    without = sorted(name for name in names if moments and f"{moments[0]}.{name}" not in tensors)
+    frozen = {name for report in reports for name in report.get("frozen", ())}
+    return {"without_moments": without, "frozen": sorted(frozen)}
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
@@ -111,6 +118,7 @@ def write_share(
 
     The report has the file's name ("file"), its checksum ("sum"), and each tensor's full shape and stored rows
     ("tensors"). "learns" has names of parameters that several stages hold: those that get a gradient on this stage.
+    "frozen" has the names of the weights that are not trained.
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)
@@ -145,7 +153,8 @@ def write_share(
     finally:
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
-    return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns}
+    frozen = [part.name for part in parts if part.mine and part.name not in learned]
+    return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns, "frozen": frozen}
 
 
 def _finite(x: Tensor) -> bool:

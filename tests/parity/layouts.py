@@ -1,5 +1,6 @@
 """GPT-2 training in one of several layouts, and in plain torch for comparison."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,8 +124,12 @@ def plain(
     z_loss: float = 0.0,
     steps: int = STEPS,
     multiply: reference.Multiply = reference.plain_product,
+    settings: Callable[[str], reference.Settings] = reference.default_settings,
 ) -> list[float]:
-    """Train in one process of plain torch, with the data and settings of `ours`; return the losses."""
+    """Train in one process of plain torch, with the data and settings of `ours`; return the losses.
+
+    settings: settings of single weights by name, see `reference.learn`.
+    """
     tokenizer = load_tokenizer(vocab_file)
     (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED)
     assert train is not None
@@ -145,4 +150,5 @@ def plain(
         dtype=dtype,
         z_loss=z_loss,
         multiply=multiply,
+        settings=settings,
     )

@@ -17,8 +17,8 @@ LIMITS = {
     # This includes 400 tokens for the list of DeepSpeed's names in _contract.py, 1,500 for posting.py and its callers,
     # which prevent deadlocks when stages synchronize their devices, 400 for having the host wait once per step, 500
     # for gathers.py, 440 for the store of runs with thousands of ranks, 250 for settings that are wrong in some
-    # releases of DeepSpeed, 100 for groups on high-priority streams, 130 for batch sizes that change, and 850 for the
-    # guard against loss spikes.
+    # releases of DeepSpeed, 100 for groups on high-priority streams, 130 for batch sizes that change, 850 for the
+    # guard against loss spikes, and 800 for whole matrices in buckets (whole.py).
     "tds": (49_880, 1),
     # This includes 250 for BLAKE3 checksums, 1,500 for reading certificates and putting them into checkpoints, 1,000
     # for functions that take one kernel on CUDA (fused.py and its callers), 500 for deciding whether layers are
