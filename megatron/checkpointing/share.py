@@ -51,7 +51,7 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
             mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
-        kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
+        kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]
         parts.append(Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))
     return parts
 
@@ -78,8 +78,17 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
 
 def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[str]:
     """Return the names of the weights without optimizer moments, as they are frozen or never had a gradient."""
+    return sorted(name for name, own in _moments_by_weight(tensors, moments).items() if moments and not own)
+
+
+def with_some_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> dict[str, list[str]]:
+    """Return name -> moments of each weight that has some, but not all of `moments`, as with Muon."""
+    return {name: own for name, own in _moments_by_weight(tensors, moments).items() if 0 < len(own) < len(moments)}
+
+
+def _moments_by_weight(tensors: Mapping[str, Any], moments: Sequence[str]) -> dict[str, list[str]]:
     names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
-    return sorted(name for name in names if moments and f"{moments[0]}.{name}" not in tensors)
+    return {name: [moment for moment in moments if f"{moment}.{name}" in tensors] for name in names}
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
-"""Optimizer: AdamW (Loshchilov and Hutter 2019) or SGD, with weight decay only on matrices."""
+"""Optimizer: AdamW (Loshchilov and Hutter 2019), SGD or Muon, with weight decay only on matrices."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from megatron.config import OptimConfig
 from megatron.kernels import adamw
 from megatron.mpu import spec_of
+
+from .muon import Muon
 
 
 def parameter_groups(
@@ -33,13 +36,21 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def build_optimizer(
-    module: nn.Module, config: OptimConfig, kernels: str = "torch", spared: Collection[nn.Parameter] = ()
+    module: nn.Module,
+    config: OptimConfig,
+    kernels: str = "torch",
+    spared: Collection[nn.Parameter] = (),
+    hidden: Collection[nn.Parameter] = (),
+    ns_dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of --optimizer: AdamW, or SGD with momentum.
+    """Build the optimizer of --optimizer: AdamW, SGD with momentum, or Muon.
 
-    kernels: the value of --kernels. spared: matrices to which weight decay is not applied.
+    kernels: the value of --kernels. spared: matrices to which weight decay is not applied. hidden: matrices that Muon
+    orthogonalises. ns_dtype: dtype in which it does so; None: that of the weights.
     """
     groups = parameter_groups(module, config.weight_decay, spared)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
-    return adamw(groups, kernels, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    betas = config.adam_beta1, config.adam_beta2
+    adam = partial(adamw, kernels=kernels, lr=config.lr, betas=betas, eps=config.adam_eps)
+    return Muon(groups, hidden, config, adam, ns_dtype) if config.optimizer == "muon" else adam(groups)

@@ -112,10 +112,14 @@ def train(
     optimizer: str,
     clip: float,
     dtype: torch.dtype,
+    learn: Callable[..., list[float]],
     z_loss: float = 0.0,
     multiply: Multiply = plain_product,
 ) -> list[float]:
-    """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss."""
+    """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss.
+
+    learn: the function `learn` below, or one with the same arguments.
+    """
 
     def loss_of(batch: np.ndarray, w: Weights) -> Tensor:
         text = torch.from_numpy(batch)
