@@ -76,19 +76,17 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
     }
 
 
-def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[str]:
-    """Return the names of the weights without optimizer moments, as they are frozen or never had a gradient."""
-    return sorted(name for name, own in _moments_by_weight(tensors, moments).items() if moments and not own)
+def list_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of checkpoint.json that say which weights lack some of `moments`.
 
-
-def with_some_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> moments of each weight that has some, but not all of `moments`, as with Muon."""
-    return {name: own for name, own in _moments_by_weight(tensors, moments).items() if 0 < len(own) < len(moments)}
-
-
-def _moments_by_weight(tensors: Mapping[str, Any], moments: Sequence[str]) -> dict[str, list[str]]:
+    without_moments: names of the weights that have none, because they are frozen or never had a gradient.
+    moments_of: name -> moments of each weight that has some of them, as with Muon.
+    """
     names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
-    return {name: [moment for moment in moments if f"{moment}.{name}" in tensors] for name in names}
+    found = {name: [moment for moment in moments if f"{moment}.{name}" in tensors] for name in names}
+    some = {name: own for name, own in found.items() if 0 < len(own) < len(moments)}
+    without = sorted(name for name, own in found.items() if moments and not own)
+    return {"without_moments": without} | ({"moments_of": some} if some else {})
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
