@@ -279,7 +279,7 @@ def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
     """
     for name, parameter in global_parameters(engine.module):
         yield WEIGHT, name, parameter
-        for moment in moments if zero_state.has_moments(engine, parameter) else []:
+        for moment in zero_state.moments_of(engine, parameter, moments):
             # The checkpoint has no moments of a parameter that was frozen or never had a gradient.
             if f"{moment}.{name}" in reader.tensors:
                 yield moment, name, parameter

@@ -32,6 +32,11 @@ LATE_GATHER = (
     "--overlap-param-gather needs --zero-stage 1 in fp32 or bf16, --overlap-grad-reduce, and a --deepspeed-config "
     "without other keys in zero_optimization and bf16"
 )
+WHOLE_MATRICES = (
+    "--optimizer muon steps whole matrices, which DeepSpeed's ZeRO shards: use --zero-stage 0 in fp32, or "
+    "--zero-stage 1 in fp32 or bf16 with --overlap-grad-reduce and a --deepspeed-config without other keys in "
+    "zero_optimization and bf16"
+)
 ENABLED = '{"enabled": true}'
 SECTIONS_LOOK = {"zero_optimization": '{"stage": 1}'}
 NUMBERS = {
@@ -119,6 +124,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     refuse([LATE_GATHER] if p.overlap_param_gather and not own else [])
+    refuse([WHOLE_MATRICES] if config.optim.optimizer == "muon" and zero and not own else [])
     overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
     rules = read_param_rules(config.optim.param_groups) if config.optim.param_groups else ()

@@ -1,6 +1,7 @@
-"""Optimizer: AdamW (Loshchilov and Hutter 2019) or SGD, with weight decay only on matrices."""
+"""Optimizer: AdamW (Loshchilov and Hutter 2019), SGD or Muon, with weight decay only on matrices."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from megatron.config import OptimConfig
 from megatron.config.param_groups import ParamRule
 from megatron.kernels import adamw
 from megatron.mpu import spec_of
+
+from .muon import Muon
 
 
 class GroupKey(NamedTuple):
@@ -49,12 +52,17 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def build_optimizer(
-    keys: Mapping[nn.Parameter, GroupKey], config: OptimConfig, kernels: str = "torch"
+    keys: Mapping[nn.Parameter, GroupKey],
+    config: OptimConfig,
+    kernels: str = "torch",
+    hidden: Collection[nn.Parameter] = (),
+    ns_dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of --optimizer: AdamW, or SGD with momentum.
+    """Build the optimizer of --optimizer: AdamW, SGD with momentum, or Muon.
 
     keys: the weights to train and the group of each; `lr_factor` of a group multiplies the learning rate of each step.
-    kernels: the value of --kernels.
+    kernels: the value of --kernels. hidden: matrices that Muon orthogonalises. ns_dtype: dtype in which it does so;
+    None: that of the weights.
     """
     groups: list[dict[str, Any]] = [
         {"params": [p for p in keys if keys[p] == key], "weight_decay": key.weight_decay, "lr_factor": key.lr_factor}
@@ -64,4 +72,6 @@ def build_optimizer(
     groups = groups or [{"params": [nn.Parameter(torch.zeros(1))]}]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
-    return adamw(groups, kernels, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    betas = config.adam_beta1, config.adam_beta2
+    adam = partial(adamw, kernels=kernels, lr=config.lr, betas=betas, eps=config.adam_eps)
+    return Muon(groups, hidden, config, adam, ns_dtype) if config.optimizer == "muon" else adam(groups)

@@ -118,11 +118,14 @@ def train(
     optimizer: str,
     clip: float,
     dtype: torch.dtype,
+    learn: Callable[..., list[float]],
     z_loss: float = 0.0,
     multiply: Multiply = plain_product,
-    settings: Callable[[str], Settings] = default_settings,
 ) -> list[float]:
-    """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss."""
+    """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss.
+
+    learn: the function `learn` below, or one with the same arguments.
+    """
 
     def loss_of(batch: np.ndarray, w: Weights) -> Tensor:
         text = torch.from_numpy(batch)
@@ -133,8 +136,7 @@ def train(
         z = z_loss * out.flatten(0, 1).logsumexp(-1) ** 2
         return ((each + (z - z.detach())) * loss_mask.flatten()).sum() / loss_mask.sum()
 
-    losses = [partial(loss_of, batch) for batch in batches]
-    return learn(weights, losses, lr, optimizer, clip, dtype, settings)
+    return learn(weights, [partial(loss_of, batch) for batch in batches], lr, optimizer, clip, dtype)
 
 
 def learn(
