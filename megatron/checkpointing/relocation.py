@@ -16,7 +16,7 @@ from ..atomic import whole_file
 from ..config import Config
 from ..config.data_stages import with_prefixes
 from ..config.without import with_names
-from ..data.corpora import NAMED
+from ..data.corpora import renamed
 from ..storage import RemotePath, is_url
 from ..tokenizer.beside import (
     GENERATION,
@@ -113,11 +113,8 @@ def relocated(config: Config, run_dir: Path) -> Config:
         inside = os.path.relpath(path, was)
         return path if inside.startswith("..") else str(run_dir / inside)
 
-    def all_moved(paths: Sequence[str] | None) -> tuple[str, ...] | None:
-        if paths is None:
-            return None
-        named = [(match[1], match[2]) if (match := NAMED.match(path)) else ("", path) for path in paths]
-        return tuple(f"{name}={moved(path)}" if name else moved(path) for name, path in named)
+    def all_moved(words: Sequence[str] | None) -> tuple[str, ...] | None:
+        return None if words is None else tuple(renamed(word, moved) for word in words)
 
     vocab_file = kept_tokenizer(run_dir, d.vocab_file) or (d.vocab_file and moved(d.vocab_file))
     paths: dict[str, Any] = {

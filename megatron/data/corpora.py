@@ -48,6 +48,13 @@ def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
     return list(zip(weights, prefixes, strict=True))
 
 
+def renamed(word: str, change: Callable[[str], str]) -> str:
+    """Return a word of --data-path, perhaps with a name or a quoted blend, with each prefix changed by `change`."""
+    match = NAMED.match(word)
+    name, blend = (f"{match[1]}=", match[2]) if match else ("", word)
+    return name + " ".join(each if _is_number(each) else change(each) for each in _split(blend))
+
+
 def _split(word: str) -> list[str]:
     """Split a quoted list such as "0.7 a 0.3 b" into its words; return a prefix that contains spaces unchanged."""
     parts = word.split()
