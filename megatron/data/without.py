@@ -172,7 +172,7 @@ def _note(dataset: DatasetWithout, corpus: int) -> str:
     used = member.documents
     others = int(((documents < used.start) | (documents >= used.stop)).sum())
     return (
-        f"--without leaves out {len(documents) - others} documents of {member.prefix}: other samples replace "
+        f"--without: documents of {member.prefix} to leave out: {len(documents) - others}; other samples replace "
         f"{len(replaced)} of the {member.samples_per_epoch} samples of an epoch"
         + (f"; {others} of the numbers are not training documents ({used.start} to {used.stop - 1})" if others else "")
     )

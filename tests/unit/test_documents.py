@@ -181,7 +181,7 @@ def test_wrong_names_and_numbers_are_refused_or_noted(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="each of the"):
         without(blend, settings_of(tmp_path, "a 0-11\n", *flags))
     _, notes = without(blend, settings_of(tmp_path, "a 3\na 1\na 99\n", *flags))
-    assert len(notes) == 1 and "1 documents" in notes[0] and "2 of the numbers" in notes[0]
+    assert len(notes) == 1 and "leave out: 1;" in notes[0] and "2 of the numbers" in notes[0]
     with pytest.raises(DatasetError, match="--without"):
         without([1, 2, 3], settings_of(tmp_path, "3\n", "--data-path", prefixes[0]))
 
