@@ -127,7 +127,8 @@ class Muon(torch.optim.Optimizer):
             self.adamw.step()
         for group in self.param_groups:
             if group["use_muon"]:
-                for pieces in _in_batches(piece for p in group["params"] for piece in self._pieces_of(p)):
+                every = (piece for p in group["params"] for piece in self._pieces_of(p))
+                for pieces in _in_batches(every, get_mesh().model.size):
                     self._step_together(pieces, group["lr"], group["weight_decay"])
 
     def _pieces_of(self, p: nn.Parameter) -> Iterator[_Piece]:
@@ -161,13 +162,13 @@ class Muon(torch.optim.Optimizer):
                 weight.sub_(ratios.to(weight).mul_(lr) * update)
 
 
-def _in_batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield lists of pieces of about BATCH elements."""
+def _in_batches(pieces: Iterator[_Piece], ranks: int) -> Iterator[list[_Piece]]:
+    """Yield lists of pieces of about BATCH elements, with enough pieces to balance work over tensor-parallel ranks."""
     batch, size = list[_Piece](), 0
     for piece in pieces:
         batch.append(piece)
         size += piece.weight.numel()
-        if size >= BATCH:
+        if size >= BATCH and (ranks == 1 or len(batch) >= 2 * ranks):
             yield batch
             batch, size = [], 0
     if batch:

@@ -54,6 +54,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_fil
     return folder, _train(folder, (1, 1, 1, 4, ""), 6, tiny_data, vocab_file)
 
 
+def test_muon_has_to_know_the_hidden_matrices(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Muon is refused for a model of custom layers if no weight has the attribute use_muon."""
+    with pytest.raises(RankFailure, match="--optimizer muon.*use_muon"):
+        _train(tmp_path, (1, 0, 1, 4, "--optimizer muon"), 1, tiny_data, vocab_file)
+
+
 def _by_plain_torch(weights: dict[str, Tensor], text: Tensor, heads: int) -> Tensor:
     """Return the mean loss, a scalar, of text [b, s + 1], computed by plain torch."""
     tokens, labels = text[:, :-1], text[:, 1:]
