@@ -138,11 +138,14 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        flat = [t.detach().view(-1) for t in (p, p.grad, state["momentum_buffer"])]
-        for weight, begin in getattr(p, "pieces", [(p, 0)]):
+        tensors = p.detach(), p.grad, state["momentum_buffer"]
+        if not hasattr(p, "pieces"):
+            yield _Piece(spec_of(p), *tensors)
+            return
+        for weight, begin in p.pieces:
             spec = spec_of(weight)
             size = math.prod(spec.local_shape)
-            yield _Piece(spec, *(t[begin : begin + size].view(spec.local_shape) for t in flat))
+            yield _Piece(spec, *(t[begin : begin + size].view(spec.local_shape) for t in tensors))
 
     def _step_together(self, pieces: list[_Piece], lr: float, weight_decay: float) -> None:
         c, updates = self._config, list[Tensor]()
