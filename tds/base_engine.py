@@ -15,6 +15,7 @@ from .reductions import keep_missing_grads
 from .replaced import KnownModel
 from .saving import warn_of_replicas
 from .sparse import make_dense, refuse_sparse, sparse_weights
+from .spikes import SpikeGuard
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
@@ -26,6 +27,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     """
 
     optimizer: Any
+    spike_guard: SpikeGuard | None = None  # set by a SpikeGuard
     _compared = False  # whether the first save has compared the replicas' buffers
 
     @property

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -105,21 +106,29 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def clip_fp32_gradients(self) -> None:
         """Clip the gradients by the norm over all stages; DeepSpeed's method counts only the first stage's gradients.
 
-        If the norm is not finite, the gradients are dropped, so the optimizer changes no weights, moments or step
-        counts. All ranks have the same norm, so all of them skip the step. A `torch.amp.GradScaler` skips such steps
-        itself.
+        If the norm is not finite, or the spike guard rejects the step, the gradients are dropped, so the optimizer
+        changes no weights, moments or step counts. All ranks have the same norm, so all of them skip the step. A
+        `torch.amp.GradScaler` skips such steps itself.
         """
         root = self._take_norm()
         clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
         norm = self._global_grad_norm = self._read_norm() if self._norm_is_shared else root.item()
         if self.torch_autocast_z0_gradscaler:
             return
+        if self.spike_guard:
+            norm = self.spike_guard.checked(norm)
         self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
         if self.optimizer.overflow:
             self.module.zero_grad(set_to_none=True)
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        if self.distributed:
+        if self.spike_guard:
+            self._losses.read()
+            self.spike_guard.begin(torch.stack(list(self.named_losses.values())).sum())
+        if self.distributed and self.spike_guard:
+            norm = self.spike_guard.checked(self._take_norm())
+            self.optimizer.clip(norm, self.gradient_clipping(), norm.item)
+        elif self.distributed:
             self.optimizer.clip(self._take_norm(), self.gradient_clipping(), self._read_norm)
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
             # DeepSpeed calls clip_fp32_gradients only if clipping is on. Without clipping, call it here, because it

@@ -52,7 +52,7 @@ def index_text(
     """Return the text of checkpoint.json."""
     content = {
         "format": FORMAT,
-        "state": asdict(state),
+        "state": state.to_dict(),
         "rng_seed": rng_seed,
         "optimizer": optimizer or {"step": 0, "moments": [], "loss_scaler": {}},
         "tokenizer": fingerprint,
@@ -313,7 +313,7 @@ class Saver:
         optimizer, tensors = content["optimizer"], merge(reports)
         if steps := {name: step for _, _, each in every for name, step in each.items()}:
             optimizer["steps"] = steps
-        optimizer |= list_moments(tensors, optimizer["moments"])
+        optimizer |= list_moments(reports, tensors, optimizer["moments"])
         check_complete(temporary, tensors, expected)
         text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
         sums = {each["file"]: each["sum"] for each in reports}

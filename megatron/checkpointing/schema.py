@@ -86,12 +86,20 @@ def check(content: Mapping[str, Any], files: Collection[str]) -> None:
     _check_moments(content["optimizer"], content["tensors"])
 
 
+def _is_pair_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(x) is float and math.isfinite(x) for x in value)
+
+
 def _check_state(state: Any) -> None:
     _expect(isinstance(state, dict), "state", "an object", state)
     known = {f.name for f in fields(TrainState)}
     for name, value in state.items():
         if name not in known:
             raise SchemaError(f"state has the unknown key {name!r}; known keys are {', '.join(sorted(known))}")
+        if name == "recent":
+            right = isinstance(value, list) and all(map(_is_pair_of_numbers, value))
+            _expect(right, "state.recent", "a list of pairs of numbers", value)
+            continue
         # sample_hash may be any unsigned 64-bit number. rng_seed may be negative or None.
         right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int
         _expect(right, f"state.{name}", "a whole number, 0 or more", value)
@@ -101,19 +109,18 @@ def _check_state(state: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     _expect(isinstance(optimizer, dict), "optimizer", "an object", optimizer)
-    step, moments, scaler = (optimizer.get(name) for name in ("step", "moments", "loss_scaler"))
+    step, scaler = optimizer.get("step"), optimizer.get("loss_scaler")
     _expect(_is_count(step), "optimizer.step", "a whole number", step)
     steps = optimizer.get("steps", {})
     right = isinstance(steps, dict) and all(map(_is_count, steps.values()))
     _expect(right, "optimizer.steps", "an object of whole numbers, keyed by weight name", steps)
-    without = optimizer.get("without_moments", [])
-    right = isinstance(without, list) and all(isinstance(name, str) for name in without)
-    _expect(right, "optimizer.without_moments", "a list of names", without)
-    right = isinstance(moments, list) and all(isinstance(name, str) for name in moments)
-    _expect(right, "optimizer.moments", "a list of names", moments)
+    for name in ("moments", "without_moments", "frozen"):
+        names = optimizer.get(name, [] if name != "moments" else None)
+        right = isinstance(names, list) and all(isinstance(each, str) for each in names)
+        _expect(right, f"optimizer.{name}", "a list of names", names)
     some = optimizer.get("moments_of", {})
     right = isinstance(some, dict) and all(
-        isinstance(own, list) and own and all(name in moments for name in own) for own in some.values()
+        isinstance(own, list) and own and all(name in optimizer["moments"] for name in own) for own in some.values()
     )
     _expect(right, "optimizer.moments_of", "an object of lists of names in optimizer.moments", some)
     right = isinstance(scaler, dict) and all(

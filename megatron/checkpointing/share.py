@@ -76,17 +76,21 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
     }
 
 
-def list_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
+def list_moments(
+    reports: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any], moments: Sequence[str]
+) -> dict[str, Any]:
     """Return the entries of checkpoint.json that say which weights lack some of `moments`.
 
-    without_moments: names of the weights that have none, because they are frozen or never had a gradient.
-    moments_of: name -> moments of each weight that has some of them, as with Muon.
+    without_moments: names of the weights that have none, because they are frozen or never had a gradient. frozen: names
+    of the weights that are not trained. moments_of: name -> moments of each weight that has some of them, as with Muon.
+    reports: results of `write_share` and `Buffers.write`.
     """
     names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
     found = {name: [moment for moment in moments if f"{moment}.{name}" in tensors] for name in names}
     some = {name: own for name, own in found.items() if 0 < len(own) < len(moments)}
     without = sorted(name for name, own in found.items() if moments and not own)
-    return {"without_moments": without} | ({"moments_of": some} if some else {})
+    frozen = sorted({name for report in reports for name in report.get("frozen", ())})
+    return {"without_moments": without, "frozen": frozen} | ({"moments_of": some} if some else {})
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
@@ -118,6 +122,7 @@ def write_share(
 
     The report has the file's name ("file"), its checksum ("sum"), and each tensor's full shape and stored rows
     ("tensors"). "learns" has names of parameters that several stages hold: those that get a gradient on this stage.
+    "frozen" has the names of the weights that are not trained.
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)
@@ -152,7 +157,8 @@ def write_share(
     finally:
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
-    return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns}
+    frozen = [part.name for part in parts if part.mine and part.name not in learned]
+    return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns, "frozen": frozen}
 
 
 def _finite(x: Tensor) -> bool:

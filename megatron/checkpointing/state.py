@@ -1,6 +1,8 @@
 """The part of the training state that is not tensors: iteration, consumed samples and seed."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass
@@ -15,3 +17,14 @@ class TrainState:
     consumed_tokens: int = 0
     sample_hash: int = 0  # hash of the consumed samples, in order; see data/sample_hash.py
     rng_seed: int | None = None  # seed of dropout; None until the run sets the seed
+    # With --skip-step-sigma: (loss, gradient norm) of the last --skip-step-window steps that were not skipped.
+    recent: tuple[tuple[float, float], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values as in checkpoint.json, without an empty `recent`, which older versions do not know."""
+        return {name: value for name, value in asdict(self).items() if value != ()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainState":
+        """Return the state with values from checkpoint.json."""
+        return cls(**{**values, "recent": tuple((loss, norm) for loss, norm in values.get("recent", ()))})

@@ -11,6 +11,7 @@ import tds
 
 from .command_line import nearest, read_json
 from .fields import ConfigError, refuse
+from .param_groups import ParamRule, read_param_rules
 from .sections import Config
 
 # Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
@@ -65,6 +66,7 @@ class Resolved:
     overlap_grad_reduce: bool  # without ZeRO: tds' GradReducer, instead of DeepSpeed, all-reduces gradients
     distributed_optimizer: bool  # ZeRO 1: use tds' DistributedOptimizer instead of DeepSpeed's optimizer
     notes: tuple[str, ...] = ()  # notes for the user, on values in the file that flags override
+    param_rules: tuple[ParamRule, ...] = ()  # rules of --param-groups
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -125,7 +127,8 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     refuse([WHOLE_MATRICES] if config.optim.optimizer == "muon" and zero and not own else [])
     overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
-    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own, tuple(notes))
+    rules = read_param_rules(config.optim.param_groups) if config.optim.param_groups else ()
+    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own, tuple(notes), rules)
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:

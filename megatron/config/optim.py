@@ -70,6 +70,11 @@ class OptimConfig(Section):
     )
     weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
     embedding_weight_decay: bool = opt(True, "apply weight decay to the embeddings of tokens and positions, too")
+    param_groups: str | None = opt(
+        None,
+        "JSON file with settings of single weights by patterns of their names: a list of objects with pattern and "
+        "lr_factor, weight_decay or frozen; a later entry overrides an earlier one",
+    )
     clip_grad: float | None = opt(
         None,
         "gradient clipping: maximum global gradient norm; 0 for no clipping; if not given, gradient_clipping of "

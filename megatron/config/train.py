@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .batches import schedule_problem
-from .fields import Section, at_least, one_of, opt, range_problem
+from .fields import Section, at_least, more_than, one_of, opt, range_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,20 @@ class TrainConfig(Section):
     )
     max_skipped_steps: int = opt(
         10,
-        "end the run when this many consecutive steps are skipped because of NaN or Inf gradients; skipped steps while "
-        "fp16 searches for its initial loss scale do not count",
+        "end the run when this many consecutive steps are skipped because of NaN or Inf gradients or by "
+        "--skip-step-sigma; skipped steps while fp16 searches for its initial loss scale do not count",
         at_least(1),
+    )
+    skip_step_sigma: float | None = opt(
+        None,
+        "skip a step if its loss or gradient norm is more than this many standard deviations above the mean of the "
+        "last --skip-step-window steps that were not skipped; 6 is usual; if not given, no step is skipped for this",
+        more_than(0),
+    )
+    skip_step_window: int = opt(
+        128,
+        "with --skip-step-sigma: number of recent steps of the mean; no step is skipped until there are half as many",
+        at_least(4),
     )
     skip_iterations: tuple[str, ...] | None = opt(
         None,
@@ -128,3 +139,5 @@ class TrainConfig(Section):
         ):
             if value is not None and not self.eval_tasks:
                 yield f"{flag} needs --eval-tasks"
+        if self.skip_step_sigma is None and self.skip_step_window != 128:
+            yield "--skip-step-window needs --skip-step-sigma"

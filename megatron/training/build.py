@@ -11,12 +11,12 @@ from torch import nn
 import tds
 from tds import optimizer_state as zero_state
 from tds.apart import zero3_partitioner
+from tds.spikes import SpikeGuard
 
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
 from ..model.block import TransformerLayer, hidden_matrices
-from ..model.embedding import embedding_weights
 from ..model.layers import global_parameters
 from ..mpu.fp8 import MULTIPLE
 from ..optim import build_optimizer
@@ -30,6 +30,7 @@ from .compiling import accumulate_in_graph, compile_layers
 from .engine import Engine, NoPipeEngine, PipeEngine
 from .global_vars import publish
 from .metrics import Timers
+from .param_groups import freeze, keys_of_groups
 from .task import Task, check_task, checked_model
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -75,6 +76,7 @@ def build_engine(
     timers: Timers,
 ) -> Engine:
     """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise."""
+    freeze(model, config.optim.param_groups, resolved.param_rules)
     compile_layers(model, config, resolved.zero_stage)
     with all_ranks():
         if config.train.precision == "fp8":
@@ -83,14 +85,16 @@ def build_engine(
     if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
-    spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
     muon = _muon(model, config, resolved) if config.optim.optimizer == "muon" else {}
-    optimizer = build_optimizer(model, config.optim, config.model.kernels, spared, **muon)
+    keys = keys_of_groups(model, config, resolved)
+    optimizer = build_optimizer(keys, config.optim, config.model.kernels, **muon)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
+    if config.train.skip_step_sigma is not None:
+        SpikeGuard(engine, config.train.skip_step_sigma, config.train.skip_step_window)
     accumulate_in_graph(engine.module)
     remember(engine.module)
     if resolved.precision == "fp64":

@@ -20,6 +20,7 @@ from tds import trace
 from tds.clip import leave_out_unless_finite
 from tds.measure import check_factor
 from tds.reducer import GradReducer
+from tds.spikes import Deviation
 
 from .. import mpu
 from ..config.ds_config import Resolved
@@ -39,6 +40,7 @@ class Step(NamedTuple):
     the optimizer's step count are unchanged on all ranks.
     skipped: True if the host already knows that the step was skipped; False does not prove the opposite.
     aux: name -> additional loss of the model, averaged over targets.
+    spike: what was wrong with the step if --skip-step-sigma skipped it, else None.
     """
 
     loss: Tensor
@@ -46,6 +48,7 @@ class Step(NamedTuple):
     loss_scale: float | None
     skipped: bool
     aux: Mapping[str, Tensor] = {}
+    spike: Deviation | None = None
 
 
 class Engine(Protocol):
@@ -95,15 +98,16 @@ def _scalar(found: Any, function: str) -> Any:
 
 def _set_lr(engine: Any, lr: float) -> None:
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1)
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
-    skipped = zero_state.was_skipped(engine)
+    spike = engine.spike_guard.found if engine.spike_guard else None
+    skipped = spike is not None or zero_state.was_skipped(engine)
     norm = math.inf if skipped else norm if norm is not None else 0.0
     if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
         norm = norm.to(loss.device)
-    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux)
+    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)
 
 
 class PipeEngine:
@@ -217,7 +221,6 @@ class NoPipeEngine:
         made, targets = self._read(batches, gas)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Any] = defaultdict(float)
-        norm = None
         for micro, batch in enumerate(made):
             last = micro == gas - 1
             with self.timers("forward"):
@@ -236,18 +239,36 @@ class NoPipeEngine:
                 ds.backward(loss * (self.factor(gas) / targets).to(loss.dtype))
                 if self.reducer and last:
                     self.reducer.finish()
-            with self.timers("optimizer"):
-                if last and self.own_clip is not None:
-                    norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
-                    leave_out_unless_finite(ds.optimizer, norm)
-                elif last and ds.distributed:
-                    norm = self._norm_of_shares(ds)
-                    ds.distributed.clip(norm, self.clip_grad)
-                ds.step()
+            if not last:
+                with self.timers("optimizer"):
+                    ds.step()  # only counts the micro-batch
         names = self._agreed(aux, "training")
         loss, *others = (self._sum(torch.stack([total, *(aux[name] for name in names)])) / targets).unbind()
+        with self.timers("optimizer"):
+            norm = self._clip(ds, loss)
+            ds.step()
         known = ds.get_global_grad_norm() if norm is None else norm
         return _result(ds, loss, known, dict(zip(names, others, strict=True)))
+
+    def _clip(self, ds: Any, loss: Tensor) -> Tensor | None:
+        """Clip the gradients and return their norm before it, or infinity if the spike guard rejects the step.
+
+        Return None if DeepSpeed clips them in its own `step`. loss: loss over the global batch, a scalar.
+        """
+        guard = ds.spike_guard
+        if guard:
+            guard.begin(loss)
+        if self.own_clip is not None:
+            norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
+            norm = guard.checked(norm) if guard else norm
+            leave_out_unless_finite(ds.optimizer, norm)
+            return norm
+        if not ds.distributed:
+            return None
+        norm = self._norm_of_shares(ds)
+        norm = guard.checked(norm) if guard else norm
+        ds.distributed.clip(norm, self.clip_grad)
+        return norm
 
     def _watched(self, part: str) -> AbstractContextManager[None]:
         return self.watch.step(part) if self.watch else nullcontext()

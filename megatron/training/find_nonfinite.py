@@ -38,13 +38,18 @@ def explain(run: Run, fault: Fault) -> str:
         batches = read(run.datasets[0], run.config, samples.first_sample, gas=run.micro_batches)
         run.engine.train_batch(batches, 0.0, run.micro_batches(samples.first_sample))
 
+    begin = samples.iteration - fault.streak + 1
+    skip = f"--skip-iterations {begin}-{samples.iteration} continues past them; {GENTLER} may avoid them"
+    if fault.spike:
+        return (
+            f"{fault.streak} steps in a row were skipped, the last one at {samples}: {fault.spike}; {skip}; a higher "
+            "--skip-step-sigma accepts them"
+        )
     if not fault.streak:
         return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {GENTLER} may help"
     complete_weights(run.engine.deepspeed)
     found = find(run.engine.deepspeed.module, again)
     why = words(found, samples.first_sample, samples.samples // mpu.get_mesh().share.of)
-    begin = samples.iteration - fault.streak + 1
-    skip = f"--skip-iterations {begin}-{samples.iteration} continues past them; {GENTLER} may avoid them"
     if fault.scale is not None:
         return (
             f"the loss scale of fp16 is at its minimum {fault.scale:g}, but the gradient still overflows at "

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tds.spikes import Deviation
+
 from ..checkpointing import TrainState
 from .engine import Step
 
@@ -42,12 +44,14 @@ class Interval(NamedTuple):
     """Summary of the steps since the last call of `Health.read`.
 
     losses: finite losses. norms: gradient norms of steps that were not skipped. skipped: number of skipped steps.
+    guarded: steps that --skip-step-sigma skipped.
     """
 
     losses: list[float]
     norms: list[float]
     skipped: int
     spikes: list[Spike]
+    guarded: list[tuple[SampleRange, Deviation]]
 
 
 class Fault(NamedTuple):
@@ -64,6 +68,7 @@ class Fault(NamedTuple):
     streak: int
     loss: float
     scale: float | None  # the loss scale if it is at its minimum, else None
+    spike: Deviation | None = None  # reason of the last skipped step if --skip-step-sigma skipped it
 
 
 class Health:
@@ -117,7 +122,7 @@ class Health:
         tensors = [value.double() for value in values if isinstance(value, Tensor)]
         known = iter(torch.stack(tensors).tolist() if tensors else [])
         numbers = [next(known) if isinstance(value, Tensor) else value for value in values]
-        found = Interval([], [], 0, [])
+        found = Interval([], [], 0, [], [])
         for (step, samples, state), loss, norm in zip(unread, numbers[::2], numbers[1::2], strict=True):
             applied = math.isfinite(norm) and not step.skipped
             self._update(step, samples, loss, applied)
@@ -129,17 +134,20 @@ class Health:
                 found.spikes.extend(self._spikes(samples, loss))
             else:
                 found = found._replace(skipped=found.skipped + 1)
+                found.guarded.extend([(samples, step.spike)] if step.spike else [])
         return found
 
     def _update(self, step: Step, samples: SampleRange, loss: float, applied: bool) -> None:
-        at_the_end = not applied and self._least is not None and self._scale == step.loss_scale == self._least
+        overflowed = not applied and step.spike is None
+        at_the_end = overflowed and self._least is not None and self._scale == step.loss_scale == self._least
         self._scale = step.loss_scale
         if applied:
             self._starts, self._streak = False, 0
-        elif not self._starts:  # at first, fp16 skips steps to lower its high initial loss scale; these do not count
+        # At first, fp16 skips steps to lower its high initial loss scale; these do not count.
+        elif step.spike or not self._starts:
             self._streak += 1
         if self.fault is None and (at_the_end or self._streak >= self._most or (applied and not math.isfinite(loss))):
-            self.fault = Fault(samples, self._streak, loss, self._least if at_the_end else None)
+            self.fault = Fault(samples, self._streak, loss, self._least if at_the_end else None, step.spike)
 
     def _spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
         """Return [spike] if `loss` exceeds the median of recent losses by much more than their noise, else [].

@@ -50,6 +50,7 @@ class TrainingLog(Hook):
         self.grad_norm, self.skipped, self.left_out = math.nan, 0, 0
         self.loss_scale: float | None = None
         self.spikes: list[dict[str, Any]] = []
+        self.guarded: list[dict[str, Any]] = []
         self.z_losses: list[Any] = []
 
     def before_step(self, iteration: int) -> None:
@@ -98,6 +99,9 @@ class TrainingLog(Hook):
                 f"warning: the loss jumped to {loss:.4f} at {samples}; the median of recent losses is {median:.4f}"
             )
             self.spikes.append({**samples._asdict(), "lm_loss": loss, "median": median})
+        for samples, spike in found.guarded:
+            print_rank_0(f"{samples} is skipped, as --skip-step-sigma asks: {spike}")
+            self.guarded.append({**samples._asdict(), **spike._asdict()})
         if self.health.fault:
             # Complete a pending background save before the run ends: its state is from before the fault.
             if self.run.saver.pending:
@@ -135,6 +139,7 @@ class TrainingLog(Hook):
         row |= {} if z_loss is None else {"z_loss": z_loss}
         row |= {"global_batch": self.batch} if len(run.batches.sizes) > 1 else {}
         row |= {"spikes": self.spikes} if self.spikes else {}
+        row |= {"skipped_spikes": self.guarded} if self.guarded else {}
         row |= {"passed_over": self.left_out} if self.left_out else {}
         timed = run.timers.take()
         behind = straggler(run.engine.busy(timed) / max(self.timed, 1), seconds, run.device)

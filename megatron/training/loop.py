@@ -91,6 +91,8 @@ def _advance(run: Run) -> SampleRange:
     """Count the current iteration, even a skipped one, in the training state; return its number and samples."""
     state, count = run.state, run.global_batch
     state.iteration += 1
+    guard = run.engine.deepspeed.spike_guard
+    state.recent = tuple(guard.recent) if guard else ()
     samples = SampleRange(state.iteration, state.consumed_samples, count)
     if is_rank_0():  # only rank 0 needs the hash: it writes the hash to the index of the checkpoint
         state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)

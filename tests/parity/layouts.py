@@ -1,5 +1,6 @@
 """GPT-2 training in one of several layouts, and in plain torch for comparison."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -124,8 +125,12 @@ def plain(
     z_loss: float = 0.0,
     steps: int = STEPS,
     multiply: reference.Multiply = reference.plain_product,
+    settings: Callable[[str], reference.Settings] = reference.default_settings,
 ) -> list[float]:
-    """Train in one process of plain torch, with the data and settings of `ours`; return the losses."""
+    """Train in one process of plain torch, with the data and settings of `ours`; return the losses.
+
+    settings: settings of single weights by name, see `reference.learn`.
+    """
     model = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS)
     tokenizer = load_tokenizer(vocab_file)
     (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED)
@@ -147,5 +152,7 @@ def plain(
         dtype=dtype,
         z_loss=z_loss,
         multiply=multiply,
-        learn=partial(muon_reference.learn, model=model) if optimizer == "muon" else reference.learn,
+        learn=partial(muon_reference.learn, model=model)
+        if optimizer == "muon"
+        else partial(reference.learn, settings=settings),
     )

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from tests.checkpoints.runs import Start, make, whole_tensors
 from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks
 
-SMALL = "--num-layers 2 --batch-size 2 --train-iters 4 --save-interval 0"
-BAD = 2  # the iteration with the bad gradient, counted from 0
+SMALL = "--num-layers 2 --batch-size 2 --train-iters 8 --save-interval 0"
+GUARD = "--skip-step-sigma 20 --skip-step-window 4"
+BAD, SPIKE = 2, 6  # iterations with a NaN gradient and with a large one, counted from 0
 
 
 class Layout(NamedTuple):
@@ -51,24 +53,30 @@ LAYOUTS = {
     "tp2-zero3": Layout("--precision fp32 --model-parallel-size 2 --zero-stage 3"),
     "tp2-zero1-bf16": Layout("--precision bf16 --model-parallel-size 2"),
     "tp2-zero2-bf16": Layout("--precision bf16 --model-parallel-size 2 --zero-stage 2"),
+    "dp2-zero1-fp16": Layout("--deepspeed-config {folder}/fp16.json"),
+    "dp2-zero3-fp16": Layout("--deepspeed-config {folder}/fp16.json --zero-stage 3"),
+    "pp2-zero1-fp16": Layout(
+        "--deepspeed-config {folder}/fp16.json --pipe-parallel-size 2", "embedding.word_embeddings.weight"
+    ),
     "tp2-muon": Layout("--precision fp32 --model-parallel-size 2 --optimizer muon"),
     "tp2-zero1-bf16-muon": Layout("--precision bf16 --model-parallel-size 2 --optimizer muon"),
     "dp2-zero1-muon": Layout("--precision fp32 --zero-stage 1 --optimizer muon"),
     "pp2-muon": Layout("--precision fp64 --pipe-parallel-size 2 --optimizer muon", "embedding.word_embeddings.weight"),
     "tp2-pipe1": Layout("--precision fp32 --model-parallel-size 2 --pipe-parallel-size 1"),
 }
-IN_CI = ["dp2", "dp2-zero1", "pp2", "tp2", "tp2-zero1-bf16", "dp2-zero1-muon"]
+IN_CI = ["dp2", "dp2-zero1", "pp2", "tp2", "tp2-zero1-bf16", "pp2-zero1-fp16", "dp2-zero1-muon"]
 
 
-def spoil(run: Run, where: str, iterations: Iterable[int], value: float = float("nan")) -> None:
-    """Make the last rank's gradient of `where` non-finite in these iterations."""
-    if torch.distributed.get_rank() < torch.distributed.get_world_size() - 1:
-        return
+def spoil(run: Run, where: str, iterations: Iterable[int], added: float = float("nan")) -> None:
+    """Add `added` to the gradient of `where` in these iterations, on all ranks, or NaN on the last rank."""
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     found = [p for name, p in global_parameters(run.engine.deepspeed.module) if name == where]
-    assert found, [name for name, _ in global_parameters(run.engine.deepspeed.module)]
+    assert found or not last, [name for name, _ in global_parameters(run.engine.deepspeed.module)]
+    if not found or not (last or math.isfinite(added)):
+        return
     bad = set(iterations)
     rng = mpu.get_rng()
-    found[0].register_hook(lambda g: torch.full_like(g, value) if rng.iteration in bad else g)  # type: ignore[no-untyped-call]
+    found[0].register_hook(lambda g: g + added if rng.iteration in bad else g)  # type: ignore[no-untyped-call]
 
 
 def everything(run: Run) -> list[bytes]:
@@ -102,20 +110,22 @@ def watched(run: Run) -> list[list[bytes]]:
 def _one_bad_step(
     flags: dict[str, Layout], folder: str, data: str, vocab_file: str
 ) -> dict[str, tuple[list[bool], str]]:
-    """Run each layout with one bad step; return layout -> (whether each step changed the state, the printed output)."""
+    """Run each layout with a NaN and a spike; return layout -> (whether each step changed the state, the output)."""
     results = {}
     with remembered_groups() as begin:
         for name, layout in flags.items():
             begin()
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 more = "--gas 2" if "pp2" in name else ""
-                run = make(Start("gpt2", Path(folder) / name, f"{SMALL} {layout.flags} {more}"), data, vocab_file)
+                flags = f"{SMALL} {GUARD} {layout.flags.format(folder=folder)} {more}"
+                run = make(Start("gpt2", Path(folder) / name, flags), data, vocab_file)
                 spoil(run, layout.where, [BAD])
+                spoil(run, layout.where, [SPIKE], 500.0)
                 found = watched(run)
                 train(run)
                 run.__exit__()
             changed = [a != b for a, b in zip(found, found[1:], strict=False)]
-            assert found[-1][0] == (b"0" if "sgd" in name else b"3"), (name, found[-1][0])  # SGD has no step count
+            assert found[-1][0] == (b"0" if "sgd" in name else b"6"), (name, found[-1][0])  # SGD has no step count
             results[name] = changed, said.getvalue()
     return results
 
@@ -126,19 +136,26 @@ def _one_bad_step(
 def test_no_rank_applies_a_step_that_is_bad_on_one(
     names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """No rank changes its weights, master weights or moments in a step in which one rank has a NaN gradient."""
+    """No rank changes its weights or moments in a step in which one rank has a NaN gradient or a very large one."""
+    (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True, "initial_scale_power": 4}}))
     chosen = {name: LAYOUTS[name] for name in names}
     found = on_ranks(2, _one_bad_step, chosen, str(tmp_path), tiny_data, vocab_file, timeout=500)
     for name in names:
         for rank in range(2):
-            assert found[rank][name][0] == [True, True, False, True], (name, rank)
+            assert found[rank][name][0] == [i not in (BAD, SPIKE) for i in range(8)], (name, rank)
         text = (tmp_path / name / "metrics.jsonl").read_text()
         assert "NaN" not in text
         assert "Infinity" not in text
         rows = [json.loads(line) for line in text.splitlines()]
-        assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 0], name
+        assert [row["skipped_steps"] for row in rows] == [int(i in (BAD, SPIKE)) for i in range(8)], name
         assert rows[BAD]["grad_norm"] is None
         assert "| 1 skipped step" in found[0][name][1], name
+        (spike,) = [spike for row in rows for spike in row.get("skipped_spikes", [])]
+        batch = 2 if name.startswith("tp2") else 4
+        assert (spike["iteration"], spike["samples"], spike["name"]) == (SPIKE + 1, batch, "gradient norm")
+        assert spike["first_sample"] == SPIKE * batch
+        scales = [row["loss_scale"] for row in rows]
+        assert scales[SPIKE - 1] == scales[SPIKE], "a spike is no overflow"
 
 
 def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_file: str) -> dict[str, str]:
@@ -153,7 +170,8 @@ def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_
             begin()
             with contextlib.redirect_stdout(io.StringIO()):
                 run = make(Start("gpt2", Path(folder) / name.rstrip("+"), f"{SMALL} {flags}"), data, vocab_file)
-                spoil(run, where, range(since, 5 if name.endswith("+") else 100))
+                added = 500.0 if "spike" in name else math.nan
+                spoil(run, where, range(since, 5 if name.endswith("+") else 100), added)
                 try:
                     train(run)
                 except RunError as error:
@@ -167,6 +185,7 @@ STAYS = "--train-iters 9 --save-interval 1 --keep-last 1 --max-skipped-steps 3"
 ENDS = {
     "dp2-fp32": (f"--precision fp32 {STAYS}", NORM, 2),
     "pp2-bf16-late": (f"--precision bf16 --pipe-parallel-size 2 {STAYS} --log-interval 9 --save-interval 2", NORM, 3),
+    "dp2-spikes": (f"--precision fp32 {STAYS} {GUARD}", "layers.1.mlp.dense_h_to_4h.weight", 4),
     "dp2-async": (f"--precision bf16 --async-save {STAYS}", NORM, 2),
     "dp2-async+": (f"--precision bf16 {STAYS} --max-skipped-steps 1 --skip-iterations 3-5", NORM, 2),
 }
@@ -174,7 +193,10 @@ ENDS = {
 
 @pytest.mark.parametrize(
     "some",
-    covering([["dp2-fp32", "dp2-fp16"], ["pp2-bf16-late", "dp2-async", "dp2-async+"]], lambda some: "dp2-fp16" in some),
+    covering(
+        [["dp2-fp32", "dp2-spikes", "dp2-fp16"], ["pp2-bf16-late", "dp2-async", "dp2-async+"]],
+        lambda some: "dp2-fp16" in some,
+    ),
 )
 def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
     some: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
@@ -199,13 +221,15 @@ def test_a_run_that_learns_nothing_ends_and_keeps_its_last_good_checkpoint(
         "pp2-bf16-late": "3 steps in a row were skipped, the last one at iteration 6 (samples 10 to 11): the "
         "gradient "
         f"of {NORM} is not finite on rank 1 (its samples: 10 to 11); --skip-iterations 4-6",
+        "dp2-spikes": "3 steps in a row were skipped, the last one at iteration 7 (samples 24 to 27): its "
+        "gradient norm ",
         "dp2-async": "3 steps in a row were skipped, the last one at iteration 5",
     }
     for ends in on_ranks(2, _ends, cases, str(tmp_path), tiny_data, vocab_file, timeout=300):
         assert ends.keys() == {name for name in some if name in whole}, "a run with --skip-iterations must not fail"
         for name, words in ends.items():
             assert words.startswith(whole[name]), words
-    for name, good in (("dp2-fp32", 2), ("pp2-bf16-late", 3), ("dp2-async", 9)):
+    for name, good in (("dp2-fp32", 2), ("dp2-spikes", 4), ("pp2-bf16-late", 3), ("dp2-async", 9)):
         folder = tmp_path / name / "checkpoints"
         if name in some:
             assert sorted(path.name for path in folder.iterdir()) == [f"iter_000000{good}", "latest"], name
@@ -245,3 +269,34 @@ def test_passing_over_a_batch_is_what_leaving_out_its_step_is(
     for name, end in ends.items():
         assert states[name] == states["bad"], name
         assert {key: value.tobytes() for key, value in whole_tensors(end).items()} == wanted, name
+
+
+def _spikes(starts: list[Start], data: str, vocab_file: str) -> None:
+    with remembered_groups() as begin:
+        for start in starts:
+            begin()
+            with contextlib.redirect_stdout(io.StringIO()):
+                run = make(start, data, vocab_file)
+                spoil(run, "layers.1.mlp.dense_h_to_4h.weight", [4, 5, 8], 500.0)
+                train(run)
+                run.__exit__()
+
+
+def test_a_resume_in_another_layout_skips_the_same_spikes(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """The window is in the checkpoint: the first steps after a resume are compared with those before it."""
+    flags = f"--num-layers 2 --train-iters 10 --precision fp32 {GUARD}"
+    one, again = Start("gpt2", tmp_path / "one", f"{flags} --batch-size 4"), f"{flags} --batch-size 2"
+    on_ranks(1, _spikes, [one], tiny_data, vocab_file)
+    first = Start("gpt2", tmp_path / "again", f"{again} --exit-interval 4")
+    resumed = Start("gpt2", tmp_path / "again", f"{again} --gas 2 --pipe-parallel-size 2 --zero-stage 1")
+    on_ranks(2, _spikes, [first, resumed], tiny_data, vocab_file)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "again")
+    }
+    skipped = {name: [s["iteration"] for row in of for s in row.get("skipped_spikes", [])] for name, of in rows.items()}
+    assert skipped == {"one": [5, 6, 9], "again": [5, 6, 9]}
+    both = [[row["lm_loss"] for row in of] for of in rows.values()]
+    assert both[0] == pytest.approx(both[1], rel=1e-6)
+    states = [json.loads((tmp_path / name / "checkpoints/iter_0000010/checkpoint.json").read_text()) for name in rows]
+    assert torch.tensor(states[0]["state"]["recent"]).allclose(torch.tensor(states[1]["state"]["recent"]), rtol=1e-5)

@@ -13,7 +13,7 @@ from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.model.block import hidden_matrices
-from megatron.optim import build_optimizer
+from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import orthogonalise
 from megatron.training.memory.per_rank import moments_of
 from megatron.training.memory.sizes import count_layers, layers_of
@@ -53,7 +53,7 @@ def test_steps_are_those_of_torch(name: str, dtype: torch.dtype, more: str) -> N
     model, config = _model(name, more)
     model = model.double() if exact else model
     o = config.optim
-    ours = build_optimizer(model, o, hidden=hidden_matrices(model), ns_dtype=None if exact else dtype)
+    ours = build_optimizer(group_keys(model, o), o, hidden=hidden_matrices(model), ns_dtype=None if exact else dtype)
     reference: dict[str, list[Tensor]] = {}
     matrices, decay, rest = list[Tensor](), list[Tensor](), list[Tensor]()
     hidden = hidden_matrices(model)
@@ -86,7 +86,7 @@ def test_steps_are_those_of_torch(name: str, dtype: torch.dtype, more: str) -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_estimate_counts_one_moment_for_matrices(name: str) -> None:
     model, config = _model(name)
-    optimizer = build_optimizer(model, config.optim, hidden=hidden_matrices(model))
+    optimizer = build_optimizer(group_keys(model, config.optim), config.optim, hidden=hidden_matrices(model))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -123,7 +123,8 @@ def test_a_weight_chooses_with_use_muon() -> None:
     assert "layers.0.mlp.dense_h_to_4h.weight" not in hidden and "position_embedding.weight" in hidden
     weights["final_norm.norm.weight"].use_muon = True  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="use_muon"):
-        build_optimizer(model, config.optim, hidden=hidden_matrices(model))
+        o = config.optim
+        build_optimizer(group_keys(model, o), o, hidden=hidden_matrices(model))
 
 
 @pytest.mark.parametrize("flags", ["--muon-momentum 0.9", "--no-muon-nesterov", "--optimizer sgd --muon-lr-factor 2"])

@@ -1,0 +1,108 @@
+"""Guard that skips an optimizer step if its loss or gradient norm is far above those of recent steps."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._deepspeed import DeepSpeedOptimizer
+from .clip import leave_out_unless_finite
+
+Number = TypeVar("Number", Tensor, float)
+
+
+class Deviation(NamedTuple):
+    """A loss or gradient norm far above the mean of recent steps.
+
+    name: "loss" or "gradient norm". mean, deviation: mean and standard deviation of the last `steps` steps.
+    """
+
+    name: str
+    value: float
+    mean: float
+    deviation: float
+    steps: int
+
+    def __str__(self) -> str:
+        return (
+            f"its {self.name} {self.value:.4g} is above the mean {self.mean:.4g} of the last {self.steps} steps by "
+            f"{(self.value - self.mean) / self.deviation if self.deviation else math.inf:.1f} standard deviations"
+        )
+
+
+class SpikeGuard:
+    """Guard that skips steps whose loss or gradient norm lies more than `sigma` standard deviations above the mean.
+
+    Mean and standard deviation are those of the last `window` steps that were not skipped. Until there are half as many
+    steps, no step is skipped. In a skipped step, weights, moments and step counts stay unchanged. OLMo 2 (2025) skips
+    steps in this way.
+
+    An engine calls `begin` and then `checked` in each step. DeepSpeed's optimizers compute the gradient norm inside
+    their own `step`, so a hook on the wrapped optimizer calls `checked` for them. All ranks make the same decisions.
+
+    recent: (loss, gradient norm) of these steps; fill it when a run resumes.
+    found: what was wrong with the last step; None if it was not skipped by this guard.
+    """
+
+    def __init__(self, engine: Any, sigma: float, window: int) -> None:
+        self._engine, self._sigma = engine, sigma
+        self.recent: deque[tuple[float, float]] = deque(maxlen=window)
+        self._least = max(window // 2, 2)
+        self.found: Deviation | None = None
+        self._loss, self._asked = torch.zeros(()), False
+        self._held: list[tuple[Tensor, Tensor | None]] = []
+        if isinstance(engine.optimizer, DeepSpeedOptimizer):
+            inner: torch.optim.Optimizer = engine.optimizer.optimizer
+            inner.register_step_pre_hook(lambda *_: self._before(inner))
+            inner.register_step_post_hook(lambda *_: self._after())
+        engine.spike_guard = self
+
+    def begin(self, loss: Tensor) -> None:
+        """Start a step whose loss over the global batch is `loss`, a scalar."""
+        self._loss, self._asked, self.found = loss, False, None
+
+    def checked(self, norm: Number) -> Number:
+        """Return the gradient norm of the global batch, or infinity if the step must be skipped. A collective.
+
+        The host waits for the device. A step with a NaN or Inf is not counted, as its norm makes the engine skip it.
+        """
+        # The maximum makes the numbers bitwise equal on all ranks, on which all decisions depend.
+        numbers = torch.stack([self._loss.detach().double(), torch.as_tensor(norm).double().to(self._loss.device)])
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        self._asked, step = True, tuple(numbers.tolist())
+        if all(map(math.isfinite, step)):
+            columns = zip(("loss", "gradient norm"), step, zip(*self.recent, strict=True), strict=False)
+            self.found = next(filter(None, (self._deviation(*column) for column in columns)), None)
+            if self.found is None:
+                self.recent.append(step)
+        if self.found is None:
+            return norm
+        return torch.full_like(norm, math.inf) if isinstance(norm, Tensor) else math.inf
+
+    def _deviation(self, name: str, value: float, before: Sequence[float]) -> Deviation | None:
+        steps = len(before)
+        if steps < self._least:
+            return None
+        mean = math.fsum(before) / steps
+        deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in before) / (steps - 1))
+        return Deviation(name, value, mean, deviation, steps) if value - mean > self._sigma * deviation else None
+
+    def _before(self, inner: torch.optim.Optimizer) -> None:
+        """Make the step of DeepSpeed's optimizer a no-op if it must be skipped; it may step its groups separately."""
+        norm = torch.as_tensor(self._engine.optimizer._global_grad_norm)
+        if not self._asked:
+            norm = self.checked(norm)
+        elif self.found:
+            norm = torch.full_like(norm, math.inf)
+        if self.found:
+            self._held = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
+        leave_out_unless_finite(inner, norm)
+
+    def _after(self) -> None:
+        for parameter, grad in self._held:  # with offloading, DeepSpeed uses the memory of these gradients again
+            parameter.grad = grad
+        self._held = []

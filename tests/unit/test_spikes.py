@@ -1,0 +1,100 @@
+"""The spike guard makes the decisions of a plain computation with torch.std_mean."""
+
+import math
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.checkpointing import TrainState
+from megatron.checkpointing.schema import SchemaError, _check_state
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
+from megatron.training.engine import Step
+from megatron.training.health import Health, SampleRange
+from tds.spikes import Deviation, SpikeGuard
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+
+
+def _steps(number: int) -> list[tuple[float, float]]:
+    """Return losses and gradient norms that fall with noise, with spikes of each of them, and a NaN."""
+    noise = torch.randn(number, 2, generator=torch.Generator().manual_seed(0)).double()
+    steps = [(3 - 0.01 * i + 0.1 * a, 1 + 0.2 * b) for i, (a, b) in enumerate(noise.tolist())]
+    for at, loss, norm in ((3, 9.0, 9.0), (20, 5.0, 1.0), (21, 2.0, 7.0), (40, 5.0, 5.0), (50, 2.0, math.nan)):
+        steps[at] = (loss, norm)
+    return steps
+
+
+def _guard(sigma: float, window: int) -> SpikeGuard:
+    engine: Any = SimpleNamespace(optimizer=None, spike_guard=None)
+    return SpikeGuard(engine, sigma, window)
+
+
+def _decide(guard: SpikeGuard, loss: float, norm: float) -> bool:
+    guard.begin(torch.tensor(loss))
+    return math.isinf(guard.checked(torch.tensor(norm)))
+
+
+def test_decisions_are_those_of_plain_statistics() -> None:
+    """A step is skipped if a number exceeds mean + sigma x std of the window, which has only steps that were taken."""
+    guard, window, skipped = _guard(4.0, 16), deque[tuple[float, float]](maxlen=16), []
+    for at, step in enumerate(_steps(60)):
+        spike = False
+        if len(window) >= 8:
+            std, mean = torch.std_mean(torch.tensor(list(window), dtype=torch.float64), dim=0)
+            spike = bool((torch.tensor(step) > mean + 4.0 * std).any())
+        if not spike and math.isfinite(step[1]):
+            window.append(step)
+        assert _decide(guard, *step) == spike, at
+        skipped += [at] if spike else []
+    assert {20, 21, 40} <= set(skipped)
+    assert 3 not in skipped, "there are too few steps to compare with"
+    assert torch.tensor(list(guard.recent)).allclose(torch.tensor(list(window)))
+
+
+def test_a_resumed_guard_decides_as_one_that_went_on() -> None:
+    steps, whole = _steps(60), _guard(4.0, 16)
+    decisions = [_decide(whole, *step) for step in steps]
+    first, second = _guard(4.0, 16), _guard(4.0, 16)
+    for step in steps[:20]:
+        _decide(first, *step)
+    state = TrainState(recent=tuple(first.recent)).to_dict()
+    _check_state(state | {"recent": [list(pair) for pair in state["recent"]]})
+    second.recent.extend(TrainState.from_dict(state).recent)
+    assert [_decide(second, *step) for step in steps[20:]] == decisions[20:]
+    assert second.recent == whole.recent
+
+
+@pytest.mark.parametrize("recent", [3, [[1.0]], [[1.0, math.inf]], [[1.0, "2"]]])
+def test_a_damaged_window_is_refused(recent: Any) -> None:
+    with pytest.raises(SchemaError, match=r"state\.recent"):
+        _check_state({"iteration": 1, "consumed_samples": 1, "recent": recent})
+
+
+def test_a_streak_of_spikes_ends_the_run_also_at_the_smallest_loss_scale() -> None:
+    """Spikes count as skipped steps, but not as overflows of fp16, whose loss scale is at its minimum here."""
+    spike = Deviation("loss", 9.0, 2.0, 0.5, 128)
+    health = Health(TrainState(), 3, 1.0, 1.0)
+    for i in range(3):
+        assert health.fault is None
+        step = Step(torch.tensor(9.0), math.inf, 1.0, True, spike=spike)
+        health.add(step, SampleRange(i + 1, 8 * i, 8), TrainState(i + 1))
+        assert [found for _, found in health.read().guarded] == [spike]
+    assert health.fault is not None
+    assert (health.fault.streak, health.fault.scale, health.fault.spike) == (3, None, spike)
+    assert "14.0 standard deviations" in str(spike)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--skip-step-window 64", "--skip-step-sigma 0", "--skip-step-sigma 6 --skip-step-window 3"]
+)
+def test_settings_without_effect_are_refused(flags: str) -> None:
+    with pytest.raises(ConfigError, match="--skip-step"):
+        parse(flags.split())
