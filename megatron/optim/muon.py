@@ -7,13 +7,16 @@ matrices. A matrix that is sharded over the tensor-parallel ranks is orthogonali
 
 import math
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config import OptimConfig
-from megatron.mpu import ParamSpec, get_mesh, spec_of
+from megatron.mpu import Options, ParamSpec, get_mesh, get_options, spec_of
+from megatron.mpu.linear import by_onednn
+from megatron.mpu.matmuls import matmul
 
 from .whole_matrices import by_whole_matrices, work_of
 
@@ -21,22 +24,29 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration, as in torch.
 EPS = 1e-7
 MOMENTUM, ADAM = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")  # names of the moments of the two kinds of weights
 BATCH = 1 << 24  # elements on this rank that are orthogonalised together; this bounds the memory of a step
+PLAIN = Options()
 
 Groups = list[dict[str, Any]]
 
 
-def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalise(matrix: Tensor, steps: int, options: Options = PLAIN) -> Tensor:
     """Return U V^T approximately, where U S V^T is the singular value decomposition of `matrix` [o, i], in its dtype.
 
     This is a Newton-Schulz iteration. It moves all singular values to about 1, roughly between 0.7 and 1.2.
+    options: decide whether oneDNN multiplies fp32 matrices on a CPU.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=EPS)  # now all singular values are at most 1
+    onednn = by_onednn(x, options)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = matmul(x, x, None, onednn)
+        if onednn:
+            polynomial = matmul(gram, gram, None, onednn).mul_(c).add_(gram, alpha=b)
+            x = matmul(polynomial, x.T, None, onednn).add_(x, alpha=a)
+        else:
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
 
 
@@ -77,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         adamw: Callable[[Groups], torch.optim.Optimizer],
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._matrices, self._config, self._dtype = set(matrices), config, dtype
+        self._matrices, self._config, self._dtype, self._options = set(matrices), config, dtype, get_options()
         for p in self._matrices:
             if len(spec_of(p).local_shape) != 2:
                 raise ValueError(
@@ -117,7 +127,8 @@ class Muon(torch.optim.Optimizer):
             self.adamw.step()
         for group in self.param_groups:
             if group["use_muon"]:
-                for pieces in _in_batches(piece for p in group["params"] for piece in self._pieces_of(p)):
+                every = (piece for p in group["params"] for piece in self._pieces_of(p))
+                for pieces in _in_batches(every, get_mesh().model.size):
                     self._step_together(pieces, group["lr"], group["weight_decay"])
 
     def _pieces_of(self, p: nn.Parameter) -> Iterator[_Piece]:
@@ -127,11 +138,14 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        flat = [t.detach().view(-1) for t in (p, p.grad, state["momentum_buffer"])]
-        for weight, begin in getattr(p, "pieces", [(p, 0)]):
+        tensors = p.detach(), p.grad, state["momentum_buffer"]
+        if not hasattr(p, "pieces"):
+            yield _Piece(spec_of(p), *tensors)
+            return
+        for weight, begin in p.pieces:
             spec = spec_of(weight)
             size = math.prod(spec.local_shape)
-            yield _Piece(spec, *(t[begin : begin + size].view(spec.local_shape) for t in flat))
+            yield _Piece(spec, *(t[begin : begin + size].view(spec.local_shape) for t in tensors))
 
     def _step_together(self, pieces: list[_Piece], lr: float, weight_decay: float) -> None:
         c, updates = self._config, list[Tensor]()
@@ -140,7 +154,8 @@ class Muon(torch.optim.Optimizer):
             update = grad.lerp(momentum, c.muon_momentum) if c.muon_nesterov else momentum
             updates.append(update if self._dtype is None else update.to(self._dtype))
         specs = [piece.spec for piece in pieces]
-        found = by_whole_matrices(lambda x: orthogonalise(x, c.muon_ns_steps), updates, specs, get_mesh().model)
+        function = partial(orthogonalise, steps=c.muon_ns_steps, options=self._options)
+        found = by_whole_matrices(function, updates, specs, get_mesh().model)
         for (spec, weight, *_), update in zip(pieces, found, strict=True):
             weight.mul_(1 - lr * weight_decay)
             ratios = _ratios(spec, c.muon_adjust_lr_fn)
@@ -150,13 +165,13 @@ class Muon(torch.optim.Optimizer):
                 weight.sub_(ratios.to(weight).mul_(lr) * update)
 
 
-def _in_batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield lists of pieces of about BATCH elements."""
+def _in_batches(pieces: Iterator[_Piece], ranks: int) -> Iterator[list[_Piece]]:
+    """Yield lists of pieces of about BATCH elements, with enough pieces to balance work over tensor-parallel ranks."""
     batch, size = list[_Piece](), 0
     for piece in pieces:
         batch.append(piece)
         size += piece.weight.numel()
-        if size >= BATCH:
+        if size >= BATCH and (ranks == 1 or len(batch) >= 2 * ranks):
             yield batch
             batch, size = [], 0
     if batch:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.parity.layouts import Layout
-from tests.support import RankFailure, covering, on_ranks
+from tests.support import FULL, RankFailure, covering, on_ranks
 
 from .runs import Start, losses_of, run_all, whole_tensors
 
@@ -57,6 +57,7 @@ def test_momentum_fits_every_layout(
     assert optimizer["step"] == SAVED and optimizer["without_moments"] == []
 
 
+@FULL
 def test_from_another_optimizer_only_without_its_state(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     layout = Layout(0, 1, 1)
     flags = _flags(layout, "fp32")

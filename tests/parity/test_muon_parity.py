@@ -24,13 +24,14 @@ FP64 = [
     Layout(0, 1, 2),
     Layout(0, 1, 4),
     Layout(2, 1, 1),
+    Layout(2, 1, 2),
     Layout(0, 1, 2, cp=2),
     Layout(2, 2, 2),
 ]
 FP32 = [Layout(0, 1, 1), Layout(0, 2, 1, zero=1), Layout(0, 2, 2, zero=1), Layout(2, 2, 1, zero=1), Layout(2, 2, 2)]
 
 
-@pytest.mark.parametrize("layout", covering(FP64, (FP64[2], FP64[6]).__contains__), ids=str)
+@pytest.mark.parametrize("layout", covering(FP64, FP64[5:6].__contains__), ids=str)
 def test_in_fp64_nothing_but_the_order_of_sums_differs(
     layout: Layout, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
@@ -53,7 +54,7 @@ GRIDS = [(0, 1, 4), (2, 1, 2), (2, 2, 2)]  # pipeline, data and tensor-parallel 
 CASES = [(model, grid) for model in ("llama", "t5-cpm", "t5-v1.1") for grid in GRIDS]
 
 
-@pytest.mark.parametrize(("model", "grid"), covering(CASES, CASES[:1].__contains__, several=True), ids=str)
+@pytest.mark.parametrize(("model", "grid"), covering(CASES, [].__contains__, several=True), ids=str)
 def test_other_models(model: str, grid: tuple[int, int, int], tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """Losses equal those of one process with grouped heads that ranks share, gates, cross-attention and tables."""
     losses = []

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.model.block import hidden_matrices
 from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import orthogonalise
+from megatron.training.memory.per_rank import moments_of
+from megatron.training.memory.sizes import count_layers, layers_of
 from tests.parity.muon_reference import exact_iterations, separate
 
 SIZES = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --ff-hidden-size 40"
@@ -27,7 +30,7 @@ MODELS = {
 OTHERS = ("word_embeddings", "position_embedding", "relative_positions", "norm", "bias")
 
 
-def _model(name: str, more: str = "") -> tuple[nn.Module, object]:
+def _model(name: str, more: str = "") -> tuple[nn.Module, Config]:
     torch.manual_seed(0)
     config = parse(f"{MODELS[name]} --optimizer muon --lr 0.01 --weight-decay 0.1 {more}".split())
     return (T5Model if name == "t5" else GPT2Model)(config), config
@@ -49,17 +52,17 @@ def test_steps_are_those_of_torch(name: str, dtype: torch.dtype, more: str) -> N
     exact = dtype is torch.float64
     model, config = _model(name, more)
     model = model.double() if exact else model
-    o = config.optim  # type: ignore[attr-defined]
+    o = config.optim
     ours = build_optimizer(group_keys(model, o), o, hidden=hidden_matrices(model), ns_dtype=None if exact else dtype)
     reference: dict[str, list[Tensor]] = {}
     matrices, decay, rest = list[Tensor](), list[Tensor](), list[Tensor]()
     hidden = hidden_matrices(model)
     for path, p in global_parameters(model):
-        parts = separate(path, p.detach().clone(), config.model)  # type: ignore[attr-defined]
+        parts = separate(path, p.detach().clone(), config.model)
         reference[path] = [nn.Parameter(part) for part in parts]
         (matrices if p in hidden else decay if p.dim() > 1 else rest).extend(reference[path])
     settings = {"momentum": 0.95, "nesterov": o.muon_nesterov, "adjust_lr_fn": o.muon_adjust_lr_fn}
-    muon = torch.optim.Muon(matrices, lr=o.lr * o.muon_lr_factor, weight_decay=0.1, **settings)  # type: ignore[arg-type]
+    muon = torch.optim.Muon(matrices, lr=o.lr * o.muon_lr_factor, weight_decay=0.1, **settings)
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=o.lr)
     for group in ours.param_groups:
@@ -68,7 +71,7 @@ def test_steps_are_those_of_torch(name: str, dtype: torch.dtype, more: str) -> N
         torch.manual_seed(step)
         for path, p in global_parameters(model):
             p.grad = torch.randn_like(p) / (step + 1)
-            for part, grad in zip(reference[path], separate(path, p.grad, config.model), strict=True):  # type: ignore[attr-defined]
+            for part, grad in zip(reference[path], separate(path, p.grad, config.model), strict=True):
                 part.grad = grad.clone()
         ours.step()
         with exact_iterations() if exact else _as_it_is():
@@ -76,8 +79,19 @@ def test_steps_are_those_of_torch(name: str, dtype: torch.dtype, more: str) -> N
         adam.step()
     tolerance = {"rtol": 1e-12, "atol": 1e-13} if exact else {"rtol": 2e-6, "atol": 1e-7}
     for path, p in global_parameters(model):
-        for found, expected in zip(separate(path, p.detach(), config.model), reference[path], strict=True):  # type: ignore[attr-defined]
+        for found, expected in zip(separate(path, p.detach(), config.model), reference[path], strict=True):
             torch.testing.assert_close(found, expected.detach(), **tolerance, msg=lambda m, path=path: f"{path}: {m}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_estimate_counts_one_moment_for_matrices(name: str) -> None:
+    model, config = _model(name)
+    optimizer = build_optimizer(group_keys(model, config.optim), config.optim, hidden=hidden_matrices(model))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moments = sum(m.numel() for p in model.parameters() for m in optimizer.state[p].values() if m.shape == p.shape)
+    assert moments_of(count_layers(layers_of(config), config), config) == moments
 
 
 @contextmanager
@@ -109,7 +123,7 @@ def test_a_weight_chooses_with_use_muon() -> None:
     assert "layers.0.mlp.dense_h_to_4h.weight" not in hidden and "position_embedding.weight" in hidden
     weights["final_norm.norm.weight"].use_muon = True  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="use_muon"):
-        o = config.optim  # type: ignore[attr-defined]
+        o = config.optim
         build_optimizer(group_keys(model, o), o, hidden=hidden_matrices(model))
 
 
