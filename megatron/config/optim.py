@@ -75,6 +75,19 @@ class OptimConfig(Section):
     adam_beta2: float = opt(0.999, "Adam's beta2", between(0, 1))
     adam_eps: float = opt(1e-8, "Adam's epsilon", at_least(0))
 
+    ema_decay: float | None = opt(
+        None,
+        "keep an exponential moving average of the weights, average = decay x average + (1 - decay) x weight, updated "
+        "after each step; checkpoints contain it, and --ema of the tools uses it; 0.999 is usual; no average if not "
+        "given",
+        lambda value: None if 0 < value < 1 else "must lie between 0 and 1, without these",
+    )
+
+    @property
+    def tensors_per_weight(self) -> int:
+        """Number of tensors of a weight's size that the optimizer keeps: moments and the average of --ema-decay."""
+        return (1 if self.optimizer == "sgd" else 2) + (self.ema_decay is not None)
+
     def _problems(self) -> Iterator[str]:
         if self.lr_decay_iters is not None and self.lr_decay_samples is not None:
             yield (

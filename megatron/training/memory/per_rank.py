@@ -66,7 +66,7 @@ def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> t
     """
     width = WIDTHS[resolved.precision]
     exact, zero = max(width, 4), resolved.zero_stage
-    moments = (1 if config.optim.optimizer == "sgd" else 2) * exact
+    moments = config.optim.tensors_per_weight * exact
     share = numbers / replicas
     if zero == 0:
         return numbers * width, numbers * width, numbers * moments
