@@ -18,8 +18,8 @@ from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.certificate import FILE as CERTIFICATE
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.relocation import keep_roles, kept_beside
-from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.model import global_parameters
