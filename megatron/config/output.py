@@ -82,6 +82,11 @@ class LogConfig(Section):
     log_details: bool = opt(
         False, "add tokens, time, TFLOP/s and memory to each log line, and print the parts of the memory estimate"
     )
+    log_layers: bool = opt(
+        False,
+        "add to each log line's row in metrics.jsonl, for each layer: the norms of weights and gradients, the ratio of "
+        "the update to the weights, the RMS of the activations and the largest attention logit of that iteration",
+    )
     tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, on if tensorboard is installed")
     tensorboard_dir: str | None = opt(
         None, "folder of the TensorBoard events; tensorboard/ in the run directory if not given"
