@@ -14,13 +14,13 @@ from .optimizer_state import local_piece, owners
 class _Slice(NamedTuple):
     """Elements `start` to `start + numel` of the flattened `owner`, a tensor that the optimizer steps.
 
-    index: layer of the parameter to which these elements belong.
+    layer: index of the layer to which these elements belong.
     """
 
     owner: Tensor
     start: int
     numel: int
-    index: int
+    layer: int
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the slice of a tensor of the owner's shape."""
@@ -56,7 +56,7 @@ class StepNorms:
         The gradients may be scaled, each by the same factor: they are what the optimizer got, clipped or not.
         """
         assert self._slices is not None, "begin() comes first"
-        weights = self._sums([(each.index, each.of(each.owner)) for each in self._slices])
+        weights = self._sums([(each.layer, each.of(each.owner)) for each in self._slices])
         frozen = [p for p in self._layers if not p.requires_grad and (self._first or hasattr(p, "ds_id"))]
         weights += self._sums([(self._layers[p], local_piece(p).detach()) for p in frozen])
         self._slices = None
@@ -97,7 +97,7 @@ class StepNorms:
             return
         stepped = {p for group in inner.param_groups for p in group["params"] if p.grad is not None}
         slices = [each for each in self._slices if each.owner in stepped]
-        self._gradients += self._sums([(each.index, each.of(_dense(each.owner.grad))) for each in slices])
+        self._gradients += self._sums([(each.layer, each.of(_dense(each.owner.grad))) for each in slices])
         self._before = {each.owner: each.owner.detach().clone() for each in slices}
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ class StepNorms:
             before.sub_(owner.detach())
         found = [each for each in self._slices or () if each.owner in self._before]
         if found:
-            self._updates += self._sums([(each.index, each.of(self._before[each.owner])) for each in found])
+            self._updates += self._sums([(each.layer, each.of(self._before[each.owner])) for each in found])
         self._before = {}
 
 

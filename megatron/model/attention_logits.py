@@ -9,7 +9,7 @@ from torch import Tensor
 from .attention_kernels import Call
 from .context_attention import Views, whole_keys_and_values
 
-AT_ONCE = 1 << 24  # largest number of logits in memory
+AT_ONCE, ROWS = 1 << 24, 128  # largest numbers of logits in memory, and of queries whose logits are computed at once
 
 
 @torch.no_grad()
@@ -39,16 +39,18 @@ def _largest(c: Call) -> Tensor:
     (b, n, q, d), (g, k) = c.query.shape, c.key.shape[1:3]
     key = c.key.detach().to(dtype).transpose(-1, -2).unsqueeze(2)  # [b, g, 1, d, k]
     found = []
-    rows = max(AT_ONCE // max(b * n * k, 1), 1)
+    rows = min(max(AT_ONCE // max(b * n * k, 1), 1), ROWS)
     for begin in range(0, q, rows):
         query = c.query.detach()[:, :, begin : begin + rows].to(dtype)
-        logits = (query.reshape(b, g, n // g, -1, d) @ key).view(b, n, -1, k).mul_(c.scale)
+        last = begin + query.shape[2] if hides else k  # later keys are hidden
+        logits = (query.reshape(b, g, n // g, -1, d) @ key[..., :last]).view(b, n, -1, last)
         if c.bias is not None:
-            logits += c.bias.detach()[:, :, begin : begin + rows]
-        if mask is not None:
+            logits.mul_(c.scale).add_(c.bias.detach()[:, :, begin : begin + rows])
+        if hides:
+            seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
+            logits[..., begin:].masked_fill_(~seen, -torch.inf)
+        elif mask is not None:
             logits.masked_fill_(~mask[:, :, begin : begin + rows], -torch.inf)
-        elif hides:
-            seen = torch.ones(logits.shape[2], k, dtype=torch.bool, device=logits.device).tril(begin)
-            logits.masked_fill_(~seen, -torch.inf)
         found.append(logits.max())
-    return torch.stack(found).max()
+    largest = torch.stack(found).max()
+    return largest if c.bias is not None else largest * c.scale

@@ -12,6 +12,7 @@ from torch import Tensor
 from tds.step_norms import StepNorms
 
 from .. import mpu
+from .._torch import is_compiled
 from ..model.attention import Attention
 from ..model.attention_kernels import Call
 from ..model.attention_logits import largest_logit
@@ -47,7 +48,7 @@ class LayerLog(Hook):
         mesh = mpu.get_mesh()
         counted = {p: self._at[layer_of[name]] for name, p in parameters if mpu.counts_here(p, mesh.model.rank)}
         self._norms = StepNorms(self._engine, counted, len(self.names), mesh.data.rank == 0)
-        compiled = any(getattr(m, "_compiled_call_impl", None) for m in self._model.modules())
+        compiled = any(map(is_compiled, self._model.modules()))
         self._attentions = [] if compiled else list(self._attention_modules(built))
         if compiled:
             print_rank_0(
