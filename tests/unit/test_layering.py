@@ -267,7 +267,7 @@ PRIVATE = {
         "_SetExcludeDispatchKeyGuard", "_triton", "_will_engine_execute_node", "_world",
     },
     "tds/_torch.py": {
-        "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
+        "_C", "_cdata", "_compiled_call_impl", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
         "_get_backend", "_get_default_store", "_storage_Use_Count",
     },
     "tds/diagnose.py": {"_current_frames"},  # sys._current_frames: the only way to see another thread's stack

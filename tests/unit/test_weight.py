@@ -26,7 +26,8 @@ LIMITS = {
     # communication and for choosing a version of FlashAttention, 2,150 for the loss of each corpus, 3,050 for data
     # stages, 2,600 for schedules of the batch size and learning rates by samples, 5,500 for corpora and checkpoints in
     # object storage (storage.py, remote_tokens.py, remote.py and their callers), and 4,200 for evaluations on tasks
-    # while training, 1,100 of which were in megatron_tools, 600 for --skip-step-sigma, 450 for --ema-decay, and 2,200 for --log-layers.
+    # while training, 1,100 of which were in megatron_tools, 600 for --skip-step-sigma, 450 for --ema-decay,
+    # and 2,200 for --log-layers.
     "megatron": (167_420, 14),
     "data_utils": (31_750, 1),  # including 1,200 for the table and the plot of data stages
     # This includes 1,200 for certificates, 300 for charts of the loss by corpus, 1,400 for averages of checkpoints, and
