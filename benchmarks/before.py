@@ -6,7 +6,7 @@
 Each round runs a section's command in both checkouts, one after the other. Each checkout runs its own code, with the
 Python that runs this script. Arguments after -- are passed to both commands. A table row whose name begins with "ours"
 is compared between the checkouts by the first number after its name. This number counts as a time if the title of its
-column mentions ms, % or seconds, and otherwise as a speed.
+column mentions ms, % or seconds, and not "/s" or "per CPU-s"; otherwise it counts as a speed.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 import suite
 from _alternate import ROOT, new_parser, spread
 
-TIME = re.compile(r"\bms\b|%|\bs\b|seconds|\+")
+TIME, RATE = re.compile(r"\bms\b|%|\bs\b|seconds|\+"), re.compile(r"/s\b|per CPU-s")
 
 
 def rows_of(checkout: Path, command: list[str]) -> dict[str, tuple[str, float]]:
@@ -66,7 +66,7 @@ def main() -> None:
                 if name in before:
                     pairs[name, column].append((number, before[name][1]))
         for (name, column), numbers in pairs.items():
-            ratios = [b / n if TIME.search(column) and "/s" not in column else n / b for n, b in numbers]
+            ratios = [b / n if TIME.search(column) and not RATE.search(column) else n / b for n, b in numbers]
             nows, befores = zip(*numbers, strict=True)
             cells = spread(list(nows), ",.1f"), spread(list(befores), ",.1f"), spread(ratios, ".2f")
             print(f"| {section} | {name} | {' | '.join(cells)} |", flush=True)

@@ -277,7 +277,7 @@ def startup(args: argparse.Namespace, folder: Path) -> None:
             (folder / f"big.{ending}").unlink()
     print("\n| start-up to the first samples, without imports | seconds | added peak MB |\n| --- | --- | --- |")
     for name, rounds in found.items():
-        print(f"| {name} | {spread([r[0] for r in rounds], '.2f')} | {spread([r[1] for r in rounds], '.0f')} |")
+        print(f"| ours, {name} | {spread([r[0] for r in rounds], '.2f')} | {spread([r[1] for r in rounds], '.0f')} |")
 
 
 # ----------------------------------------------------------------------------------------- reading samples

@@ -54,6 +54,8 @@ SECTIONS = {
     "memory-llama-bf16": f"run.py {LLAMA_SMALL} --precision bf16 {MEMORY}",
     "switches-gpt2": f"run.py --steps 1 --no-compile --only none {_switched('gpt2')}",
     "switches-t5": f"run.py {T5_SMALL} --batch 4 --steps 1 --no-compile --only none {_switched('t5')}",
+    "switches-muon": "run.py --steps 1 --no-compile --only none --flags=--optimizer_muon "
+    "--flags=--optimizer_muon_--muon-ns-dtype_bf16",
     "dp": "parallel.py --kind dp",
     "switches-dp": "parallel.py --kind dp --ours-only --flags=--no-overlap-grad-reduce",
     "switches-dp-bf16": "parallel.py --kind dp --precision bf16 --ours-only --flags=--no-overlap-grad-reduce",

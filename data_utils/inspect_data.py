@@ -24,6 +24,7 @@ from megatron.tokenizer.base import other_end
 
 from .cli import Parser, run, write_json
 from .merge_split import find_damage, merge, split
+from .run_data import config_of, datasets_of
 
 EXAMPLES = """\
   python tools/inspect_data.py info data/corpus_text_document
@@ -34,6 +35,10 @@ EXAMPLES = """\
   python tools/inspect_data.py sample 3 --run-dir runs/gpt2 --png sample.png
       sample 3, counted from 0, as the run reads it: tokens, targets, documents, masks
   python tools/inspect_data.py stages --run-dir runs/gpt2 --png stages.png
+  python tools/inspect_data.py when --document 17 --path data/corpus_text_document --run-dir runs/gpt2
+      the iterations and samples in which the run trains on document 17
+  python tools/inspect_data.py which --iteration 100 --run-dir runs/gpt2
+      the documents on which iteration 100 trains
   python tools/inspect_data.py stages -- --data-stages "0: 0.8 a 0.2 b; 1M: b" --vocab-file tokenizer.model"""
 AT_ONCE = 1 << 22  # tokens checked per block
 # Sidecar entries that remain valid when corpora are merged or split.
@@ -238,28 +243,6 @@ def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, A
         write_json(f"{builder.prefix}.json", content)
 
 
-def _config_of(run_dir: str) -> Config:
-    """Return the settings of a run. Raises ValueError if `run_dir` is not the folder of a run."""
-    from megatron.checkpointing.relocation import relocated
-    from megatron.config.command_line import from_file
-
-    path = Path(run_dir) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: --run-dir {run_dir} is not the folder of a run")
-    return relocated(from_file(str(path)), path.parent)
-
-
-def _datasets_of(config: Config) -> tuple[Any, Any]:
-    """Return the tokenizer and the (training, validation, test) data sets of a run."""
-    from megatron.tasks import task_of
-
-    task = task_of(config)
-    if config.data.vocab_file is None:
-        raise ValueError("the run has no tokenizer: give --vocab-file")
-    tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
-    return tokenizer, task.datasets(config, tokenizer)[0]
-
-
 def stages(args: argparse.Namespace) -> None:
     """Run the command `stages`: print how many samples, tokens and epochs each corpus gives in each data stage."""
     from megatron.config.command_line import parse_of_any_family
@@ -268,9 +251,9 @@ def stages(args: argparse.Namespace) -> None:
 
     if bool(args.run_dir) == bool(args.flags):
         raise ValueError("give either --run-dir, or -- and the flags of a training command")
-    config = _config_of(args.run_dir) if args.run_dir else parse_of_any_family(args.flags)
+    config = config_of(args.run_dir) if args.run_dir else parse_of_any_family(args.flags)
     samples = args.samples or config.train.train_iters * config.train.batch_size * config.train.gas
-    plan = stage_plan.plan_of(_datasets_of(config)[1][0], config, samples)
+    plan = stage_plan.plan_of(datasets_of(config)[1][0], config, samples)
     print(stage_plan.table(stage_plan.uses(plan)))
     if not args.samples:
         print(f"for {samples:,} samples, those of one replica; --samples gives another number")
@@ -283,8 +266,8 @@ def sample(args: argparse.Namespace) -> None:
     """Run the command `sample`: print a sample as the training run reads it."""
     from . import sample_view  # importing torch is slow, so the other commands avoid it
 
-    config = _config_of(args.run_dir)
-    tokenizer, datasets = _datasets_of(config)
+    config = config_of(args.run_dir)
+    tokenizer, datasets = datasets_of(config)
     dataset = datasets[PARTS.index(args.part)]
     if dataset is None:
         raise ValueError(f"the {args.part} part of the run is empty; choose another --part")
@@ -297,6 +280,20 @@ def sample(args: argparse.Namespace) -> None:
     if args.png:
         sample_view.draw(tables, masks, title, Path(args.png))
         print(f"-> {args.png}")
+
+
+def when(args: argparse.Namespace) -> None:
+    """Run the command `when`: print the iterations, samples and positions at which a run trains on a document."""
+    from . import document_uses
+
+    document_uses.when(args)
+
+
+def which(args: argparse.Namespace) -> None:
+    """Run the command `which`: print the documents on which an iteration of a run trains, with their text."""
+    from . import document_uses
+
+    document_uses.which(args)
 
 
 def build_parser() -> Parser:
@@ -346,6 +343,14 @@ def build_parser() -> Parser:
     made.add_argument("--samples", type=int, help="number of samples of the run (default: those of one replica)")
     made.add_argument("--png", help="PNG file for a plot")
     made.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
+    made = command("when", when, "show the iterations, samples and positions at which a run trains on a document")
+    made.add_argument("--document", type=int, required=True, help="document number, from 0")
+    made.add_argument("--path", type=prefix_of, help="prefix or short name of its corpus (default: the only corpus)")
+    made.add_argument("--run-dir", required=True, help="folder of the run")
+    made = command("which", which, "show the documents on which an iteration of a run trains, with their text")
+    made.add_argument("--iteration", type=int, required=True, help="iteration number, from 1")
+    made.add_argument("--run-dir", required=True, help="folder of the run")
+    made.add_argument("--full", action="store_true", help="print the whole text")
     return parser
 
 

@@ -314,7 +314,7 @@ def link_shares(bucket: Any, number: int) -> None:
     from deepspeed.utils import link_hp_params
 
     link_hp_params(
-        lp_param_list=bucket.parameters,
+        lp_param_list=bucket.with_gaps(),
         flat_hp_partition=bucket.share,
         gradient_dict={number: bucket.shares_of_grads()},
         offload_gradient_dict=None,

@@ -118,7 +118,11 @@ def _refuse_unsupported(engine: Any, optimizer: DistributedOptimizer) -> None:
         problem = "keeps its states on the device: leave offload_optimizer out of the ds_config"
     elif engine._config.torch_autocast_enabled and engine._config.torch_autocast_dtype == torch.float16:
         problem = "has no loss scale for torch_autocast in float16: use bfloat16"
-    elif not (is_tested(optimizer.optimizer) or engine.zero_allow_untested_optimizer()):
+    elif not (
+        is_tested(optimizer.optimizer)
+        or hasattr(optimizer.optimizer, "whole_work")
+        or engine.zero_allow_untested_optimizer()
+    ):
         problem = (
             f"needs an element-wise update, which {type(optimizer.optimizer).__name__} is not known to have: set "
             f'"zero_allow_untested_optimizer": true if it has one'

@@ -39,19 +39,21 @@ def pack(
     bucket_bytes: int | None = None,
     chunk_of: Mapping[nn.Parameter, int] | None = None,
     apart: Iterable[nn.Parameter] = (),
+    is_enough: Callable[[list[nn.Parameter]], bool] = lambda _: True,
 ) -> list[list[nn.Parameter]]:
     """Group parameters into buckets, last layer first, which is roughly the order in which their gradients arrive.
 
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
     chunk_of: index of the chunk of layers that contains each weight, 0 by default; a bucket has weights of one chunk.
-    apart: weights that each get a separate bucket.
+    apart: weights that each get a separate bucket. is_enough: returns whether weights of `bucket_bytes` or more may be
+    a bucket, or need more weights.
     """
     packed: list[list[nn.Parameter]] = []
     room = bucket_bytes or max(BUCKET_BYTES, BYTES_A_REPLICA * dist.get_world_size(group))
     left, last, apart = 0, None, set(apart)
     for parameter in reversed(list(parameters)):
         kind = ((chunk_of or {}).get(parameter, 0), parameter.dtype, parameter.device)
-        if kind != last or left <= 0 or parameter in apart:
+        if kind != last or (left <= 0 and is_enough(packed[-1])) or parameter in apart:
             packed.append([])
             left, last = room, kind
         packed[-1].append(parameter)

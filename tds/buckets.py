@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._torch import gather_shares, scatter_sum, users
+from .whole import Work, place
 
-ALIGNMENT = 64  # elements; shares begin at multiples of this, because copies from aligned addresses are fast
 NORM_SLICE = 2**20  # elements per partial norm, which is in fp32; the squares of these norms are summed in fp64
 
 
@@ -25,15 +25,15 @@ class Bucket:
     The parameters become views of this memory. `reduce` sums the gradients over the replicas into the share, and
     `gather` distributes the stepped weights.
 
-    parameters: weights of one dtype on one device. group: process group of the replicas.
+    parameters: weights of one dtype on one device. group: process group of the replicas. work: if each weight must be
+    wholly in one share, the work of stepping a weight, see `whole.py`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        self.parameters, self.group = list(parameters), group
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Any, work: Work | None = None) -> None:
+        self.group = group
         self.replicas, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.parameters, offsets, share = place(parameters, self.replicas, work)  # in the order of memory
         first = self.parameters[0]
-        numbers = sum(p.numel() for p in self.parameters)
-        share = -(-numbers // (self.replicas * ALIGNMENT)) * ALIGNMENT
         self.begin, self.end = self.rank * share, (self.rank + 1) * share
         exact = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
@@ -41,20 +41,21 @@ class Bucket:
         self._grad_of: dict[nn.Parameter, Tensor] = {}
         self._view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`
         self._offset_of: dict[nn.Parameter, int] = {}
-        at = 0
-        for parameter in self.parameters:
+        for parameter, at in zip(self.parameters, offsets, strict=True):
             end = at + parameter.numel()
-            place = self.weights[at:end].view_as(parameter)
-            place.copy_(parameter.detach())
-            parameter.data = place
-            self._view_of[parameter] = place
+            view = self.weights[at:end].view_as(parameter)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            self._view_of[parameter] = view
             self._grad_of[parameter], self._offset_of[parameter] = self.grads[at:end].view_as(parameter), at
-            at = end
         mine = self.weights[self.begin : self.end]
         self.copies = exact is not first.dtype
         # The optimizer steps this replica's share, in fp32 or wider.
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
+        if work is not None:
+            own = [(p, begin) for p in self.parameters for begin, end in [self.slice_of(p)] if begin < end]
+            self.share.pieces = own  # type: ignore[attr-defined]
         self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
         self.launched = False  # whether the reduction of this step's gradients has started
         self.work: dist.Work | None = None
@@ -64,6 +65,16 @@ class Bucket:
         at = self._offset_of[parameter]
         begin, end = max(at, self.begin), min(at + parameter.numel(), self.end)
         return begin - self.begin, max(end, begin) - self.begin
+
+    def with_gaps(self) -> list[nn.Parameter]:
+        """Return the weights in the order of memory, with a placeholder on the meta device for each gap."""
+        found, at = list[nn.Parameter](), 0
+        for parameter in self.parameters:
+            if gap := self._offset_of[parameter] - at:
+                found.append(nn.Parameter(torch.empty(gap, device="meta")))
+            found.append(parameter)
+            at += gap + parameter.numel()
+        return found
 
     def count_views(self) -> None:
         """Record how many tensors view the flat memory.

@@ -7,7 +7,7 @@ only starts after the last gradient.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from .clip import counts_here, leave_out_unless_finite, squared_norm_of
 from .gathers import DeferredGathers, plain_layers
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
+from .whole import Work, is_even
 
 # These optimizers count steps per tensor or not at all, so groups of buckets can be stepped separately.
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
@@ -40,8 +41,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Use it as `tds.initialize(model=..., optimizer=tds.DistributedOptimizer(torch.optim.AdamW(...)), config=...)`,
     with or without a pipeline. In bf16, gradients are accumulated and weights are stepped in fp32. The learning
-    rate is in `param_groups`, as in the wrapped optimizer. The wrapped optimizer's update must be element-wise, like
-    Adam's. A weight without a gradient gets a gradient of zeros, as in DeepSpeed's ZeRO, so weight decay applies to it.
+    rate is in `param_groups`, as in the wrapped optimizer. A weight without a gradient gets a gradient of zeros, as in
+    DeepSpeed's ZeRO, so weight decay applies to it.
+
+    The wrapped optimizer's update must be element-wise, like Adam's, except for weights whose `whole_work(weight)`, a
+    method of the optimizer, returns the work of stepping the weight, not None. Each of these weights is stepped by one
+    replica. The share of a replica then has the attribute `pieces`, a list of (weight, begin of its elements in the
+    share). A parameter group has weights of one kind. If all states belong to single weights, set the attribute
+    `steps_separately` of the optimizer to True.
 
     A pipeline engine calls the methods below. Without a pipeline, call `arm()` before the last `backward()` of a
     step, then `finish()`, `clip()` and the engine's `step()`. Gradients are summed, not averaged, so divide losses by
@@ -101,8 +108,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.dp_process_group, chunk_of, apart = group, chunk_of or {}, set(apart)
         for settings in self.param_groups:
             mine = [p for p in settings["params"] if p in known]
-            for parameters in pack(mine, group, self.bucket_bytes, chunk_of, apart):
-                self.buckets.append(Bucket(parameters, group))
+            work = self._work_of_whole(mine)
+            even = partial(is_even, replicas=dist.get_world_size(group), work=work) if work else lambda _: True
+            for parameters in pack(mine, group, self.bucket_bytes, chunk_of, apart, even):
+                self.buckets.append(Bucket(parameters, group, work))
                 link_shares(self.buckets[-1], len(self.buckets))
             self.bf16_groups.append(mine)
         # Buckets are reduced in the order in which their last gradients come: last chunk first, and within a chunk
@@ -127,6 +136,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for p in bucket.parameters if bucket.accumulates_matmuls else ():
                 if hasattr(p, "spec"):  # megatron.mpu sets `spec` on the weights of its layers
                     p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
+
+    def _work_of_whole(self, weights: Sequence[nn.Parameter]) -> Work | None:
+        """Return the function `whole_work` of the optimizer, if it steps these weights as wholes, else None."""
+        work: Work | None = getattr(self.optimizer, "whole_work", None)
+        return work if work and weights and work(weights[0]) is not None else None
 
     def _attached(self) -> BucketLauncher:
         assert self._launcher, "tds.initialize() comes first"
@@ -263,7 +277,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.share.grad = None
         first_first = self.buckets[::-1]  # in the order in which the next forward pass uses the weights
-        each = -(-len(first_first) // MOST_STEPS) if type(self.optimizer) in ONE_BY_ONE else len(first_first)
+        apart = type(self.optimizer) in ONE_BY_ONE or getattr(self.optimizer, "steps_separately", False)
+        each = -(-len(first_first) // MOST_STEPS) if apart else len(first_first)
         for group in (first_first[at : at + each] for at in range(0, len(first_first), max(each, 1))):
             for bucket in group:
                 bucket.share.grad = grads[bucket]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import BF16_Optimizer, DeepSpeedOptimizer, Zero3Optimizer, Zero12Optimizer
 from ._torch import norms
+from .average import AVERAGE
 from .distributed_optimizer import DistributedOptimizer
 
 LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
@@ -123,9 +124,17 @@ def _is_moment(value: Any, owner: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == owner.shape and value.dim() > 0
 
 
-def has_moments(engine: Any, parameter: nn.Parameter) -> bool:
-    """Return whether the optimizer has state for `parameter`; False if it is frozen or never had a gradient."""
-    return parameter.requires_grad and (_wrapped(parameter) or parameter in _inner(engine).state)
+def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> list[str]:
+    """Return which moments in `names` the optimizer has for `parameter`; [] if it is frozen or never had a gradient."""
+    if not parameter.requires_grad or not (_wrapped(parameter) or parameter in _inner(engine).state):
+        return []
+    return _names_of(engine, parameter, names)
+
+
+def _names_of(engine: Any, tensor: Tensor, names: Sequence[str]) -> list[str]:
+    """Return which moments in `names` belong to `tensor`, a weight or an owner, if the optimizer distinguishes them."""
+    of = getattr(_inner(engine), "moments_of", None)
+    return list(names) if of is None else [name for name in names if name == AVERAGE or name in of(tensor)]
 
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
@@ -170,6 +179,7 @@ def make_moments(
     gradient; it gets no state. `of` has no effect if ZeRO flattens parameters, since they then have no separate state.
     """
     inner, of = _inner(engine), of or {}
+    adam = getattr(inner, "adamw", inner)  # Muon has an AdamW inside
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
     # there, too.
     there = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
@@ -177,11 +187,11 @@ def make_moments(
         own = of.get(owner, step)  # type: ignore[call-overload]
         if own is None:
             continue
-        state: dict[str, Any] = {name: torch.zeros_like(owner) for name in names}
-        if isinstance(inner, torch.optim.AdamW):
+        state: dict[str, Any] = {name: torch.zeros_like(owner) for name in _names_of(engine, owner, names)}
+        if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
             state["step"] = torch.tensor(float(own), dtype=torch.float32, device=owner.device if there else None)
         inner.state[owner] = state
-    if not isinstance(inner, (torch.optim.AdamW, torch.optim.SGD)):
+    if not isinstance(adam, (torch.optim.AdamW, torch.optim.SGD)):
         for group in inner.param_groups:
             group["step"] = step
     _link_moments(engine)

@@ -76,8 +76,10 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
         reader = CheckpointReader(path)
         refuse_contradictions(reader, config, fingerprint, wanted)
     unread = _unread_weights(reader, engine)
+    thawed = _changed_weights(reader, engine) if wanted.position else []
     with all_ranks():
         _refuse_unread(reader, unread, wanted)
+        _refuse_thawed(reader, engine, thawed, wanted)
     with ThreadPoolExecutor(1) as checker:  # while the tensors are read, check the files that they come from
         checked = checker.submit(reader.verify, dist.get_rank(), dist.get_world_size())
         with all_ranks():
@@ -127,6 +129,36 @@ def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Want
     if wanted.position:
         raise CheckpointError(f"{reader.path / INDEX} lists weights that this model does not have: {shown}")
     print_rank_0(f"note: {reader.path} holds weights that this model does not have: {shown}")
+
+
+def _changed_weights(reader: CheckpointReader, engine: Any) -> list[str]:
+    """Return the weights to train that the checkpoint lists as frozen, and print these and the newly frozen weights.
+
+    All ranks must call this. Older checkpoints do not list frozen weights.
+    """
+    before = reader.optimizer.get("frozen")
+    every = gather_objects({name: p.requires_grad for name, p in global_parameters(engine.module)})
+    trained = {name: learns for each in every for name, learns in each.items()}
+    if before is None:
+        return []
+    thawed = sorted(name for name in before if trained.get(name))
+    frozen = sorted(name for name, learns in trained.items() if not learns and name not in before)
+    for names, now, then in ((frozen, "frozen", "trained"), (thawed, "trained", "frozen")):
+        if names:
+            print_rank_0(f"note: {now} from now on, but {then} before this checkpoint: {first_of(names)}")
+    return thawed
+
+
+def _refuse_thawed(reader: CheckpointReader, engine: Any, thawed: Sequence[str], wanted: Wanted) -> None:
+    """Raise CheckpointError if the weights `thawed`, which have no moments yet, share a step count with other weights.
+
+    A step count that is too high for new moments would make the first steps of these weights too large.
+    """
+    if thawed and wanted.optimizer and reader.optimizer["step"] and zero_state.reads_copies(engine):
+        raise CheckpointError(
+            f"{reader.path} froze {first_of(thawed, 3)}, which this run trains, but ZeRO keeps one step count for all "
+            "weights; use --zero-stage 0, or pass --no-load-optim to continue with new optimizer state"
+        )
 
 
 def refuse_contradictions(
@@ -259,7 +291,7 @@ def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
     """
     for name, parameter in global_parameters(engine.module):
         yield WEIGHT, name, parameter
-        for moment in moments if zero_state.has_moments(engine, parameter) else []:
+        for moment in zero_state.moments_of(engine, parameter, moments):
             # The checkpoint has no moments of a parameter that was frozen or never had a gradient. Its average is the
             # weight.
             if moment == AVERAGE or f"{moment}.{name}" in reader.tensors:

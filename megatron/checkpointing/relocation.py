@@ -15,7 +15,8 @@ from typing import Any
 from ..atomic import whole_file
 from ..config import Config
 from ..config.data_stages import with_prefixes
-from ..data.corpora import NAMED
+from ..config.without import with_names
+from ..data.corpora import renamed
 from ..storage import RemotePath, is_url
 from ..tokenizer.beside import (
     GENERATION,
@@ -107,16 +108,13 @@ def relocated(config: Config, run_dir: Path) -> Config:
     was = config.log.run_dir
 
     def moved(path: str) -> str:
-        if was is None or is_url(path):
+        if was is None or not path or is_url(path):
             return path
         inside = os.path.relpath(path, was)
         return path if inside.startswith("..") else str(run_dir / inside)
 
-    def all_moved(paths: Sequence[str] | None) -> tuple[str, ...] | None:
-        if paths is None:
-            return None
-        named = [(match[1], match[2]) if (match := NAMED.match(path)) else ("", path) for path in paths]
-        return tuple(f"{name}={moved(path)}" if name else moved(path) for name, path in named)
+    def all_moved(words: Sequence[str] | None) -> tuple[str, ...] | None:
+        return None if words is None else tuple(renamed(word, moved) for word in words)
 
     vocab_file = kept_tokenizer(run_dir, d.vocab_file) or (d.vocab_file and moved(d.vocab_file))
     paths: dict[str, Any] = {
@@ -125,6 +123,8 @@ def relocated(config: Config, run_dir: Path) -> Config:
     }
     if d.data_stages:
         paths["data_stages"] = (with_prefixes(d.data_stages[0], moved),)
+    if d.without:
+        paths["without"] = with_names(d.without, moved)
     return replace(
         config, data=replace(d, vocab_file=vocab_file, **paths), log=replace(config.log, run_dir=str(run_dir))
     )

@@ -31,7 +31,7 @@ from .checksums import SHA256, preferred
 from .files import FORMAT, discard, make_room, publish, publish_remote
 from .remote import upload
 from .retention import prune
-from .share import Part, expected_shapes, merge, parts_of, steps_of, values_of, without_moments, write_share
+from .share import Part, expected_shapes, list_moments, merge, parts_of, steps_of, values_of, write_share
 from .state import TrainState
 from .whole import check_complete
 
@@ -312,7 +312,7 @@ class Saver:
         optimizer, tensors = content["optimizer"], merge(reports)
         if steps := {name: step for _, _, each in every for name, step in each.items()}:
             optimizer["steps"] = steps
-        optimizer["without_moments"] = without_moments(tensors, optimizer["moments"])
+        optimizer |= list_moments(reports, tensors, optimizer["moments"])
         check_complete(temporary, tensors, expected)
         text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
         sums = {each["file"]: each["sum"] for each in reports}

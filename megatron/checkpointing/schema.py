@@ -109,16 +109,20 @@ def _check_state(state: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     _expect(isinstance(optimizer, dict), "optimizer", "an object", optimizer)
-    step, moments, scaler = (optimizer.get(name) for name in ("step", "moments", "loss_scaler"))
+    step, scaler = optimizer.get("step"), optimizer.get("loss_scaler")
     _expect(_is_count(step), "optimizer.step", "a whole number", step)
     steps = optimizer.get("steps", {})
     right = isinstance(steps, dict) and all(map(_is_count, steps.values()))
     _expect(right, "optimizer.steps", "an object of whole numbers, keyed by weight name", steps)
-    without = optimizer.get("without_moments", [])
-    right = isinstance(without, list) and all(isinstance(name, str) for name in without)
-    _expect(right, "optimizer.without_moments", "a list of names", without)
-    right = isinstance(moments, list) and all(isinstance(name, str) for name in moments)
-    _expect(right, "optimizer.moments", "a list of names", moments)
+    for name in ("moments", "without_moments", "frozen"):
+        names = optimizer.get(name, [] if name != "moments" else None)
+        right = isinstance(names, list) and all(isinstance(each, str) for each in names)
+        _expect(right, f"optimizer.{name}", "a list of names", names)
+    some = optimizer.get("moments_of", {})
+    right = isinstance(some, dict) and all(
+        isinstance(own, list) and own and all(name in optimizer["moments"] for name in own) for own in some.values()
+    )
+    _expect(right, "optimizer.moments_of", "an object of lists of names in optimizer.moments", some)
     right = isinstance(scaler, dict) and all(
         isinstance(value, (int, float)) and math.isfinite(value) for value in scaler.values()
     )
@@ -126,15 +130,17 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Raise SchemaError if a weight has only some of the moments in optimizer.moments.
+    """Raise SchemaError if a weight lacks some of its moments.
 
-    A weight that is frozen or never had a gradient has no moments.
+    A weight that is frozen or never had a gradient has no moments. optimizer.moments_of lists the moments of weights
+    that should have only some of them.
     """
     weights = [key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}.")]
-    moments, without = optimizer["moments"], optimizer.get("without_moments")
+    moments, without, some = optimizer["moments"], optimizer.get("without_moments"), optimizer.get("moments_of", {})
     for name in weights:
-        missing = [moment for moment in moments if f"{moment}.{name}" not in tensors]
-        known = len(missing) == len(moments) and (without is None or name in without)
+        own = some.get(name, moments)
+        missing = [moment for moment in own if f"{moment}.{name}" not in tensors]
+        known = len(missing) == len(own) and (without is None or name in without)
         if missing and not known:
             raise SchemaError(f"tensors lacks {missing[0]}.{name}, but optimizer.moments lists {missing[0]}")
     if moments and without is None and not any(f"{moments[0]}.{name}" in tensors for name in weights):

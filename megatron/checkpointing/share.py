@@ -52,7 +52,7 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
         mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
             mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
-        kinds = [WEIGHT, *(moments if zero_state.has_moments(engine, parameter) else [])]
+        kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]
         parts.append(Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))
     return parts
 
@@ -77,10 +77,21 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
     }
 
 
-def without_moments(tensors: Mapping[str, Any], moments: Sequence[str]) -> list[str]:
-    """Return the names of the weights without optimizer moments, as they are frozen or never had a gradient."""
+def list_moments(
+    reports: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any], moments: Sequence[str]
+) -> dict[str, Any]:
+    """Return the entries of checkpoint.json that say which weights lack some of `moments`.
+
+    without_moments: names of the weights that have none, because they are frozen or never had a gradient. frozen: names
+    of the weights that are not trained. moments_of: name -> moments of each weight that has some of them, as with Muon.
+    reports: results of `write_share` and `Buffers.write`.
+    """
     names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
-    return sorted(name for name in names if moments and f"{moments[0]}.{name}" not in tensors)
+    found = {name: [moment for moment in moments if f"{moment}.{name}" in tensors] for name in names}
+    some = {name: own for name, own in found.items() if 0 < len(own) < len(moments)}
+    without = sorted(name for name, own in found.items() if moments and not own)
+    frozen = sorted({name for report in reports for name in report.get("frozen", ())})
+    return {"without_moments": without, "frozen": frozen} | ({"moments_of": some} if some else {})
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
@@ -112,6 +123,7 @@ def write_share(
 
     The report has the file's name ("file"), its checksum ("sum"), and each tensor's full shape and stored rows
     ("tensors"). "learns" has names of parameters that several stages hold: those that get a gradient on this stage.
+    "frozen" has the names of the weights that are not trained.
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)
@@ -146,7 +158,8 @@ def write_share(
     finally:
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
-    return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns}
+    frozen = [part.name for part in parts if part.mine and part.name not in learned]
+    return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns, "frozen": frozen}
 
 
 def _finite(x: Tensor) -> bool:

@@ -150,8 +150,11 @@ def _there_are(path: str) -> str:
     return f"; there are {', '.join(each.name for each in beside)}" if beside and not wanted.exists() else ""
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """Return the JSON object in the file `path`. Raises ConfigError, which names the file and line."""
+def read_json(path: str, kind: type = dict) -> Any:
+    """Return the content of the JSON file `path`: an object (dict), or a list if `kind` is list.
+
+    Raises ConfigError, which names the file and line.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -167,8 +170,9 @@ def read_json(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}, {describe_json(text, error)}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, found {type(content).__name__}")
+    if not isinstance(content, kind):
+        wanted = "object" if kind is dict else "list"
+        raise ConfigError(f"{path} must hold a JSON {wanted}, found {type(content).__name__}")
     return content
 
 

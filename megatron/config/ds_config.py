@@ -11,6 +11,7 @@ import tds
 
 from .command_line import nearest, read_json
 from .fields import ConfigError, refuse
+from .param_groups import ParamRule, read_param_rules
 from .sections import Config
 
 # Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
@@ -30,6 +31,11 @@ SECTIONS = {
 LATE_GATHER = (
     "--overlap-param-gather needs --zero-stage 1 in fp32 or bf16, --overlap-grad-reduce, and a --deepspeed-config "
     "without other keys in zero_optimization and bf16"
+)
+WHOLE_MATRICES = (
+    "--optimizer muon steps whole matrices, which DeepSpeed's ZeRO shards: use --zero-stage 0 in fp32, or "
+    "--zero-stage 1 in fp32 or bf16 with --overlap-grad-reduce and a --deepspeed-config without other keys in "
+    "zero_optimization and bf16"
 )
 ENABLED = '{"enabled": true}'
 SECTIONS_LOOK = {"zero_optimization": '{"stage": 1}'}
@@ -60,6 +66,7 @@ class Resolved:
     overlap_grad_reduce: bool  # without ZeRO: tds' GradReducer, instead of DeepSpeed, all-reduces gradients
     distributed_optimizer: bool  # ZeRO 1: use tds' DistributedOptimizer instead of DeepSpeed's optimizer
     notes: tuple[str, ...] = ()  # notes for the user, on values in the file that flags override
+    param_rules: tuple[ParamRule, ...] = ()  # rules of --param-groups
 
 
 def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
@@ -117,9 +124,11 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     refuse([LATE_GATHER] if p.overlap_param_gather and not own else [])
+    refuse([WHOLE_MATRICES] if config.optim.optimizer == "muon" and zero and not own else [])
     overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
-    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own, tuple(notes))
+    rules = read_param_rules(config.optim.param_groups) if config.optim.param_groups else ()
+    return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own, tuple(notes), rules)
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:

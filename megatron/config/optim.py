@@ -1,9 +1,9 @@
 """Settings of the optimizer and learning rate; the other sections are in `sections.py`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from .fields import Section, at_least, between, one_of, opt
+from .fields import Section, at_least, between, flag, one_of, opt
 
 
 def share_of(share: float, total: int) -> int:
@@ -20,7 +20,12 @@ def share_of(share: float, total: int) -> int:
 class OptimConfig(Section):
     """Settings of the optimizer and the learning-rate schedule."""
 
-    optimizer: str = opt("adam", "optimizer: adam (AdamW) or sgd (with momentum 0.9)", one_of("adam", "sgd"))
+    optimizer: str = opt(
+        "adam",
+        "optimizer: adam (AdamW), sgd (with momentum 0.9), or muon (Muon for the matrices of transformer layers, AdamW "
+        "for all other weights)",
+        one_of("adam", "sgd", "muon"),
+    )
     lr: float = opt(1.5e-4, "peak learning rate", at_least(0))
     min_lr: float = opt(0.0, "learning rate at the end of the learning-rate decay", at_least(0))
     lr_decay_style: str = opt(
@@ -65,6 +70,11 @@ class OptimConfig(Section):
     )
     weight_decay: float = opt(0.01, "weight decay of matrices; biases and norms have none", at_least(0))
     embedding_weight_decay: bool = opt(True, "apply weight decay to the embeddings of tokens and positions, too")
+    param_groups: str | None = opt(
+        None,
+        "JSON file with settings of single weights by patterns of their names: a list of objects with pattern and "
+        "lr_factor, weight_decay or frozen; a later entry overrides an earlier one",
+    )
     clip_grad: float | None = opt(
         None,
         "gradient clipping: maximum global gradient norm; 0 for no clipping; if not given, gradient_clipping of "
@@ -74,7 +84,26 @@ class OptimConfig(Section):
     adam_beta1: float = opt(0.9, "Adam's beta1", between(0, 1))
     adam_beta2: float = opt(0.999, "Adam's beta2", between(0, 1))
     adam_eps: float = opt(1e-8, "Adam's epsilon", at_least(0))
-
+    muon_momentum: float = opt(0.95, "Muon's momentum", between(0, 1))
+    muon_nesterov: bool = opt(True, "use Nesterov momentum in Muon")
+    muon_ns_steps: int = opt(5, "number of Newton-Schulz iterations with which Muon orthogonalises", between(1, 99))
+    muon_ns_dtype: str = opt(
+        "auto",
+        "number format of Muon's Newton-Schulz iterations: auto is bf16 with --precision bf16 and fp8, else the format "
+        "of the weights; torch.optim.Muon always uses bf16",
+        one_of("auto", "fp32", "bf16"),
+    )
+    muon_adjust_lr_fn: str = opt(
+        "match_rms_adamw",
+        "factor on the learning rate of a matrix with o rows and i columns in Muon: match_rms_adamw (0.2 sqrt(max(o, "
+        "i)), with which learning rates of AdamW fit) or original (sqrt(max(1, o / i)))",
+        one_of("match_rms_adamw", "original"),
+    )
+    muon_lr_factor: float = opt(
+        1.0,
+        "factor on --lr and --min-lr for the matrices that Muon steps, e.g. with --muon-adjust-lr-fn original",
+        at_least(0),
+    )
     ema_decay: float | None = opt(
         None,
         "keep an exponential moving average of the weights, average = decay x average + (1 - decay) x weight, updated "
@@ -83,12 +112,10 @@ class OptimConfig(Section):
         lambda value: None if 0 < value < 1 else "must lie between 0 and 1, without these",
     )
 
-    @property
-    def tensors_per_weight(self) -> int:
-        """Number of tensors of a weight's size that the optimizer keeps: moments and the average of --ema-decay."""
-        return (1 if self.optimizer == "sgd" else 2) + (self.ema_decay is not None)
-
     def _problems(self) -> Iterator[str]:
+        given = [f.name for f in fields(self) if f.name.startswith("muon_") and getattr(self, f.name) != f.default]
+        if given and self.optimizer != "muon":
+            yield f"{flag(given[0])} is for --optimizer muon, not for {self.optimizer}; leave it out"
         if self.lr_decay_iters is not None and self.lr_decay_samples is not None:
             yield (
                 f"--lr-decay-iters {self.lr_decay_iters} and --lr-decay-samples {self.lr_decay_samples} both set the "

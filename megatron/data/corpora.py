@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
 
 from ..config.data_stages import Stage, Staged, prefixes_in
 from ..json_text import describe_json
 from ..storage import place
 from .blend import BlendedDataset
+from .corpus_dataset import CorpusDataset, WrappedDataset
 from .indexed_dataset import LOSS, DatasetError
 from .splits import PARTS, parse_split, split_documents
 from .staged import StagedDataset
@@ -46,6 +46,13 @@ def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
             f"--data-path {' '.join(words)} must be pairs of a positive weight and a prefix, as in 0.7 a 0.3 b"
         )
     return list(zip(weights, prefixes, strict=True))
+
+
+def renamed(word: str, change: Callable[[str], str]) -> str:
+    """Return a word of --data-path, perhaps with a name or a quoted blend, with each prefix changed by `change`."""
+    match = NAMED.match(word)
+    name, blend = (f"{match[1]}=", match[2]) if match else ("", word)
+    return name + " ".join(each if _is_number(each) else change(each) for each in _split(blend))
 
 
 def _split(word: str) -> list[str]:
@@ -100,19 +107,15 @@ def corpus_names(paths: Paths) -> list[str]:
     return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]
 
 
-class OfCorpus(Dataset[dict[str, Any]]):
+class OfCorpus(WrappedDataset):
     """Data set of one of several corpora. Its samples also have "corpus", the number of the corpus, int64 scalar."""
 
     def __init__(self, dataset: Any, number: int) -> None:
-        self.dataset, self._number = dataset, torch.tensor(number)
+        super().__init__(dataset)
+        self._number = torch.tensor(number)
 
     def __getitem__(self, n: int) -> dict[str, Any]:
         return {**self.dataset[n], "corpus": self._number}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # missing while pickle restores the object in a worker
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
 
 def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
@@ -136,6 +139,8 @@ def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, An
     def add(part: str, name: str, weight: str | None, prefix: str, make: Make, chosen: range, total: int) -> None:
         try:
             dataset = make(chosen, part)
+            if isinstance(dataset, CorpusDataset):
+                dataset.prefix = prefix
             if len(prefixes) > 1:
                 dataset = OfCorpus(dataset, prefixes.index(prefix))
             found[part].setdefault(name, []).append((weight, dataset))

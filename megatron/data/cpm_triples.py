@@ -42,7 +42,7 @@ class CPMTripleDataset(T5Samples):
         counts = {name: each.num_documents for name, each in self.parts.items()}
         if len(set(counts.values())) > 1:
             raise DatasetError(f"the pairs of {prefix} do not match: they contain {counts} documents; preprocess again")
-        self.specials, self.first_id, self.first = specials, text_vocab_size, documents.start
+        self.specials, self.first_id, self.documents = specials, text_vocab_size, documents
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
         sizes = Sizes(self.parts["context"], documents)
@@ -58,8 +58,7 @@ class CPMTripleDataset(T5Samples):
         written: list[int] = []
         written_owners: list[int] = []
         sentinels, used = self.specials.sentinels, 0
-        for number, (place, start, end) in enumerate(self.order.pieces(int(n)), 1):
-            document = self.first + place
+        for number, (document, start, end) in enumerate(self.pieces(n), 1):
             target = self._of("target", document)
             offsets = self._of("target_offset", document).reshape(-1, 2)
             for token in self._of("context", document)[start:end].tolist():

@@ -1,21 +1,19 @@
 """Dataset for a left-to-right language model: a sample is seq_length + 1 tokens of the concatenated documents."""
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ..compat.data import by_original_keywords
 from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets
+from .corpus_dataset import CorpusDataset
 from .fim import FillInTheMiddle
 from .indexed_dataset import DatasetError, IndexedDataset
 from .prefixes import Prefixes
 from .windows import Windows
 
 
-class GPT2Dataset(Dataset[dict[str, Tensor]]):
+class GPT2Dataset(CorpusDataset):
     """Dataset of samples `{"text": int64 [seq_length + 1]}`.
 
     Sample n, for any n >= 0, depends only on the corpus, `documents`, `part`, `seed` and n. Samples that are adjacent
@@ -40,16 +38,7 @@ class GPT2Dataset(Dataset[dict[str, Tensor]]):
         self.fim, self.prefixes, self.seq_length = fim, prefixes, seq_length
         self.seed = [seed, *f"{part} {'prefixes' if prefixes else 'gaps'}".encode()]
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
-        self.order = self.windows.order
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Number of samples in one epoch of the documents."""
-        return self.order.per_epoch
-
-    def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
-        return self.order.places(first, count)
+        self.order, self.documents = self.windows.order, documents
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         text, sizes = self.windows.read(int(n))

@@ -108,6 +108,18 @@ class PackedOrder:
         window = windows.item(at)
         return records[self._bounds.item(window) : self._bounds.item(window + 1)]
 
+    def pieces(self, n: int) -> list[tuple[int, int, int]]:
+        """Return (record, 0, number of its positions) of each record in window n, longest first."""
+        records = self.records(n)
+        lengths = self._lengths[np.searchsorted(self._records, records)]
+        return [(record, 0, length) for record, length in zip(records.tolist(), lengths.tolist(), strict=True)]
+
+    def containing(self, records: Ints, epoch: int) -> Ints:
+        """Return the numbers of the windows of an epoch that contain one of `records`, in ascending order."""
+        order, windows = self._epoch(epoch)
+        found = self._bounds.searchsorted(np.flatnonzero(np.isin(order, records)), side="right") - 1
+        return epoch * self.per_epoch + np.flatnonzero(np.isin(windows, found))
+
     def places(self, first: int, count: int) -> Ints:
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
         numbers, at = np.divmod(np.arange(first, first + count, dtype=np.int64), self.per_epoch)

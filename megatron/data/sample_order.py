@@ -192,6 +192,19 @@ class SampleOrder:
             at += take
         return found
 
+    def containing(self, documents: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        """Return the numbers of the samples of an epoch that contain tokens of `documents`, in ascending order."""
+        order, ends, samples = self.epoch(epoch)
+        place = _where_in(order, documents)
+        stop = np.asarray(ends[place], np.int64)
+        begin = np.where(place > 0, ends[place - 1], 0)
+        stop, begin = stop[stop > begin], begin[stop > begin]
+        # Sample j of the text, before the samples are shuffled, begins at token j * length.
+        first = np.maximum((begin - self.length - self.overlap) // self.length + 1, 0)
+        count = np.maximum(np.minimum((stop - 1) // self.length, self.per_epoch - 1) - first + 1, 0)
+        inside = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        return epoch * self.per_epoch + _where_in(samples, np.unique(np.repeat(first, count) + inside))
+
     def pieces(self, n: int) -> list[Piece]:
         """Return (document, first token, last token + 1) of each document in sample n, in order.
 
@@ -218,3 +231,9 @@ class SampleOrder:
         document, start, stop = found[-1]
         found[-1] = document, start, stop - (base - end)
         return found
+
+
+def _where_in(array: NDArray[Any], values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the indices at which a large array has one of `values`, in ascending order."""
+    found = [piece.start + np.flatnonzero(np.isin(array[piece], values)) for piece in order_file.pieces(len(array))]
+    return np.concatenate(found, dtype=np.int64)

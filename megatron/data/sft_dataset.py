@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets
+from .corpus_dataset import CorpusDataset
 from .gpt2_dataset import open_corpus
 from .indexed_dataset import LOSS, DatasetError, IndexedDataset
 from .packing import Ints, PackedOrder
@@ -77,7 +77,7 @@ def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
         at = stop
 
 
-class SftDataset(Dataset[dict[str, Tensor]]):
+class SftDataset(CorpusDataset):
     """Dataset of packed records; a sample is a dict of int64 tensors [seq_length].
 
     Sample n, for any n >= 0, depends only on the corpus, `documents`, `part`, `seed` and n. Its tensors are:
@@ -89,8 +89,10 @@ class SftDataset(Dataset[dict[str, Tensor]]):
     Raises ValueError if all records are skipped.
     """
 
+    order: PackedOrder
+
     def __init__(self, records: Records, documents: range, seq_length: int, eod: int, seed: int, part: str) -> None:
-        self._records, self._documents, self.seq_length, self._eod = records, documents, seq_length, eod
+        self._records, self.documents, self.seq_length, self._eod = records, documents, seq_length, eod
         sizes = records.tokens.document_sizes(documents).astype(np.int64)
         learned = records.targets(documents, seq_length + 1) > 0
         self.cut = int((learned & (sizes > seq_length + 1)).sum())
@@ -98,21 +100,12 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         lengths = np.where(learned, np.minimum(sizes, seq_length + 1) - 1, 0)
         self.order = PackedOrder(lengths, seq_length, seed, f"{part} records")
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Number of windows in one epoch."""
-        return self.order.per_epoch
-
-    def places(self, first: int, count: int) -> Ints:
-        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
-        return self.order.places(first, count)
-
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         tokens, labels = (np.full(self.seq_length, self._eod, dtype=np.int64) for _ in range(2))
         loss_mask, document_ids = (np.zeros(self.seq_length, dtype=np.int64) for _ in range(2))
         at, pair = 0, self._records
         for number, record in enumerate(self.order.records(int(n)).tolist(), start=1):
-            document = self._documents[record]
+            document = self.documents[record]
             start = pair.tokens.document_start(document)
             size = int(pair.tokens.document_sizes(range(document, document + 1))[0])
             whole = slice(start, start + min(size, self.seq_length + 1))

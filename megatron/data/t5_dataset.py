@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets, prefixes_of
+from .corpus_dataset import CorpusDataset
 from .gpt2_dataset import open_corpus
 from .indexed_dataset import IndexedDataset
-from .sample_order import SampleOrder
 from .short_documents import fit_documents
 from .spans import SpanPlan, draw_spans, draw_spans_to_document_ends, plan_spans, splice
 from .windows import Windows
@@ -65,7 +64,7 @@ class Objective:
         return plan_spans(encoder, decoder, self.noise_density, self.mean_span_length, sentinels, ends)
 
 
-class T5Samples(Dataset[dict[str, Tensor]]):
+class T5Samples(CorpusDataset):
     """Base of T5 datasets; a sample is a dict of int64 tensors of k encoder or q decoder tokens.
 
     Sample n exists for any n >= 0. encoder, decoder, labels: padded token ids [k], [q], [q].
@@ -75,16 +74,6 @@ class T5Samples(Dataset[dict[str, Tensor]]):
 
     plan: SpanPlan
     specials: Specials
-    order: SampleOrder
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Number of samples in one epoch of the documents."""
-        return self.order.per_epoch
-
-    def places(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
-        return self.order.places(first, count)
 
     def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
         """Return the sample, padded to `plan.encoder` encoder tokens and `plan.decoder` decoder tokens.
@@ -130,7 +119,7 @@ class T5Dataset(T5Samples):
     ) -> None:
         self.objective, self.plan, self.specials = objective, plan, specials
         self.windows = Windows(indexed, documents, plan.tokens, seed, f"{part} spans", 0, text_vocab_size)
-        self.order = self.windows.order
+        self.order, self.documents = self.windows.order, documents
         self.seed = [seed, *part.encode()]
         self.sentinels = np.array(specials.sentinels, dtype=np.int64)
 

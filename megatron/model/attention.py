@@ -163,6 +163,7 @@ class SelfAttention(Attention):
         self.query_key_value = self._project(
             config, *[self.query_factor] * queries, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
+        mpu.spec_of(self.query_key_value.weight).fused = mpu.FusedRows((queries, 1, 1), self.head_size)
         self.sharers = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
         self.query_norm = build_head_norm(config) if config.qk_norm else None
         self.key_norm = build_head_norm(config) if config.qk_norm else None
@@ -218,6 +219,7 @@ class CrossAttention(Attention):
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, f"{name}.cross_attention", output_std, causal=False)
         self.query, self.key_value = self._project(config, self.query_factor), self._project(config, 1.0, 1.0)
+        mpu.spec_of(self.key_value.weight).fused = mpu.FusedRows((1, 1), self.head_size)
 
     def forward(
         self,

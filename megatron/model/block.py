@@ -119,6 +119,17 @@ class TransformerLayer(nn.Module):
         return hidden + dropout(added if bias is None else added + bias)  # type: ignore[no-any-return]
 
 
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices that Muon orthogonalises: the weights of the linear layers inside transformer layers.
+
+    The attribute `use_muon` of a weight, True or False, overrides this choice; DeepSpeed reads the same attribute.
+    """
+    kinds = nn.Linear, mpu.ColumnParallelLinear, mpu.RowParallelLinear
+    layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
+    inside = {module.weight for layer in layers for module in layer.modules() if isinstance(module, kinds)}
+    return {p for p in model.parameters() if p.requires_grad and getattr(p, "use_muon", p in inside)}
+
+
 class Block(TransformerLayer):
     """Layer of a decoder-only model. `name` is its name in the whole model.
 

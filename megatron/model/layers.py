@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron._torch import persistent_buffers
 
+PLACEHOLDER = "placeholder_of_group_"  # begin of the names of weights that only fill an optimizer's empty groups
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -212,7 +214,7 @@ def _by_layer(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]
             seen.add(id(tensor))
             yield f"{layer_name}.{name}", tensor
     for name, tensor in named(model):
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and not name.startswith(PLACEHOLDER):
             yield name, tensor
 
 

@@ -137,6 +137,8 @@ class ParallelMLP(nn.Module):
             gather_output=False,
             init_method=mpu.normal(config.init_method_std),
         )
+        if config.gated:
+            mpu.spec_of(self.dense_h_to_4h.weight).fused = mpu.FusedRows((1, 1), 1)
         self.dense_4h_to_h = mpu.RowParallelLinear(
             config.ff_size,
             config.hidden_size,

@@ -48,7 +48,7 @@ from .mesh import (
     parallel_context,
     skip_init,
 )
-from .parameters import InitMethod, ParamSpec, declare, normal, ones, spec_of, zeros
+from .parameters import FusedRows, InitMethod, ParamSpec, declare, normal, ones, spec_of, zeros
 from .random import RngStreams, derive_seed, seeded
 from .sequence import (
     gather_from_sequence_parallel_region,
@@ -238,6 +238,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Coord",
     "DeferredLogits",
+    "FusedRows",
     "InitMethod",
     "LayerNorm",
     "Mesh",

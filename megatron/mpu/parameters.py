@@ -52,6 +52,21 @@ class Rows(NamedTuple):
     end: int
 
 
+class FusedRows(NamedTuple):
+    """Order of the rows of a weight that fuses several matrices, such as query, key and value.
+
+    The rows repeat this pattern: first `parts[0]` blocks of `width` rows of matrix 0, then `parts[1]` blocks of matrix
+    1, and so on.
+    """
+
+    parts: tuple[int, ...]
+    width: int
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """View a whole weight [g * sum(parts) * width, i] as its matrices, [g, part, width, i] each."""
+        return torch.split(whole.view(-1, sum(self.parts), self.width, whole.shape[1]), list(self.parts), 1)
+
+
 @dataclass
 class ParamSpec:
     """Record of this rank's part of a parameter, attached to it as `parameter.spec`.
@@ -63,6 +78,7 @@ class ParamSpec:
     rank, size: index of this rank's part, and number of parts.
     shared_along_sequence: every rank holds a copy and sees only its shard of the sequence, so gradients are
     summed over the ranks.
+    fused: order of the rows of several matrices that this parameter holds; None if it is one matrix.
     used_as_embedding: this rank looks up rows of the parameter, so autograd adds a gradient of the look-up.
     accumulate_wgrad: function that an optimizer sets. It gets the two factors of the gradient of a linear layer's
     weight, [o, n] and [n, i], and adds their product to the gradient, or returns False to leave this to autograd.
@@ -75,6 +91,7 @@ class ParamSpec:
     rank: int = 0
     size: int = 1
     shared_along_sequence: bool = False
+    fused: FusedRows | None = None
     used_as_embedding: bool = False
     accumulate_wgrad: Callable[[Tensor, Tensor], bool] | None = None
 

@@ -1,31 +1,50 @@
-"""Optimizer: AdamW (Loshchilov and Hutter 2019) or SGD, with weight decay only on matrices."""
+"""Optimizer: AdamW (Loshchilov and Hutter 2019), SGD or Muon, with weight decay only on matrices."""
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from megatron.config import OptimConfig
+from megatron.config.param_groups import ParamRule
 from megatron.kernels import adamw
 from megatron.mpu import spec_of
 
+from .muon import Muon
 
-def parameter_groups(
-    module: nn.Module, weight_decay: float, spared: Collection[nn.Parameter] = ()
-) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices, with weight decay, and one-dimensional weights, without weight decay.
 
-    One-dimensional weights are biases and the weights of norms. spared: matrices that also get no weight decay.
+class GroupKey(NamedTuple):
+    """Settings that the weights of a parameter group have in common. An optimizer's groups are sorted by them.
+
+    spared: True for the weights to which --weight-decay does not apply: vectors and chosen matrices.
     """
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    spared = set(spared)
-    groups = [
-        {"params": [p for p in parameters if _is_matrix(p) and p not in spared], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if not _is_matrix(p) or p in spared], "weight_decay": 0.0},
-    ]
-    # A pipeline stage may have no parameters, but torch's optimizers need at least one.
-    return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}]
+
+    spared: bool
+    lr_factor: float
+    weight_decay: float
+
+
+def group_keys(
+    module: nn.Module,
+    config: OptimConfig,
+    spared: Collection[nn.Parameter] = (),
+    rules: Mapping[nn.Parameter, ParamRule] | None = None,
+) -> dict[nn.Parameter, GroupKey]:
+    """Return the parameter group of each trained weight of `module`.
+
+    Matrices get --weight-decay. One-dimensional weights, which are biases and the weights of norms, get none.
+    spared: matrices that also get no weight decay. rules: settings of --param-groups for single weights.
+    """
+    spared, rules = set(spared), rules or {}
+    found = {}
+    for p in module.parameters():
+        if p.requires_grad:
+            rule, is_spared = rules.get(p, ParamRule("*")), not _is_matrix(p) or p in spared
+            decay = (0.0 if is_spared else config.weight_decay) if rule.weight_decay is None else rule.weight_decay
+            found[p] = GroupKey(is_spared, 1.0 if rule.lr_factor is None else rule.lr_factor, decay)
+    return found
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
@@ -33,13 +52,26 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def build_optimizer(
-    module: nn.Module, config: OptimConfig, kernels: str = "torch", spared: Collection[nn.Parameter] = ()
+    keys: Mapping[nn.Parameter, GroupKey],
+    config: OptimConfig,
+    kernels: str = "torch",
+    hidden: Collection[nn.Parameter] = (),
+    ns_dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of --optimizer: AdamW, or SGD with momentum.
+    """Build the optimizer of --optimizer: AdamW, SGD with momentum, or Muon.
 
-    kernels: the value of --kernels. spared: matrices to which weight decay is not applied.
+    keys: the weights to train and the group of each; `lr_factor` of a group multiplies the learning rate of each step.
+    kernels: the value of --kernels. hidden: matrices that Muon orthogonalises. ns_dtype: dtype in which it does so;
+    None: that of the weights.
     """
-    groups = parameter_groups(module, config.weight_decay, spared)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in keys if keys[p] == key], "weight_decay": key.weight_decay, "lr_factor": key.lr_factor}
+        for key in sorted(set(keys.values()))
+    ]
+    # A pipeline stage may have no parameters, but torch's optimizers need at least one.
+    groups = groups or [{"params": [nn.Parameter(torch.zeros(1))]}]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
-    return adamw(groups, kernels, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    betas = config.adam_beta1, config.adam_beta2
+    adam = partial(adamw, kernels=kernels, lr=config.lr, betas=betas, eps=config.adam_eps)
+    return Muon(groups, hidden, config, adam, ns_dtype) if config.optimizer == "muon" else adam(groups)

@@ -47,9 +47,10 @@ def all_ranks() -> Iterator[None]:
 def settings_and_versions(config: Config) -> dict[str, str]:
     """Return the settings and versions that must agree between ranks, keyed by their names in error messages."""
     found = {flag(f.name): str(getattr(getattr(config, section), f.name)) for section, _, f in settings()}
-    path = config.train.deepspeed_config
-    if path:
-        found[f"the SHA-256 of --deepspeed-config {path}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    files = {"--deepspeed-config": config.train.deepspeed_config, "--param-groups": config.optim.param_groups}
+    for name, path in files.items():
+        if path:
+            found[f"the SHA-256 of {name} {path}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
     found["the SHA-256 of the source of megatron and tds"] = source_hash()[:12]
     return found | {f"the version of {name}": version for name, version in versions().items()}
 

@@ -17,8 +17,7 @@ from tds.spikes import SpikeGuard
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
-from ..model.block import TransformerLayer
-from ..model.embedding import embedding_weights
+from ..model.block import TransformerLayer, hidden_matrices
 from ..model.layers import global_parameters
 from ..mpu.fp8 import MULTIPLE
 from ..optim import build_optimizer
@@ -26,11 +25,13 @@ from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
 from ..ranks.initialize import initialize_megatron
+from ..ranks.objects import gather_objects
 from ..tokenizer import Tokenizer
 from .compiling import accumulate_in_graph, compile_layers
 from .engine import Engine, NoPipeEngine, PipeEngine
 from .global_vars import publish
 from .metrics import Timers
+from .param_groups import freeze, keys_of_groups
 from .task import Task, check_task, checked_model
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -76,6 +77,7 @@ def build_engine(
     timers: Timers,
 ) -> Engine:
     """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise."""
+    freeze(model, config.optim.param_groups, resolved.param_rules)
     compile_layers(model, config, resolved.zero_stage)
     with all_ranks():
         if config.train.precision == "fp8":
@@ -84,8 +86,9 @@ def build_engine(
     if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
-    spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
-    optimizer = build_optimizer(model, config.optim, config.model.kernels, spared)
+    muon = _muon(model, config, resolved) if config.optim.optimizer == "muon" else {}
+    keys = keys_of_groups(model, config, resolved)
+    optimizer = build_optimizer(keys, config.optim, config.model.kernels, **muon)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)
     engine, *_ = tds.initialize(
@@ -111,6 +114,22 @@ def build_engine(
     if not hasattr(model, "_megatron_batch_fn"):
         engine.set_batch_fn(batch_fn)
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
+
+
+def _muon(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any]:
+    """Return the arguments of `build_optimizer` that only Muon needs. Raises RunError if it has no matrix."""
+    hidden = hidden_matrices(model)
+    somewhere = any(gather_objects(bool(hidden)))
+    with all_ranks():
+        if not somewhere:
+            raise ValueError(
+                "--optimizer muon: the model has no transformer layers of megatron.model; set use_muon = True on the "
+                "weights that are hidden matrices, or use --optimizer adam"
+            )
+    name = config.optim.muon_ns_dtype
+    if name == "auto":
+        name = "bf16" if resolved.precision == "bf16" else "none"
+    return {"hidden": hidden, "ns_dtype": DTYPES.get(name)}
 
 
 def use_fp8(model: nn.Module) -> None:

@@ -98,7 +98,7 @@ def _scalar(found: Any, function: str) -> Any:
 
 def _set_lr(engine: Any, lr: float) -> None:
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:

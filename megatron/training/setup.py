@@ -15,7 +15,7 @@ from tds.diagnose import Watchdog
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.certificate import certificate_for_run
-from ..checkpointing.data_plan import with_consumed_stages
+from ..checkpointing.data_plan import with_consumed_data
 from ..checkpointing.files import clear
 from ..config import Config
 from ..config.command_line import with_values
@@ -59,7 +59,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
-        config = with_consumed_stages(config, *start) if reads_corpora(task) else config
+        config = with_consumed_data(config, *start, reads_corpora(task))
         datasets = open_datasets(task, config, tokenizer)
         estimated = _print_estimates(task, config, resolved, device)
         with mpu.skip_init() if start.path else nullcontext():

@@ -170,15 +170,12 @@ class Examination:
 
     def _memory(self, config: Config, settled: settings.Settled) -> Iterator[Finding]:
         from megatron.ranks import device
-        from megatron.training.memory.sizes import parameters
         from megatron.training.run_folder import save_dir_of
 
         room = device.memory(device.current()) if device.available() else None
         yield from settings.fits(settled, self.ranks, self.ranks_here, room)
         if self.run_dir is not None:
-            yield from run_dir.disk(
-                save_dir_of(config, self.run_dir), memory.checkpoint_bytes(parameters(config), config), config
-            )
+            yield from run_dir.disk(save_dir_of(config, self.run_dir), memory.checkpoint_bytes(config), config)
 
     def _hosts(self) -> Iterator[Finding]:
         if not self.hosts:

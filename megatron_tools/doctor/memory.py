@@ -8,9 +8,15 @@ from typing import Any
 from megatron.config import Config
 
 
-def checkpoint_bytes(parameters: int, config: Config) -> float:
+def checkpoint_bytes(config: Config) -> float:
     """Return the bytes of one checkpoint, which contains the weights and the optimizer's moments in fp32."""
-    return 4.0 * parameters * (2 if config.optim.optimizer == "sgd" else 3)
+    from megatron.training.memory.per_rank import moments_of
+    from megatron.training.memory.sizes import Count, count_layers, layers_of
+
+    count = count_layers(layers_of(config), config)
+    hidden = count.hidden * config.parallel.model_parallel_size
+    whole = Count(count.whole, count.whole, hidden=hidden)
+    return 4.0 * (count.whole + moments_of(whole, config))
 
 
 def machine_bytes() -> float | None:

@@ -17,7 +17,7 @@ from megatron.tokenizer import load_tokenizer
 from megatron.training import pretrain
 from tds.pipe import LayerSpec, PipelineModule, SequentialModule, StockPipelineModule, seeded_layers
 from tests.sentences import SENTENCES
-from tests.support import ROOT, RankFailure, command, losses, on_ranks, train
+from tests.support import FULL, ROOT, RankFailure, command, losses, on_ranks, train
 
 SHAPE = {"--num-layers": 3, "--hidden-size": 16, "--num-attention-heads": 2, "--seq-length": 16}
 # (number of ranks, number of stages, tensor-parallel size, --gas, further flags)
@@ -52,6 +52,13 @@ def _train(folder: Path, layout: tuple[int, int, int, int, str], iterations: int
 def expected(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> tuple[Path, list[float]]:
     folder = tmp_path_factory.mktemp("decoder")
     return folder, _train(folder, (1, 1, 1, 4, ""), 6, tiny_data, vocab_file)
+
+
+@FULL
+def test_muon_has_to_know_the_hidden_matrices(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Muon is refused for a model of custom layers if no weight has the attribute use_muon."""
+    with pytest.raises(RankFailure, match="--optimizer muon.*use_muon"):
+        _train(tmp_path, (1, 0, 1, 4, "--optimizer muon"), 1, tiny_data, vocab_file)
 
 
 def _by_plain_torch(weights: dict[str, Tensor], text: Tensor, heads: int) -> Tensor:

@@ -1,5 +1,7 @@
 """GPT-2 training in one of several layouts, and in plain torch for comparison."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ from megatron.config import Config, ModelConfig, TrainConfig
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.model import GPT2Model, global_parameters
 from megatron.tokenizer import load_tokenizer
-from tests.parity import reference
+from tests.parity import muon_reference, reference
 from tests.support import losses, train_gpt2
 
 LAYERS, HIDDEN, HEADS, SEQ, GLOBAL_BATCH, STEPS, SEED = 4, 32, 4, 24, 8, 8, 7
@@ -49,7 +51,7 @@ LAYOUTS = [
     Layout(0, 2, 1, zero=2),
     Layout(0, 2, 1, zero=3),
 ]
-LR = {"sgd": 0.1, "adam": 1e-3}
+LR = {"sgd": 0.1, "adam": 1e-3, "muon": 3e-3}
 
 
 def ours(
@@ -123,8 +125,13 @@ def plain(
     z_loss: float = 0.0,
     steps: int = STEPS,
     multiply: reference.Multiply = reference.plain_product,
+    settings: Callable[[str], reference.Settings] = reference.default_settings,
 ) -> list[float]:
-    """Train in one process of plain torch, with the data and settings of `ours`; return the losses."""
+    """Train in one process of plain torch, with the data and settings of `ours`; return the losses.
+
+    settings: settings of single weights by name, see `reference.learn`.
+    """
+    model = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS)
     tokenizer = load_tokenizer(vocab_file)
     (train, _, _), _ = build_train_valid_test_datasets(data, "1", SEQ, SEED)
     assert train is not None
@@ -145,4 +152,7 @@ def plain(
         dtype=dtype,
         z_loss=z_loss,
         multiply=multiply,
+        learn=partial(muon_reference.learn, model=model)
+        if optimizer == "muon"
+        else partial(reference.learn, settings=settings),
     )

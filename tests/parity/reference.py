@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
+Settings = Mapping[str, float] | None  # lr_factor and weight_decay of a weight; None if it is frozen
 Multiply = Callable[[Tensor, Tensor], Tensor]  # the product of x [..., i] and the transpose of a weight [o, i]
 
 
@@ -37,6 +38,11 @@ class Fp8Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
         return in_fp8(grad) @ in_fp8(weight.T).T, flat.T @ x.flatten(0, -2)
+
+
+def default_settings(name: str) -> Settings:
+    """Return no settings: the learning rate of the run, and weight decay for matrices."""
+    return {}
 
 
 def plain_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -112,10 +118,14 @@ def train(
     optimizer: str,
     clip: float,
     dtype: torch.dtype,
+    learn: Callable[..., list[float]],
     z_loss: float = 0.0,
     multiply: Multiply = plain_product,
 ) -> list[float]:
-    """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss."""
+    """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss.
+
+    learn: the function `learn` below, or one with the same arguments.
+    """
 
     def loss_of(batch: np.ndarray, w: Weights) -> Tensor:
         text = torch.from_numpy(batch)
@@ -136,15 +146,24 @@ def learn(
     optimizer: str,
     clip: float,
     dtype: torch.dtype,
+    settings: Callable[[str], Settings] = default_settings,
 ) -> list[float]:
     """Make one optimizer step for each function in `losses`; return the values of the losses.
 
     losses: functions from the weights to a scalar loss. lr: constant learning rate. clip: largest gradient norm.
+    settings: settings of a weight by its name; None freezes the weight.
     """
-    w = {name: value.detach().to(dtype).clone().requires_grad_() for name, value in weights.items()}
-    decay = [p for p in w.values() if p.dim() > 1]
-    other = [p for p in w.values() if p.dim() <= 1]
-    groups = [{"params": decay, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}]
+    w = {name: value.detach().to(dtype).clone() for name, value in weights.items()}
+    groups: list[dict[str, Any]] = []
+    for name, p in w.items():
+        found_settings = settings(name)
+        if found_settings is not None:
+            p.requires_grad_()
+            decay = 0.01 if p.dim() > 1 else 0.0
+            groups.append({"params": [p], "lr": lr, "weight_decay": decay})
+            groups[-1] |= {key: found_settings[key] for key in found_settings if key != "lr_factor"}
+            groups[-1]["lr"] *= found_settings.get("lr_factor", 1.0)
+    learning = [p for p in w.values() if p.requires_grad]
     if optimizer == "sgd":
         steps: torch.optim.Optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9)
     else:
@@ -154,7 +173,7 @@ def learn(
         loss = loss_of(w)
         steps.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(w.values()), clip)
+        torch.nn.utils.clip_grad_norm_(learning, clip)
         steps.step()
         found.append(loss.item())
     return found

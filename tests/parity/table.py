@@ -1,5 +1,6 @@
-"""Print the table of GPT-2's losses in every layout: python -m tests.parity.table."""
+"""Print the table of GPT-2's losses in every layout: python -m tests.parity.table [sgd, adam or muon]."""
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,20 +19,21 @@ def row(name: str, found: list[float], expected: list[float]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> None:
+def main(optimizer: str = "sgd") -> None:
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         vocab_file = small_tokenizer(where)
         data = random_corpus(where, vocab_file)
-        expected = plain(data, vocab_file, steps=SHOWN[-1])
+        expected = plain(data, vocab_file, optimizer, steps=SHOWN[-1])
         heads = " | ".join(f"loss at step {step}" for step in SHOWN)
         print(f"| layout | {heads} | largest relative difference in {SHOWN[-1]} steps |")
         print("| --- |" + " --- |" * (len(SHOWN) + 1))
         print(row("plain torch, one process", expected, expected))
-        for layout in LAYOUTS:
+        for layout in LAYOUTS if optimizer != "muon" else [each for each in LAYOUTS if each.zero <= 1]:
             name = f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}" + (f", ZeRO {layout.zero}" if layout.zero else "")
-            print(row(name, ours(layout, where / str(layout), data, vocab_file, steps=SHOWN[-1]), expected), flush=True)
+            found = ours(layout, where / str(layout), data, vocab_file, optimizer=optimizer, steps=SHOWN[-1])
+            print(row(name, found, expected), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -35,6 +35,8 @@ LAYOUTS = {
     "pp2-zero1-bf16": "--precision bf16 --pipe-parallel-size 2",
     "pp2-zero1": "--precision fp32 --pipe-parallel-size 2 --zero-stage 1",
     "tp2": "--precision fp32 --model-parallel-size 2",
+    "dp2-muon": "--precision fp32 --optimizer muon",
+    "dp2-muon-zero1": "--precision bf16 --optimizer muon --zero-stage 1",
     "dp2-guard-offload": "--deepspeed-config {folder}/offload.json --precision fp32 --optimizer sgd "
     "--skip-step-sigma 20 --skip-step-window 4",
     "dp2-guard": "--precision fp32 --optimizer sgd --skip-step-sigma 20 --skip-step-window 4",

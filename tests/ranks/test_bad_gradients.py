@@ -58,9 +58,13 @@ LAYOUTS = {
     "pp2-zero1-fp16": Layout(
         "--deepspeed-config {folder}/fp16.json --pipe-parallel-size 2", "embedding.word_embeddings.weight"
     ),
+    "tp2-muon": Layout("--precision fp32 --model-parallel-size 2 --optimizer muon"),
+    "tp2-zero1-bf16-muon": Layout("--precision bf16 --model-parallel-size 2 --optimizer muon"),
+    "dp2-zero1-muon": Layout("--precision fp32 --zero-stage 1 --optimizer muon"),
+    "pp2-muon": Layout("--precision fp64 --pipe-parallel-size 2 --optimizer muon", "embedding.word_embeddings.weight"),
     "tp2-pipe1": Layout("--precision fp32 --model-parallel-size 2 --pipe-parallel-size 1"),
 }
-IN_CI = ["dp2", "dp2-zero1", "pp2", "tp2", "tp2-zero1-bf16", "pp2-zero1-fp16"]
+IN_CI = ["dp2", "dp2-zero1", "pp2", "tp2", "tp2-zero1-bf16", "pp2-zero1-fp16", "dp2-zero1-muon"]
 
 
 def spoil(run: Run, where: str, iterations: Iterable[int], added: float = float("nan")) -> None:
@@ -82,7 +86,7 @@ def everything(run: Run) -> list[bytes]:
     names = zero_state.moment_names(ds)
     for name, p in global_parameters(ds.module):
         tensors = [getattr(p, "ds_tensor", p), zero_state.get_weight(p)]
-        tensors += [zero_state.get_moment(ds, p, m) for m in names]
+        tensors += [zero_state.get_moment(ds, p, m) for m in zero_state.moments_of(ds, p, names)]
         found += [
             name.encode() + t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in tensors
         ]

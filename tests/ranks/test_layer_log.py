@@ -21,6 +21,8 @@ FLAGS = "--num-layers 2 --train-iters 3 --log-interval 2 --log-layers"
 LAYOUTS = {
     "dp2": "--batch-size 2",
     "dp2-zero1": "--batch-size 1 --gas 2 --zero-stage 1",
+    "dp2-muon": "--batch-size 2 --optimizer muon",
+    "dp2-muon-zero1": "--batch-size 2 --optimizer muon --zero-stage 1",
     "dp2-zero2": "--batch-size 2 --zero-stage 2",
     "dp2-zero3": "--batch-size 2 --zero-stage 3",
     "pp2": "--batch-size 2 --gas 2 --pipe-parallel-size 2",

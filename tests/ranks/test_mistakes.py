@@ -144,7 +144,7 @@ def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: 
             rank.kill()
     assert [rank.returncode for rank in ranks] == [1, 1] and time.monotonic() - begun < 60
     assert said[0].startswith("run stopped: rank 1 raised ValueError: optimizer got an empty parameter list")
-    assert said[1] == ""
+    assert "run stopped" not in said[1] and "Traceback" not in said[1]  # torch may log that rank 0 closed its store
 
 
 def test_stacks_of_cpp_are_left_out() -> None:

@@ -172,3 +172,17 @@ def test_overlap_param_gather_is_refused_without_the_distributed_optimizer(tmp_p
     assert settle(tmp_path, {}, *argv).distributed_optimizer
     with pytest.raises(ConfigError, match="--overlap-param-gather"):
         settle(tmp_path, {}, *argv, *more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["--precision fp16", "--zero-stage 2", "--zero-stage 3", "--zero-stage 1 --no-overlap-grad-reduce"],
+)
+def test_muon_is_refused_where_deepspeed_shards_weights(tmp_path: Path, more: str) -> None:
+    for fits in ("--precision fp32", "--precision bf16", "--precision fp64", "--precision fp32 --zero-stage 1"):
+        assert settle(tmp_path, {}, "--optimizer", "muon", *fits.split()).clip_grad == 1.0
+    with pytest.raises(ConfigError, match="--optimizer muon.*--zero-stage"):
+        settle(tmp_path, {}, "--optimizer", "muon", "--precision", "fp32", *more.split())
+    file = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
+    with pytest.raises(ConfigError, match="--optimizer muon.*--deepspeed-config"):
+        settle(tmp_path, file, "--optimizer", "muon", "--precision", "fp32")

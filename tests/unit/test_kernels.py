@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import init_weights
-from megatron.optim import build_optimizer
+from megatron.optim import build_optimizer, group_keys
 from tds import optimizer_state as zero_state
 from tests.sentences import SENTENCES
 
@@ -112,7 +112,7 @@ def _model(config: Config) -> tuple[nn.Module, Any]:
 def _losses(flags: str) -> tuple[list[float], nn.Module, torch.optim.Optimizer]:
     config = parse(flags.split())
     model, loss = _model(config)
-    optimizer, found = build_optimizer(model, config.optim, config.model.kernels), []
+    optimizer, found = build_optimizer(group_keys(model, config.optim), config.optim, config.model.kernels), []
     for _ in range(6):
         optimizer.zero_grad()
         value = loss()
@@ -143,7 +143,8 @@ def test_the_steps_that_apex_counts_go_into_checkpoints_and_come_back(on_gpu: No
         assert zero_state.get_step(engine) == 6
         assert zero_state.moment_names(engine) == ["exp_avg", "exp_avg_sq"]
     model, _ = _model(parse(FLAGS.split()))
-    fresh = plain_engine(build_optimizer(model, parse(FLAGS.split()).optim, "apex"))
+    optim = parse(FLAGS.split()).optim
+    fresh = plain_engine(build_optimizer(group_keys(model, optim), optim, "apex"))
     zero_state.make_moments(fresh, ["exp_avg", "exp_avg_sq"], 6)
     assert zero_state.get_step(fresh) == 6
 

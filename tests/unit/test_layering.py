@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "megatron.model": {"megatron._torch", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
     "megatron.optim": {"megatron.mpu", "megatron.config", "megatron.kernels"},
+    "megatron.optim.whole_matrices": {"tds", "megatron.mpu"},
     "megatron.ranks": {
         "tds",
         "megatron._torch",

@@ -81,6 +81,11 @@ def test_settings_of_a_run_that_was_moved(tmp_path: Path) -> None:
     assert found.data.data_path == ("0.7", str(after / "data/x"), "0.3", "/elsewhere/y")
     assert found.data.vocab_file == str(after / "tokenizer" / "my.model")
     assert found.log.run_dir == str(after)
+    quoted = parse(["--run-dir", str(before), "--train-data-path", f"0.7 {before}/x 0.3 /elsewhere/y",
+                    "--valid-data-path", f"web=0.5 {before}/v 0.5 w", f"books={before}/my book"])  # fmt: skip
+    words = relocated(quoted, after).data
+    assert words.train_data_path == (f"0.7 {after}/x 0.3 /elsewhere/y",)
+    assert words.valid_data_path == (f"web=0.5 {after}/v 0.5 w", f"books={after}/my book")
     checkpoint = after / "checkpoints" / "iter_0000001"
     assert with_kept_tokenizer(config, checkpoint).data.vocab_file == str(after / "tokenizer" / "my.model")
     assert with_kept_tokenizer(config, tmp_path / "x" / "y").data.vocab_file == config.data.vocab_file

@@ -12,7 +12,7 @@ from ...config import Config
 from ...config.ds_config import Resolved
 from ...model.layers import Layer
 from .activations import WIDTHS, Shapes, computed_again, inner_working, kept_by, logits_bytes, transformer_kept
-from .sizes import Stage
+from .sizes import Count, Stage
 
 DEEPSPEED_BUCKET = 5 * 10**8  # DeepSpeed's default reduce_bucket_size, in elements
 DEEPSPEED_LIVE = 10**9  # DeepSpeed's default stage3_max_live_parameters, in elements
@@ -57,26 +57,36 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
     return most_in_flight(list(schedule(stage, stages, few)))
 
 
-def states(numbers: int, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
+def moments_of(count: Count, config: Config) -> int:
+    """Return the number of elements of the optimizer's moments on each model-parallel rank, before ZeRO shards them.
+
+    The average of --ema-decay counts as a moment.
+    """
+    kind, average = config.optim.optimizer, count.held if config.optim.ema_decay else 0
+    return average + (count.held if kind == "sgd" else 2 * count.held - (count.hidden if kind == "muon" else 0))
+
+
+def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
     """Return the bytes of (weights, gradients, optimizer states) that one rank keeps between passes.
 
     The bytes of gradients are those that a rank keeps after one micro-batch, for the later micro-batches of the step.
-    numbers: number of parameters of the rank before ZeRO shards them.
+    count: number of parameters of the rank before ZeRO shards them.
     replicas: number of ranks over which ZeRO shards.
     """
     width = WIDTHS[resolved.precision]
     exact, zero = max(width, 4), resolved.zero_stage
-    moments = config.optim.tensors_per_weight * exact
+    numbers, moments = count.held, float(moments_of(count, config) * exact)
     share = numbers / replicas
     if zero == 0:
-        return numbers * width, numbers * width, numbers * moments
+        return numbers * width, numbers * width, moments
+    moments /= replicas
     # fp32 master weights; DeepSpeed's ZeRO keeps such a copy even if the weights are fp32
     copy = exact * share if width < exact or not resolved.distributed_optimizer else 0.0
     if zero == 1:
-        return numbers * width, numbers * exact, moments * share + copy
+        return numbers * width, numbers * exact, moments + copy
     if zero == 2:
-        return numbers * width, exact * share, moments * share + copy
-    return share * width, exact * share, moments * share + copy
+        return numbers * width, exact * share, moments + copy
+    return share * width, exact * share, moments + copy
 
 
 def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: int, x: Shapes, flying: int) -> float:
@@ -108,7 +118,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     replicas: number of ranks with a copy of the same weights: data-parallel size x context-parallel size.
     """
     x, p = Shapes(config, resolved.precision, accelerated), config.parallel
-    weights, gradients, optimizer = states(stage.count.held, config, resolved, replicas)
+    weights, gradients, optimizer = states(stage.count, config, resolved, replicas)
     layers = stage.layers
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)

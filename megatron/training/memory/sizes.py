@@ -20,15 +20,18 @@ class Count:
     held: parameters on each model-parallel rank, with padding of the vocabulary.
     largest: parameters of the largest matrix on a rank. Memory estimates need this number, because the gradient of a
     matrix is temporarily a separate tensor.
+    hidden: parameters on each rank of the matrices of transformer layers, for which Muon keeps one moment.
     """
 
     whole: int
     held: int
     largest: int = 0
+    hidden: int = 0
 
 
 def _sum(counts: Sequence[Count]) -> Count:
-    return Count(sum(c.whole for c in counts), sum(c.held for c in counts), max((c.largest for c in counts), default=0))
+    whole, held, hidden = (sum(getattr(c, name) for c in counts) for name in ("whole", "held", "hidden"))
+    return Count(whole, held, max((c.largest for c in counts), default=0), hidden)
 
 
 def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
@@ -38,7 +41,8 @@ def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) 
     which splits its bias over the ranks.
     """
     copies = out if by_rows else out // ranks
-    return Count(out * into + out * bias, out * into // ranks + copies * bias, out * into // ranks)
+    shard = out * into // ranks
+    return Count(out * into + out * bias, shard + copies * bias, shard, shard)
 
 
 def _copy(numbers: int) -> Count:

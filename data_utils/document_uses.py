@@ -1,0 +1,149 @@
+"""Where a run trains on a document, and which documents an iteration trains on: `inspect_data.py when` and `which`."""
+
+import argparse
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.config import Config
+from megatron.data.corpora import corpus_names, prefixes_of
+from megatron.data.cpm_triples import is_triple
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.without import DatasetWithout, Reading, locate, members_of
+
+from .iterations import Iterations
+from .run_data import config_of, datasets_of
+
+PREVIEW = 60  # number of characters of a document's text that `which` shows
+
+
+class Use(NamedTuple):
+    """Tokens of a document in a sample of the run.
+
+    sample: number of the sample. positions: their positions in the window of the sample. tokens: their numbers in the
+    document. document, corpus: number of the document, and index of its corpus.
+    """
+
+    sample: int
+    positions: range
+    tokens: range
+    document: int
+    corpus: int
+
+
+def uses_in(dataset: Any, n: int) -> list[Use]:
+    """Return the documents of sample n of a training data set, in order."""
+    corpus, k = locate(dataset, n)
+    found, at = [], 0
+    for document, start, stop in members_of(dataset)[corpus].pieces(k):
+        found.append(Use(n, range(at, at + stop - start), range(start, stop), document, corpus))
+        at += stop - start
+    return found
+
+
+def uses_of(dataset: Any, corpus: int, document: int, samples: int) -> list[Use]:
+    """Return where the first `samples` samples of a training data set contain a document, in the order of samples."""
+    member = members_of(dataset)[corpus]
+    count = member.samples_per_epoch
+    epochs = -(-_consumed(dataset, corpus, samples) // count)
+    numbers = {n for epoch in range(epochs) for n in _samples_with(dataset, corpus, document, epoch, samples)}
+    return [use for n in sorted(numbers) for use in uses_in(dataset, n) if use.document == document]
+
+
+def _consumed(dataset: Any, corpus: int, samples: int) -> int:
+    """Return how many of the first `samples` samples come from a corpus."""
+    return int(dataset.consumed(samples)[corpus]) if hasattr(dataset, "consumed") else samples
+
+
+def _samples_with(dataset: Any, corpus: int, document: int, epoch: int, samples: int) -> Iterator[int]:
+    """Yield the samples of the run, below `samples`, that read the document from an epoch of its corpus."""
+    holding = members_of(dataset)[corpus].containing(np.array([document]), epoch)
+    if isinstance(dataset, DatasetWithout):
+        readings = list(dataset.readings(corpus, epoch, holding))
+    else:
+        readings = [Reading(0, float("inf"), k, k) for k in holding.tolist()]
+    for begin, end, place, _ in readings:
+        # Sample n reads place k of the corpus if k of the first n samples, and k + 1 of the first n + 1, come from it.
+        n = bisect_right(range(samples + 1), place, key=lambda n: _consumed(dataset, corpus, n)) - 1
+        if n < samples and begin <= n < end:
+            yield n
+
+
+def when(args: argparse.Namespace) -> None:
+    """Run the command `when`: print the iterations, samples and positions at which a run trains on a document."""
+    config = config_of(args.run_dir)
+    _, (dataset, *_) = datasets_of(config)
+    prefixes = prefixes_of(config.data.paths)
+    members = members_of(dataset)
+    mine = [i for i, each in enumerate(members) if _is(each.prefix, args.path, config)]
+    if not mine:
+        raise ValueError(
+            f"the training data of {args.run_dir} have no corpus {args.path or ''}; give --path with one of "
+            f"{', '.join(prefixes)}"
+        )
+    used = members[mine[0]].documents
+    if args.document not in used:
+        raise ValueError(
+            f"document {args.document} of {members[mine[0]].prefix} is not a training document of {args.run_dir}; "
+            f"these are {used.start} to {used.stop - 1}"
+        )
+    iterations = Iterations(config, Path(args.run_dir))
+    uses = [use for corpus in mine for use in uses_of(dataset, corpus, args.document, iterations.total)]
+    rows = [(*_where(use, iterations), _span(use.positions), _span(use.tokens)) for use in uses]
+    for line in _table(("iteration", "state", "sample", "positions", "tokens of the document"), rows):
+        print(line)
+    done = sum(state == "done" for _, state, *_ in rows)
+    print(
+        f"document {args.document} of {members[mine[0]].prefix}: {len(rows)} samples contain it, {done} of them up to "
+        f"iteration {iterations.logged}, the last logged; the run has {config.train.train_iters} iterations"
+    )
+
+
+def _is(prefix: str, path: str | None, config: Config) -> bool:
+    """Return whether `path` names the corpus `prefix`, by its prefix or short name; None names the only corpus."""
+    names = dict(zip(prefixes_of(config.data.paths), corpus_names(config.data.paths), strict=True))
+    return len(names) == 1 if path is None else path in (prefix, names.get(prefix))
+
+
+def _where(use: Use, iterations: Iterations) -> tuple[int, str, int]:
+    iteration = iterations.of_sample(use.sample)
+    state = "done" if iteration <= iterations.logged else "to come"
+    return iteration, "skipped" if iterations.is_skipped(iteration) else state, use.sample
+
+
+def which(args: argparse.Namespace) -> None:
+    """Run the command `which`: print the documents on which an iteration of a run trains, with their text."""
+    config = config_of(args.run_dir)
+    if not 1 <= args.iteration <= config.train.train_iters:
+        raise ValueError(f"{args.run_dir} has iterations 1 to {config.train.train_iters}, but no {args.iteration}")
+    tokenizer, (dataset, *_) = datasets_of(config)
+    iterations, members = Iterations(config, Path(args.run_dir)), members_of(dataset)
+    texts = [IndexedDataset(f"{m.prefix}_context" if is_triple(m.prefix) else m.prefix) for m in members]
+    rows = []
+    for n in iterations.samples(args.iteration):
+        for use in uses_in(dataset, n):
+            begin = texts[use.corpus].document_start(use.document)
+            ids = texts[use.corpus].tokens[begin + use.tokens.start : begin + use.tokens.stop]
+            text = " ".join(tokenizer.decode(ids.tolist()).split())
+            text = text if args.full or len(text) <= PREVIEW else text[:PREVIEW] + "..."
+            corpus = members[use.corpus].prefix
+            rows.append((n, corpus, use.document, _span(use.positions), _span(use.tokens), text))
+    if iterations.is_skipped(args.iteration):
+        print(f"a --skip-* flag skips iteration {args.iteration}")
+    for line in _table(("sample", "corpus", "document", "positions", "tokens of the document", "text"), rows):
+        print(line)
+
+
+def _span(numbers: range) -> str:
+    return f"{numbers.start} to {numbers.stop - 1}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Yield the lines of a table with aligned columns."""
+    cells = [list(map(str, row)) for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

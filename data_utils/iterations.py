@@ -1,0 +1,64 @@
+"""Iterations of a run and the numbers of their samples, from its settings and the metrics that it has logged."""
+
+from bisect import bisect_right
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.config import Config
+from megatron.config.batches import BatchSchedule
+from megatron.data.skips import Skips, parse_ranges
+from megatron.rows import row_of
+
+
+class _Anchor(NamedTuple):
+    """State of a run: iterations done, samples consumed, and the batch sizes from here on."""
+
+    iteration: int
+    samples: int
+    batches: BatchSchedule
+
+
+class Iterations:
+    """Iterations of the run in `run_dir`, numbered from 1, and their samples, numbered from 0.
+
+    logged: number of the last iteration in metrics.jsonl, 0 without rows. total: number of samples of the whole run.
+    """
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        rows = _rows(run_dir / "metrics.jsonl")
+        self.logged = rows[-1][0]
+        given, sizes = config.train.batch_size_schedule, []
+        for (i, n), (j, m) in zip(rows, rows[1:], strict=False):
+            sizes.append(config.batches(1) if given else BatchSchedule((0,), (max((m - n) // (j - i), 1),)))
+        sizes.append(sizes[-1] if sizes else config.batches(1))
+        self._anchors = [_Anchor(i, n, size) for (i, n), size in zip(rows, sizes, strict=True)]
+        last = self._anchors[-1]
+        self.total = last.batches.after(last.samples, max(config.train.train_iters - last.iteration, 0))
+        t = config.train
+        self._skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
+
+    def of_sample(self, n: int) -> int:
+        """Return the iteration that trains on sample n."""
+        at = self._anchors[bisect_right(self._anchors, n, key=lambda each: each.samples) - 1]
+        return at.iteration + at.batches.iterations(at.samples, n) + 1
+
+    def samples(self, iteration: int) -> range:
+        """Return the numbers of the samples of an iteration."""
+        at = self._anchors[bisect_right(self._anchors, iteration - 1, key=lambda each: each.iteration) - 1]
+        first = at.batches.after(at.samples, iteration - 1 - at.iteration)
+        return range(first, first + at.batches.size_at(first))
+
+    def is_skipped(self, iteration: int) -> bool:
+        """Return whether a --skip-* flag skips the iteration."""
+        found = self.samples(iteration)
+        return self._skips.hold(iteration, found.start, len(found))
+
+
+def _rows(path: Path) -> list[tuple[int, int]]:
+    """Return (iteration, consumed samples) of the training rows of a metrics.jsonl, in order, after (0, 0)."""
+    found = {0: 0}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        row = row_of(line)
+        if row and row.get("split") == "train":
+            found[row["iteration"]] = row["consumed_samples"]
+    return sorted(found.items())

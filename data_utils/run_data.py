@@ -1,0 +1,30 @@
+"""Settings, tokenizer and data sets of a run, read from its folder."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.tokenizer import load_tokenizer
+
+
+def config_of(run_dir: str) -> Config:
+    """Return the settings of a run. Raises ValueError if `run_dir` is not the folder of a run."""
+    from megatron.checkpointing.relocation import relocated
+    from megatron.config.command_line import from_file
+
+    path = Path(run_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: --run-dir {run_dir} is not the folder of a run")
+    return relocated(from_file(str(path)), path.parent)
+
+
+def datasets_of(config: Config) -> tuple[Any, Any]:
+    """Return the tokenizer and the (training, validation, test) data sets of a run."""
+    from megatron.tasks import task_of
+    from megatron.training.task import checked_datasets
+
+    task = task_of(config)
+    if config.data.vocab_file is None:
+        raise ValueError("the run has no tokenizer: give --vocab-file")
+    tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
+    return tokenizer, checked_datasets(task, config, tokenizer)[0]

@@ -1,0 +1,100 @@
+"""Settings of single weights, chosen by patterns of their names (`--param-groups`): rate, weight decay and freezing.
+
+The file holds a list such as `[{"pattern": "layers.[01].*", "frozen": true}, {"pattern": "head.*", "lr_factor": 0.1}]`.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from .command_line import nearest, read_json
+from .fields import ConfigError
+
+
+class ParamRule(NamedTuple):
+    """Settings of the weights whose names match `pattern`; None leaves a setting unchanged.
+
+    pattern: `*` matches any text, dots included, `?` one character and `[01]` one of these characters.
+    lr_factor: factor of the learning rate. weight_decay: replaces --weight-decay, for biases and norms too.
+    frozen: the weights are not trained.
+    """
+
+    pattern: str
+    lr_factor: float | None = None
+    weight_decay: float | None = None
+    frozen: bool | None = None
+
+    def over(self, other: "ParamRule") -> "ParamRule":
+        """Return the settings of `other`, replaced by those settings that this rule has."""
+        return other._replace(**{name: value for name, value in self._asdict().items() if value is not None})
+
+    def __str__(self) -> str:
+        given = {name: value for name, value in self._asdict().items() if value is not None and name != "pattern"}
+        return ", ".join(f"{name} {json.dumps(value)}" for name, value in given.items())
+
+
+def read_param_rules(path: str) -> tuple[ParamRule, ...]:
+    """Return the rules in the JSON file `path`. Raises ConfigError, which names the file and the entry."""
+    rules = tuple(_rule(entry, f"--param-groups {path}: entry {at}") for at, entry in enumerate(read_json(path, list)))
+    if not rules:
+        raise ConfigError(f"--param-groups {path} holds an empty list; add an entry or leave the flag out")
+    return rules
+
+
+def _rule(entry: Any, where: str) -> ParamRule:
+    if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
+        raise ConfigError(f'{where} must be an object with the key "pattern", a pattern of names')
+    for key in entry:
+        if key not in ParamRule._fields:
+            raise ConfigError(f"{where} has the unknown key {key!r}{nearest(key, ParamRule._fields)}")
+    for name in ("lr_factor", "weight_decay"):
+        if name in entry and not _is_rate(entry[name]):
+            raise ConfigError(f"{where}: {name} must be a number, 0 or more, not {json.dumps(entry[name])}")
+    if "frozen" in entry and not isinstance(entry["frozen"], bool):
+        raise ConfigError(f"{where}: frozen must be true or false, not {json.dumps(entry['frozen'])}")
+    if len(entry) == 1:
+        raise ConfigError(f"{where} sets nothing; give {', '.join(ParamRule._fields[1:-1])} or frozen")
+    if entry.get("frozen") and len(entry) > 2:
+        raise ConfigError(f"{where}: frozen weights have no learning rate and no weight decay; leave these keys out")
+    return ParamRule(**entry)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def match_rules(rules: Iterable[ParamRule], names: Collection[str]) -> dict[str, ParamRule]:
+    """Return the settings of each of `names` that a rule matches; later rules override earlier ones, key by key."""
+    found: dict[str, ParamRule] = {}
+    for rule in rules:
+        for name in names:
+            if fnmatchcase(name, rule.pattern):
+                found[name] = rule.over(found.get(name, rule))
+    return found
+
+
+def describe_rules(path: str, rules: Iterable[ParamRule], sizes: Mapping[str, int]) -> list[str]:
+    """Return lines that count the weights of each rule, and the weights without a rule.
+
+    sizes: number of elements of each weight of the whole model, by name.
+    Raises ValueError for patterns that match no weight, and if no weight is left to train.
+    """
+    by_rule = [(rule, [name for name in sizes if fnmatchcase(name, rule.pattern)]) for rule in rules]
+    if unmatched := [rule.pattern for rule, names in by_rule if not names]:
+        raise ValueError(
+            f"--param-groups {path}: no weight matches {', '.join(unmatched)}; names are those of checkpoint.json, "
+            f"such as {next(iter(sizes))}"
+        )
+    matched = match_rules([rule for rule, _ in by_rule], sizes)
+    if all(name in matched and matched[name].frozen for name in sizes):
+        raise ValueError(f"--param-groups {path} freezes all weights; leave at least one weight to train")
+    lines = [f"{rule.pattern}: {rule} ({_count(names, sizes)})" for rule, names in by_rule]
+    others = [name for name in sizes if name not in matched]
+    return [f"--param-groups {each}" for each in (*lines, f"no pattern: the defaults ({_count(others, sizes)})")]
+
+
+def _count(names: Collection[str], sizes: Mapping[str, int]) -> str:
+    million = sum(sizes[name] for name in names) / 1e6
+    return f"{len(names)} weight{'' if len(names) == 1 else 's'}, {million:.2f} million parameters"

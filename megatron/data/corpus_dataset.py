@@ -1,0 +1,53 @@
+"""Base classes of data sets: samples of one corpus in a certain order, and a wrapper around another data set."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .packing import PackedOrder
+from .sample_order import Piece, SampleOrder
+
+
+class CorpusDataset(Dataset[dict[str, Tensor]]):
+    """Base of the data sets of one corpus. Sample n exists for any n >= 0.
+
+    prefix: prefix of the corpus; `build_datasets` sets it. documents: numbers of the documents that the samples use.
+    order: order of the samples.
+    """
+
+    prefix = ""
+    documents: range
+    order: SampleOrder | PackedOrder
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Number of samples in one epoch of the documents."""
+        return self.order.per_epoch
+
+    def places(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
+        return self.order.places(first, count)
+
+    def pieces(self, n: int) -> list[Piece]:
+        """Return (document, first token, last token + 1) of each document in sample n, in order."""
+        first = self.documents.start
+        return [(first + document, start, stop) for document, start, stop in self.order.pieces(int(n))]
+
+    def containing(self, documents: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        """Return the numbers of the samples of an epoch that contain tokens of `documents`, in ascending order."""
+        return self.order.containing(documents - self.documents.start, epoch)
+
+
+class WrappedDataset(Dataset[dict[str, Any]]):
+    """Base of data sets that change samples of the data set `dataset`. All other attributes are those of `dataset`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # missing while pickle restores the object in a worker
+            raise AttributeError(name)
+        return getattr(self.dataset, name)

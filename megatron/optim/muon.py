@@ -1,0 +1,193 @@
+"""Muon: momentum that is orthogonalised matrix by matrix, for hidden layers; AdamW for all other weights.
+
+Muon is from Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/). The updates are those of
+torch.optim.Muon. A weight that fuses several matrices, such as query, key and value, is orthogonalised as these
+matrices. A matrix that is sharded over the tensor-parallel ranks is orthogonalised as a whole, see `whole_matrices.py`.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import OptimConfig
+from megatron.mpu import Options, ParamSpec, get_mesh, get_options, spec_of
+from megatron.mpu.linear import by_onednn
+from megatron.mpu.matmuls import matmul
+
+from .whole_matrices import by_whole_matrices, work_of
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration, as in torch.optim.Muon
+EPS = 1e-7
+MOMENTUM, ADAM = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")  # names of the moments of the two kinds of weights
+BATCH = 1 << 24  # elements on this rank that are orthogonalised together; this bounds the memory of a step
+PLAIN = Options()
+
+Groups = list[dict[str, Any]]
+
+
+def orthogonalise(matrix: Tensor, steps: int, options: Options = PLAIN) -> Tensor:
+    """Return U V^T approximately, where U S V^T is the singular value decomposition of `matrix` [o, i], in its dtype.
+
+    This is a Newton-Schulz iteration. It moves all singular values to about 1, roughly between 0.7 and 1.2.
+    options: decide whether oneDNN multiplies fp32 matrices on a CPU.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=EPS)  # now all singular values are at most 1
+    onednn = by_onednn(x, options)
+    for _ in range(steps):
+        gram = matmul(x, x, None, onednn)
+        if onednn:
+            polynomial = matmul(gram, gram, None, onednn).mul_(c).add_(gram, alpha=b)
+            x = matmul(polynomial, x.T, None, onednn).add_(x, alpha=a)
+        else:
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def lr_ratio(shape: tuple[int, ...], adjust_lr_fn: str) -> float:
+    """Return the factor on the learning rate of a matrix of this shape; adjust_lr_fn: --muon-adjust-lr-fn."""
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, shape[0] / shape[1]))
+    return 0.2 * math.sqrt(max(shape))
+
+
+class _Piece(NamedTuple):
+    """A weight that this rank steps: its record, and its tensors, [local shape] each."""
+
+    spec: ParamSpec
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the weights in `matrices`, AdamW for all others.
+
+    groups: parameter groups of both kinds of weights; groups without weight_decay have none. dtype: dtype of the
+    Newton-Schulz iteration; None: that of the weights. adamw: builds the AdamW optimizer of some groups.
+    Raises ValueError if a weight in `matrices` has not two dimensions.
+
+    `tds.DistributedOptimizer` reads `whole_work`, and passes flat shares of several matrices, whose attribute `pieces`
+    lists (weight, begin of its elements in the share).
+    """
+
+    steps_separately = True  # each matrix has its own state, so some weights can be stepped before the others
+
+    def __init__(
+        self,
+        groups: Groups,
+        matrices: Collection[nn.Parameter],
+        config: OptimConfig,
+        adamw: Callable[[Groups], torch.optim.Optimizer],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._matrices, self._config, self._dtype, self._options = set(matrices), config, dtype, get_options()
+        for p in self._matrices:
+            if len(spec_of(p).local_shape) != 2:
+                raise ValueError(
+                    f"--optimizer muon steps matrices, but a weight with use_muon has the shape {tuple(p.shape)}: "
+                    "remove its attribute use_muon"
+                )
+        ours, others = Groups(), Groups()
+        for group in groups:
+            mine = [p for p in group["params"] if p in self._matrices]
+            rest = [p for p in group["params"] if p not in self._matrices]
+            factor = group.get("lr_factor", 1.0) * config.muon_lr_factor
+            if mine:
+                more = {"use_muon": True, "lr": config.lr, "lr_factor": factor}
+                ours.append({"weight_decay": 0.0, **group, **more, "params": mine})
+            if rest:
+                others.append({**group, "params": rest, "use_muon": False})
+        self.adamw = adamw(others) if others else None
+        super().__init__([*ours, *others], {})
+
+    def moments_of(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the names of the moments of `tensor`, a weight or a flat share of weights [any shape]."""
+        return MOMENTUM if tensor in self._matrices or hasattr(tensor, "pieces") else ADAM
+
+    def whole_work(self, parameter: nn.Parameter) -> int | None:
+        """Return the work of a matrix that one replica must step as a whole; None for weights of AdamW."""
+        return work_of(spec_of(parameter)) if parameter in self._matrices else None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step all weights that have a gradient."""
+        if closure is not None:
+            raise ValueError("Muon supports no closure: compute the loss before step()")
+        if self.adamw is not None:
+            # `load_state_dict` replaces both of these attributes.
+            self.adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+            self.adamw.state = self.state
+            self.adamw.step()
+        for group in self.param_groups:
+            if group["use_muon"]:
+                every = (piece for p in group["params"] for piece in self._pieces_of(p))
+                for pieces in _in_batches(every, get_mesh().model.size):
+                    self._step_together(pieces, group["lr"], group["weight_decay"])
+
+    def _pieces_of(self, p: nn.Parameter) -> Iterator[_Piece]:
+        """Yield the weights of `p`, a weight [o, i] or a flat share of several weights [n], if it has a gradient."""
+        if p.grad is None:
+            return
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        tensors = p.detach(), p.grad, state["momentum_buffer"]
+        if not hasattr(p, "pieces"):
+            yield _Piece(spec_of(p), *tensors)
+            return
+        for weight, begin in p.pieces:
+            spec = spec_of(weight)
+            size = math.prod(spec.local_shape)
+            yield _Piece(spec, *(t[begin : begin + size].view(spec.local_shape) for t in tensors))
+
+    def _step_together(self, pieces: list[_Piece], lr: float, weight_decay: float) -> None:
+        c, updates = self._config, list[Tensor]()
+        for _, _, grad, momentum in pieces:
+            momentum.lerp_(grad, 1 - c.muon_momentum)
+            update = grad.lerp(momentum, c.muon_momentum) if c.muon_nesterov else momentum
+            updates.append(update if self._dtype is None else update.to(self._dtype))
+        specs = [piece.spec for piece in pieces]
+        function = partial(orthogonalise, steps=c.muon_ns_steps, options=self._options)
+        found = by_whole_matrices(function, updates, specs, get_mesh().model)
+        for (spec, weight, *_), update in zip(pieces, found, strict=True):
+            weight.mul_(1 - lr * weight_decay)
+            ratios = _ratios(spec, c.muon_adjust_lr_fn)
+            if isinstance(ratios, float):
+                weight.add_(update, alpha=-lr * ratios)
+            else:
+                weight.sub_(ratios.to(weight).mul_(lr) * update)
+
+
+def _in_batches(pieces: Iterator[_Piece], ranks: int) -> Iterator[list[_Piece]]:
+    """Yield lists of pieces of about BATCH elements, with enough pieces to balance work over tensor-parallel ranks."""
+    batch, size = list[_Piece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.weight.numel()
+        if size >= BATCH and (ranks == 1 or len(batch) >= 2 * ranks):
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _ratios(spec: ParamSpec, adjust_lr_fn: str) -> float | Tensor:
+    """Return the factor on the learning rate, as a tensor [rows, 1] if the fused matrices have different factors."""
+    rows, columns = spec.full_shape
+    if spec.fused is None:
+        return lr_ratio((rows, columns), adjust_lr_fn)
+    parts, width = spec.fused
+    groups = rows // (sum(parts) * width)
+    each = [lr_ratio((groups * part * width, columns), adjust_lr_fn) for part in parts]
+    if len(set(each)) == 1:
+        return each[0]
+    pattern = torch.tensor(each, dtype=torch.float64).repeat_interleave(torch.tensor(parts) * width)
+    _, begin, end = spec.rows if spec.dim == 0 else (0, 0, rows)
+    return pattern.repeat(groups)[begin:end].unsqueeze(1)

@@ -1,0 +1,62 @@
+"""Parameter groups of a run: --param-groups applied to the whole model, over all pipeline stages."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+import tds
+
+from .. import mpu
+from ..config import Config
+from ..config.ds_config import Resolved
+from ..config.param_groups import ParamRule, describe_rules, match_rules
+from ..model.embedding import embedding_weights
+from ..model.layers import PLACEHOLDER, global_parameters
+from ..optim import GroupKey, group_keys
+from ..ranks.agreement import all_ranks
+from ..ranks.objects import gather_objects
+from ..ranks.rank_0 import print_rank_0
+
+
+def freeze(model: nn.Module, path: str | None, rules: Sequence[ParamRule]) -> None:
+    """Freeze the weights that `rules` freeze, and print how many weights each rule matches. All ranks must call this.
+
+    path: the file of --param-groups, which has the rules.
+    Raises RunError for rules that match no weight of any stage, and for rules that freeze all weights.
+    """
+    if path is None:
+        return
+    mine = {name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}
+    sizes = {name: size for stage in gather_objects(mine, mpu.get_mesh().pipe) for name, size in stage.items()}
+    with all_ranks():
+        lines = describe_rules(path, rules, sizes)
+    for line in lines:
+        print_rank_0(line)
+    for parameter, rule in _rules_of(model, rules).items():
+        if rule.frozen is not None:
+            parameter.requires_grad_(not rule.frozen)
+
+
+def _rules_of(model: nn.Module, rules: Sequence[ParamRule]) -> dict[nn.Parameter, ParamRule]:
+    parameters = dict(global_parameters(model))
+    return {parameters[name]: rule for name, rule in match_rules(rules, parameters).items()}
+
+
+def keys_of_groups(model: nn.Module, config: Config, resolved: Resolved) -> dict[nn.Parameter, GroupKey]:
+    """Return the parameter group of each weight to train on this stage.
+
+    DeepSpeed's ZeRO needs weights of each group on each pipeline stage. Where --param-groups leaves a stage without
+    weights of a group, the stage gets a placeholder, which has no gradient. All ranks must call this.
+    """
+    spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
+    keys = group_keys(model, config.optim, spared, _rules_of(model, resolved.param_rules))
+    needs_all = tds.pipe.is_pipeline(model) and resolved.zero_stage and not resolved.distributed_optimizer
+    if resolved.param_rules and needs_all:
+        stages = gather_objects(set(keys.values()), mpu.get_mesh().pipe)
+        for at, key in enumerate(sorted(set().union(*stages) - set(keys.values()))):
+            placeholder = nn.Parameter(torch.zeros(1))
+            model.register_parameter(f"{PLACEHOLDER}{at}", placeholder)
+            keys[placeholder] = key
+    return keys

@@ -1,0 +1,58 @@
+"""Memory layout of a bucket whose weights are stepped as wholes: each replica owns some weights, with balanced work."""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+ALIGNMENT = 64  # elements; shares begin at multiples of this, because copies from aligned addresses are fast
+MOST_PADDING = 1 / 8  # a bucket of whole weights gets more weights until its padding is at most this fraction
+
+Work = Callable[[nn.Parameter], float | None]
+
+
+def balance(work: Sequence[float], replicas: int) -> list[list[int]]:
+    """Distribute the indices of `work` over the replicas: the largest first, each to the replica with least work.
+
+    The result depends on the arguments only, so all replicas get the same one (Graham 1969).
+    """
+    loads, owned = [0.0] * replicas, [list[int]() for _ in range(replicas)]
+    for at in sorted(range(len(work)), key=lambda at: -work[at]):
+        to = loads.index(min(loads))
+        owned[to].append(at)
+        loads[to] += work[at]
+    return owned
+
+
+def place(
+    parameters: Sequence[nn.Parameter], replicas: int, work: Work | None
+) -> tuple[list[nn.Parameter], list[int], int]:
+    """Return (the parameters in the order of memory, the offset of each, the elements of each replica's share).
+
+    work: work of stepping a weight, if a replica must step whole weights. Each share then begins with a weight and may
+    end with padding. None: shares may begin and end anywhere in a weight.
+    """
+    if work is None:
+        owned = [list(parameters)]
+        share = aligned(-(-sum(p.numel() for p in parameters) // replicas))
+    else:
+        owned = [[parameters[at] for at in own] for own in balance([work(p) or 0 for p in parameters], replicas)]
+        share = aligned(max(sum(p.numel() for p in own) for own in owned))
+    ordered, offsets = list[nn.Parameter](), list[int]()
+    for number, own in enumerate(owned):
+        at = number * share
+        for p in own:
+            ordered.append(p)
+            offsets.append(at)
+            at += p.numel()
+    return ordered, offsets, share
+
+
+def aligned(count: int) -> int:
+    """Return `count` rounded up to a multiple of ALIGNMENT."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def is_even(parameters: Sequence[nn.Parameter], replicas: int, work: Work) -> bool:
+    """Return whether a bucket of these weights, each stepped as a whole, has little padding."""
+    _, _, share = place(parameters, replicas, work)
+    return share * replicas <= (1 + MOST_PADDING) * sum(p.numel() for p in parameters)

@@ -1,0 +1,106 @@
+"""Runs without some documents: in other layouts, resumed with other documents, and what the tool says about them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.tokenizer import load_tokenizer
+from tests.support import RankFailure, command, on_ranks
+
+from .runs import Start, losses_of, run_all
+
+BASE = "--batch-size 2 --gas 2 --precision fp64 --save-interval 1"
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two corpora; document d repeats a token id of its own, 40 + 100 * corpus + d."""
+    folder, found = tmp_path_factory.mktemp("corpora"), {}
+    for number, name in enumerate("ab"):
+        found[name] = str(folder / name)
+        with IndexedDatasetBuilder(found[name], np.uint16) as builder:
+            for document in range(40):
+                builder.add_document(np.full(17 + document, 40 + 100 * number + document))
+    return found
+
+
+def go(ranks: int, run_dir: Path, flags: str, vocab_file: str, model: str = "gpt2") -> None:
+    on_ranks(ranks, run_all, [Start(model, run_dir, f"{BASE} {flags}")], None, vocab_file)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5-v1.1"])
+def test_layouts_and_resumed_runs_leave_out_the_same(
+    model: str, tmp_path: Path, corpora: dict[str, str], vocab_file: str
+) -> None:
+    """The losses equal those of one process, and differ from a run with the documents only in replaced samples."""
+    data = "--data-path 0.5 {a} 0.5 {b}".format(**corpora)
+    (tmp_path / "gone.txt").write_text("a 0-9\nb 39\n")
+    some = f"--without {tmp_path / 'gone.txt'}"
+    go(1, tmp_path / "all", f"{data} --train-iters 4", vocab_file, model)
+    go(1, tmp_path / "one", f"{data} {some} --train-iters 4", vocab_file, model)
+    go(2, tmp_path / "two", f"{data} {some} --train-iters 2 --pipe-parallel-size 2", vocab_file, model)
+    go(2, tmp_path / "two", f"{data} {some} --train-iters 4 --batch-size 1 --num-workers 1", vocab_file, model)
+    np.testing.assert_allclose(losses_of(tmp_path / "two"), losses_of(tmp_path / "one"), rtol=1e-10)
+    assert losses_of(tmp_path / "one") != losses_of(tmp_path / "all")
+
+
+def test_other_documents_need_a_flag_and_leave_the_past(
+    tmp_path: Path, corpora: dict[str, str], vocab_file: str
+) -> None:
+    data, run = f"--data-path {corpora['a']}", tmp_path / "run"
+    for name, lines in {"few": "3\n", "more": "3\n8-20\n"}.items():
+        (tmp_path / f"{name}.txt").write_text(lines)
+    few, more = f"--without {tmp_path / 'few.txt'}", f"--without {tmp_path / 'more.txt'}"
+    go(1, run, f"{data} --train-iters 2", vocab_file)
+    for flags in (few, more):
+        with pytest.raises(RankFailure, match=r"--without .*--override-data"):
+            go(1, run, f"{data} {flags} --train-iters 3", vocab_file)
+    go(1, run, f"{data} {more} --train-iters 6 --override-data --exit-interval 4", vocab_file)
+    go(2, run, f"{data} {more} --train-iters 6 --batch-size 1", vocab_file)
+    with pytest.raises(RankFailure, match=r"--without .*--override-data"):
+        go(1, run, f"{data} --train-iters 7", vocab_file)
+    _check_tool(run, corpora["a"], vocab_file)
+
+
+def _check_tool(run: Path, prefix: str, vocab_file: str) -> None:
+    """Compare `which` for each iteration with `when` for each document: samples of 8 and later lack documents."""
+    seen: dict[int, set[tuple[int, int]]] = {}
+    for iteration in range(1, 7):
+        done = command("python", "tools/inspect_data.py", "which", "--iteration", str(iteration), "--run-dir", str(run))
+        assert done.returncode == 0, done.stderr
+        for line in done.stdout.splitlines()[1:]:
+            sample, corpus, document, *_ = line.split()
+            assert corpus == prefix and (int(sample) // 4) == iteration - 1
+            seen.setdefault(int(document), set()).add((iteration, int(sample)))
+    assert any(n < 8 for _, n in seen.get(12, set()) | seen.get(20, set()) | seen.get(15, set()))
+    assert all(n < 8 for document in (3, *range(8, 21)) for _, n in seen.get(document, ()))
+    for document in (3, 15, 30):
+        asked = ("when", "--document", str(document), "--run-dir", str(run))
+        done = command("python", "tools/inspect_data.py", *asked)
+        assert done.returncode == 0, done.stderr
+        rows = [line.split() for line in done.stdout.splitlines()[1:-1]]
+        assert {(int(row[0]), int(row[2])) for row in rows} == seen.get(document, set())
+        assert {row[1] for row in rows} <= {"done"}
+
+
+def test_the_tool_shows_text_and_refuses_what_the_run_lacks(
+    tmp_path: Path, corpora: dict[str, str], vocab_file: str
+) -> None:
+    go(1, tmp_path / "run", f"--data-path {corpora['a']} --train-iters 1", vocab_file)
+    tool = ("python", "tools/inspect_data.py")
+    where = ("--run-dir", str(tmp_path / "run"))
+    done = command(*tool, "which", "--iteration", "1", "--full", *where)
+    document = int(done.stdout.splitlines()[1].split()[2])
+    text = load_tokenizer(vocab_file).decode(IndexedDataset(corpora["a"])[document][:3].tolist())
+    assert " ".join(text.split()) in done.stdout.splitlines()[1]
+    for argv, said in {
+        ("when", "--document", "40"): "document 40",
+        ("when", "--document", "1", "--path", "b"): "corpus b",
+        ("which", "--iteration", "2"): "iterations 1 to 1",
+        ("which", "--iteration", "0"): "iterations 1 to 1",
+    }.items():
+        done = command(*tool, *argv, *where)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
