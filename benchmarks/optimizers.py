@@ -114,6 +114,8 @@ def draw(curves: dict[str, list[Curve]], finals: Any, best: Any, args: Any) -> N
             axis.plot(x, mean, color=colour, label=f"{NAMES[name]}, lr {best[name]:g}")
             axis.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
     axes[0].set_xscale("log")
+    axes[0].set_xticks(args.lrs, [f"{lr:g}" for lr in args.lrs])
+    axes[0].minorticks_off()
     for axis, label in zip(axes, ("learning rate", "million tokens", "seconds on one core"), strict=True):
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)

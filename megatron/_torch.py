@@ -161,6 +161,11 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in left_out]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called; no public attribute tells."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def version(tensor: Tensor) -> int:
     """Return autograd's version counter of a tensor, which rises with each in-place change.
 

@@ -14,6 +14,13 @@ class RowError(ValueError):
     """A line of metrics.jsonl is valid JSON but not a row that a run writes; the message says why."""
 
 
+def _are_layers(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else [None]
+    return all(
+        isinstance(each, dict) and all(type(x) in (int, float, type(None)) for x in each.values()) for each in values
+    )
+
+
 def row_of(line: str) -> dict[str, Any] | None:
     """Return the row in a line of metrics.jsonl; None if the line is incomplete (after a crash). Raises RowError."""
     try:
@@ -29,6 +36,8 @@ def row_of(line: str) -> dict[str, Any] | None:
         value = row.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise RowError(f'"{name}" is {json.dumps(value)[:40]}, not a number')
+    if not _are_layers(row.get("layers", {})):
+        raise RowError('"layers" is not an object of objects of numbers')
     if row.get("split") == "train":
         lacking = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
         if lacking or not iteration:

@@ -97,8 +97,8 @@ deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer  training with ZeRO-
     fields    cur_scale loss_scaler optimizer overflow
 
 deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3  training with ZeRO-3
-    uses      check_overflow
-    fields    _global_grad_norm cur_scale fp32_partitioned_groups_flat loss_scaler optimizer overflow
+    uses      check_overflow get_param_id
+    fields    _global_grad_norm cur_scale fp32_partitioned_groups_flat grad_position loss_scaler optimizer overflow
     patches   _get_norm_groups
 
 deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer  training in fp16

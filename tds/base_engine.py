@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, is_tested
+from .average import WeightAverage
 from .distributed_optimizer import DistributedOptimizer
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
@@ -28,6 +29,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     optimizer: Any
     spike_guard: SpikeGuard | None = None  # set by a SpikeGuard
+    weight_average: WeightAverage | None = None  # set by a WeightAverage
     _compared = False  # whether the first save has compared the replicas' buffers
 
     @property

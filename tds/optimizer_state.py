@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import BF16_Optimizer, DeepSpeedOptimizer, Zero3Optimizer, Zero12Optimizer
 from ._torch import norms
+from .average import AVERAGE
 from .distributed_optimizer import DistributedOptimizer
 
 LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
@@ -34,7 +35,7 @@ def _inner(engine: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _owners(engine: Any) -> list[Tensor]:
+def owners(engine: Any) -> list[Tensor]:
     """Return the tensors that the torch optimizer steps: the parameters, or ZeRO's flat shards of them."""
     if engine.zero_optimization_stage() == 3 and engine.optimizer is not _inner(engine):
         # ZeRO-3 puts these shards into param_groups only while it steps them.
@@ -115,7 +116,7 @@ def moment_names(engine: Any) -> list[str]:
     The list is empty as long as no weight of this rank has had a gradient in a step.
     """
     _link_moments(engine)
-    states = [(owner, _inner(engine).state.get(owner, {})) for owner in _owners(engine)]
+    states = [(owner, _inner(engine).state.get(owner, {})) for owner in owners(engine)]
     return sorted({k for owner, state in states for k, v in state.items() if _is_moment(v, owner)})
 
 
@@ -133,7 +134,7 @@ def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> li
 def _names_of(engine: Any, tensor: Tensor, names: Sequence[str]) -> list[str]:
     """Return which moments in `names` belong to `tensor`, a weight or an owner, if the optimizer distinguishes them."""
     of = getattr(_inner(engine), "moments_of", None)
-    return list(names) if of is None else [name for name in names if name in of(tensor)]
+    return list(names) if of is None else [name for name in names if name == AVERAGE or name in of(tensor)]
 
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
@@ -155,7 +156,7 @@ def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -
 def get_step(engine: Any) -> int:
     """Return the optimizer's step count (Adam's t), the highest one on this rank."""
     inner = _inner(engine)
-    counted = [step for owner in _owners(engine) if (step := inner.state.get(owner, {}).get("step")) is not None]
+    counted = [step for owner in owners(engine) if (step := inner.state.get(owner, {}).get("step")) is not None]
     counted += [group.get("step", 0) for group in inner.param_groups]  # apex's Adam has one count per group
     return max(map(int, counted), default=0)
 
@@ -182,7 +183,7 @@ def make_moments(
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
     # there, too.
     there = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-    for owner in _owners(engine):
+    for owner in owners(engine):
         own = of.get(owner, step)  # type: ignore[call-overload]
         if own is None:
             continue

@@ -20,6 +20,7 @@ from megatron.ranks.initialize import ranks_here
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import print_rank_0
 from tds import optimizer_state as zero_state
+from tds.average import AVERAGE
 
 from .files import BUFFER, INDEX, WEIGHT, CheckpointError
 from .reader import CheckpointReader, load_buffers, plain_config
@@ -247,7 +248,7 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None:
     """Load the weights, and the optimizer's state if `wanted.optimizer` is set."""
-    moments = reader.optimizer["moments"] if wanted.optimizer else []
+    moments = _moments(reader, engine) if wanted.optimizer else []
     if moments:
         zero_state.make_moments(engine, moments, reader.optimizer["step"], _steps(reader, engine, moments))
     keys = list(_wanted_keys(reader, engine, moments))
@@ -258,6 +259,17 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
             zero_state.set_moment(engine, parameter, kind, value)
     if wanted.optimizer:
         zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
+
+
+def _moments(reader: CheckpointReader, engine: Any) -> list[str]:
+    """Return the names of the moments to load. The average of --ema-decay counts as one, if the run keeps it."""
+    moments: list[str] = reader.optimizer["moments"]
+    if engine.weight_average and moments and AVERAGE not in moments:
+        print_rank_0(f"note: {reader.path} holds no average of the weights; --ema-decay begins one with its weights")
+    if engine.weight_average or AVERAGE not in moments:
+        return moments
+    print_rank_0(f"note: without --ema-decay, this run drops the average of the weights in {reader.path}")
+    return [name for name in moments if name != AVERAGE]
 
 
 def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:
@@ -280,8 +292,9 @@ def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
     for name, parameter in global_parameters(engine.module):
         yield WEIGHT, name, parameter
         for moment in zero_state.moments_of(engine, parameter, moments):
-            # The checkpoint has no moments of a parameter that was frozen or never had a gradient.
-            if f"{moment}.{name}" in reader.tensors:
+            # The checkpoint has no moments of a parameter that was frozen or never had a gradient. Its average is the
+            # weight.
+            if moment == AVERAGE or f"{moment}.{name}" in reader.tensors:
                 yield moment, name, parameter
 
 
@@ -300,14 +313,14 @@ def _read_once(
     axis, problem = mpu.get_mesh().data, None
     if device.type == "cpu" and ranks_here(dist.get_world_size()) == dist.get_world_size():
         for kind, name, parameter in keys:
-            yield kind, parameter, reader.local(f"{kind}.{name}", parameter).to(_dtype(parameter))
+            yield kind, parameter, reader.local(_key(reader, kind, name), parameter).to(_dtype(parameter))
         return
     for at in range(0, len(keys), axis.size):
         mine: Tensor | None = None
         if at + axis.rank < len(keys) and problem is None:
             kind, name, parameter = keys[at + axis.rank]
             try:
-                mine = reader.local(f"{kind}.{name}", parameter).to(device, _dtype(parameter)).contiguous()
+                mine = reader.local(_key(reader, kind, name), parameter).to(device, _dtype(parameter)).contiguous()
             except (ValueError, OSError) as error:
                 problem = error
         for turn, (kind, _, parameter) in enumerate(keys[at : at + axis.size]):
@@ -319,6 +332,11 @@ def _read_once(
             yield kind, parameter, value
     if problem is not None:
         raise problem
+
+
+def _key(reader: CheckpointReader, kind: str, name: str) -> str:
+    key = f"{kind}.{name}"
+    return key if kind != AVERAGE or key in reader.tensors else f"{WEIGHT}.{name}"
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:

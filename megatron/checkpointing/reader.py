@@ -14,6 +14,7 @@ from megatron.config.command_line import HOME, RENAMED, with_values
 from megatron.config.fields import ConfigError, describe
 from megatron.model.layers import global_buffers, global_parameters
 from megatron.storage import RemotePath
+from tds.average import AVERAGE
 
 from . import schema
 from .bounds import refuse_absurd_sizes
@@ -24,9 +25,12 @@ from .stream import CODES, FLOATS, stored
 
 
 class CheckpointReader:
-    """Reader of a checkpoint: any slice of any tensor, whatever parallel layout wrote the checkpoint."""
+    """Reader of a checkpoint: any slice of any tensor, whatever parallel layout wrote the checkpoint.
 
-    def __init__(self, path: Path) -> None:
+    average: read the average of --ema-decay in place of the weights. Raises CheckpointError if there is none.
+    """
+
+    def __init__(self, path: Path, average: bool = False) -> None:
         self.path = path
         self.sums, self._checksum = read_sums(path), checksum_of(path)
         check_file(path / INDEX, self._checksum, self.sums[INDEX])
@@ -44,6 +48,12 @@ class CheckpointReader:
         except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
             raise CheckpointError(f"{path / INDEX} cannot be read: {describe(error)}") from None
         self._open: dict[str, Any] = {}
+        # Key -> key under which the files hold this tensor, if it is another one.
+        self._stored = {key: f"{AVERAGE}.{key.removeprefix(f'{WEIGHT}.')}" for key in self.tensors} if average else {}
+        self._stored = {key: other for key, other in self._stored.items() if other in self.tensors}
+        self.tensors |= {key: self.tensors[other] for key, other in self._stored.items()}
+        if average and not self._stored:
+            raise CheckpointError(f"{path} holds no average of the weights (--ema-decay); leave out --ema")
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Check the checksums of this rank's share of the files: every `ranks`-th file, beginning with number `rank`.
@@ -88,6 +98,7 @@ class CheckpointReader:
         Raises CheckpointError if the file's header contradicts checkpoint.json.
         """
         file, entry = self._file(piece["file"]), self.tensors[key]
+        key = self._stored.get(key, key)
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]
         if key not in file.keys():  # noqa: SIM118  # it is no dict
@@ -163,9 +174,12 @@ def each_weight(reader: CheckpointReader, model: Any) -> Iterator[tuple[str, nn.
 
 
 @torch.no_grad()
-def load_weights(path: Path, model: Any) -> CheckpointReader:
-    """Load only weights and buffers, into a model that has no engine (to generate, evaluate or export)."""
-    reader = CheckpointReader(path)
+def load_weights(path: Path, model: Any, average: bool = False) -> CheckpointReader:
+    """Load only weights and buffers, into a model that has no engine (to generate, evaluate or export).
+
+    average: load the average of --ema-decay in place of the weights.
+    """
+    reader = CheckpointReader(path, average)
     reader.verify()
     for _, parameter, value in each_weight(reader, model):
         parameter.copy_(value)

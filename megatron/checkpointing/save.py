@@ -2,10 +2,9 @@
 
 import contextlib
 import json
-import shutil
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +33,6 @@ from .remote import upload
 from .retention import prune
 from .share import Part, expected_shapes, list_moments, merge, parts_of, steps_of, values_of, write_share
 from .state import TrainState
-from .stream import Entry, write_entries
 from .whole import check_complete
 
 SLOW_SECONDS = 300.0  # writing time after which a note is printed; enough for a large share on a slow disk
@@ -48,8 +46,9 @@ def index_text(
     tensors: dict[str, Any],
     optimizer: dict[str, Any] | None = None,
     rng_seed: int | None = None,
+    average_of: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Return the text of checkpoint.json."""
+    """Return the text of checkpoint.json. average_of: the checkpoints whose average the weights are."""
     content = {
         "format": FORMAT,
         "state": state.to_dict(),
@@ -59,7 +58,7 @@ def index_text(
         "positions": config.positions,
         "config": config.to_dict(),
         "tensors": tensors,
-    }
+    } | ({"average_of": average_of} if average_of else {})
     return json.dumps(content, indent=1)
 
 
@@ -155,7 +154,7 @@ class Saver:
         zero_state.complete_weights(self.engine)
         check_replicas(self.engine)
         final = self.folder / f"iter_{state.iteration:07d}"
-        temporary = _temporary(final)
+        temporary = temporary_of(final)
 
         with _guarded(temporary):
             self._make_folder(temporary)
@@ -286,7 +285,7 @@ class Saver:
         """Wait for every rank's share, publish the checkpoint and return its folder. Raises RunError on all ranks."""
         assert self._pending is not None
         final, content = self._pending
-        temporary = _temporary(final)
+        temporary = temporary_of(final)
         if self._thread is not None:
             self._thread.join()
         self._pending = self._thread = None
@@ -362,23 +361,6 @@ def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config,
     return saver.finish()
 
 
-def write_checkpoint(final: Path, entries: Sequence[Entry], config: Config, fingerprint: str) -> None:
-    """Write imported weights as a checkpoint of iteration 0, in one process and one tensor at a time."""
-    temporary = _temporary(final)
-    remove(temporary)
-    temporary.mkdir(parents=True)
-    name, checksum = "weights.safetensors", preferred()
-    try:
-        sums = {name: write_entries(temporary / name, entries, checksum)}
-        tensors = {
-            e.name: {"shape": list(e.shape), "dim": 0, "pieces": [{"file": name, "begin": 0, "end": e.shape[0]}]}
-            for e in entries
-        }
-        publish(final, temporary, index_text(TrainState(), config, fingerprint, tensors), checksum, sums)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _named(error: Exception) -> Exception:
     """Return `error` if it is an OSError or ValueError, which `all_ranks` handles, else a ValueError that names it."""
     if isinstance(error, (OSError, ValueError)):
@@ -386,7 +368,7 @@ def _named(error: Exception) -> Exception:
     return ValueError(f"{type(error).__name__} {describe(error)}" if str(error) else type(error).__name__)
 
 
-def _temporary(final: Path) -> Path:
+def temporary_of(final: Path) -> Path:
     """Return the folder to write a checkpoint to; in object storage, where nothing can be renamed, its final one."""
     return final if isinstance(final, RemotePath) else final.with_name(final.name + ".tmp")
 

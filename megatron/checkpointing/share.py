@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.model.layers import global_parameters
 from tds import optimizer_state as zero_state
+from tds.average import AVERAGE
 from tds.pipe import is_pipeline
 
 from .checksums import Checksum
@@ -152,7 +153,7 @@ def write_share(
                 kind, name = key.split(".", 1)
                 if kind == WEIGHT and name in learned and not _finite(value):
                     raise ValueError(f"the weight {name} is not finite")
-                if name in shared and kind != WEIGHT and value.count_nonzero():
+                if name in shared and kind not in (WEIGHT, AVERAGE) and value.count_nonzero():
                     learns.add(name)
     finally:
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks

@@ -104,6 +104,13 @@ class OptimConfig(Section):
         "factor on --lr and --min-lr for the matrices that Muon steps, e.g. with --muon-adjust-lr-fn original",
         at_least(0),
     )
+    ema_decay: float | None = opt(
+        None,
+        "keep an exponential moving average of the weights, average = decay x average + (1 - decay) x weight, updated "
+        "after each step; checkpoints contain it, and --ema of the tools uses it; 0.999 is usual; no average if not "
+        "given",
+        lambda value: None if 0 < value < 1 else "must lie between 0 and 1, without these",
+    )
 
     def _problems(self) -> Iterator[str]:
         given = [f.name for f in fields(self) if f.name.startswith("muon_") and getattr(self, f.name) != f.default]

@@ -23,7 +23,7 @@ class CheckpointConfig(Section):
     finetune: bool = opt(
         False, "load only the weights of --load; optimizer state, data and iterations start from scratch"
     )
-    load_optim: bool = opt(True, "load the optimizer's moments and the loss scale from the checkpoint")
+    load_optim: bool = opt(True, "load the optimizer's moments, the loss scale and the average of --ema-decay")
     load_rng: bool = opt(True, "continue the checkpoint's random streams of dropout, instead of new ones from --seed")
     override_data: bool = opt(False, "continue although the data, --split, --seed or the sample length has changed")
     override_tokenizer: bool = opt(False, "continue with another tokenizer that has the same vocabulary size")
@@ -81,6 +81,11 @@ class LogConfig(Section):
     )
     log_details: bool = opt(
         False, "add tokens, time, TFLOP/s and memory to each log line, and print the parts of the memory estimate"
+    )
+    log_layers: bool = opt(
+        False,
+        "add to each log line's row in metrics.jsonl, for each layer: the norms of weights and gradients, the ratio of "
+        "the update to the weights, the RMS of the activations and the largest attention logit of that iteration",
     )
     tensorboard: bool | None = opt(None, "write TensorBoard events; if not given, on if tensorboard is installed")
     tensorboard_dir: str | None = opt(

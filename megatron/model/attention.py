@@ -55,7 +55,12 @@ def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Te
 
 
 class Attention(nn.Module):
-    """Common part of self- and cross-attention (Vaswani et al. 2017): softmax(q k^T + bias) v, output projection."""
+    """Common part of self- and cross-attention (Vaswani et al. 2017): softmax(q k^T + bias) v, output projection.
+
+    watch: function that is called with each attention call before it is computed, or None.
+    """
+
+    watch: Callable[[Call], None] | None = None
 
     def __init__(self, config: ModelConfig, stream: str, output_std: float, causal: bool) -> None:
         super().__init__()
@@ -122,7 +127,10 @@ class Attention(nn.Module):
         return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
 
     def _attend(self, *inputs: Any, p: float) -> Tensor:
-        return attend(self.call(*inputs, p))
+        call = self.call(*inputs, p)
+        if self.watch is not None:
+            self.watch(call)
+        return attend(call)
 
     def _computed_again(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return mpu.checkpoint(call, *inputs, rng=self.rng)  # type: ignore[no-any-return]

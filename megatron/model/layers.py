@@ -60,14 +60,27 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(leaf, module)
 
 
-def run(steps: Sequence[tuple[Layer, Callable[[Any], Any]]], inputs: Any, chunk: int, rng: mpu.RngStreams) -> Any:
+# Function that runs a layer as observe(layer, call, inputs) and returns what call(inputs) returns.
+Observer = Callable[[Layer, Callable[[Any], Any], Any], Any]
+
+
+def run(
+    steps: Sequence[tuple[Layer, Callable[[Any], Any]]],
+    inputs: Any,
+    chunk: int,
+    rng: mpu.RngStreams,
+    observe: Observer | None = None,
+) -> Any:
     """Pass `inputs` through all steps in order.
 
     steps: (layer, function that calls its module).
     chunk: 0 saves all activations; n saves only the input of each group of n repeated layers and recomputes the
     group in the backward pass.
     rng: dropout streams from which the layers draw; a recomputed group draws the same masks again.
+    observe: runs each layer, or None.
     """
+    if observe is not None:
+        steps = [(layer, partial(observe, layer, call)) for layer, call in steps]
     at = 0
     while at < len(steps):
         end = _end_of_group([layer for layer, _ in steps], at, chunk)
@@ -123,7 +136,10 @@ class LayerStack(AuxLossMixin, nn.Module):
     seed: seed of the initial weights.
     own: indices of the layers to build, for generation over pipeline stages; calling any other layer raises
     RuntimeError.
+    observe: runs each layer, or None. layer_names: global names of all layers in order.
     """
+
+    observe: Observer | None = None
 
     def __init__(
         self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
@@ -132,7 +148,8 @@ class LayerStack(AuxLossMixin, nn.Module):
         self._chunk, self._rng, self._axis = checkpoint_num_layers, mpu.get_rng(), mpu.get_mesh().model
         self.steps: list[tuple[Layer, Callable[..., Any]]] = []
         self._built: list[tuple[str, nn.Module]] = []
-        for i, (layer, name) in enumerate(zip(layers, global_names(layers), strict=True)):
+        self.layer_names = global_names(layers)
+        for i, (layer, name) in enumerate(zip(layers, self.layer_names, strict=True)):
             call: Callable[..., Any] = _elsewhere
             if own is None or i in own:
                 built: dict[str, Any] = dict(self._built)
@@ -166,7 +183,7 @@ class LayerStack(AuxLossMixin, nn.Module):
 
     def run(self, inputs: Any) -> Any:
         """Run all layers in order."""
-        return run(self.steps, inputs, self._chunk if self.training else 0, self._rng)
+        return run(self.steps, inputs, self._chunk if self.training else 0, self._rng, self.observe)
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

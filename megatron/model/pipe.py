@@ -15,7 +15,7 @@ from tds.layer_times import cut_by_time
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .gpt2 import gpt2_layers, vocab_size_of
-from .layers import AuxLossMixin, Layer, global_names, init_weights, run
+from .layers import AuxLossMixin, Layer, Observer, global_names, init_weights, run
 from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .t5 import t5_layers
@@ -38,7 +38,12 @@ BOUNDARIES = {
 
 
 class LayerStackPipe(AuxLossMixin, PipelineModule):
-    """One pipeline stage of a list of layers: a range of layers, or one range per virtual-pipeline chunk."""
+    """One pipeline stage of a list of layers: a range of layers, or one range per virtual-pipeline chunk.
+
+    observe, layer_names: see LayerStack.
+    """
+
+    observe: Observer | None = None
 
     def __init__(
         self, layers: Sequence[Layer], config: Config, tied_weights: dict[str, str], loss_fn: Any, example: Any
@@ -64,8 +69,8 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         )
         self._chunk, self._rng = config.recomputed_layers, mpu.get_rng()
         self._layers = [layers[index] for index in self.indices]
-        names = global_names(layers)
-        self._names = [names[index] for index in self.indices]
+        self.layer_names = global_names(layers)
+        self._names = [self.layer_names[index] for index in self.indices]
         puts_out = [_boundaries_after(layers[stop - 1]) for _, stop in self.bounds]
         takes_in = [_boundaries_after(layers[start - 1]) if start else None for start, _ in self.bounds]
         self.boundaries: Any = puts_out if self.chunks > 1 else puts_out[0]
@@ -83,7 +88,7 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
         # The engine passes a tensor, not a tuple, if only one tensor crosses a boundary; layers expect tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        return run(steps, inputs, self._chunk if self.training else 0, self._rng)
+        return run(steps, inputs, self._chunk if self.training else 0, self._rng, self.observe)
 
 
 def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:

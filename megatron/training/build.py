@@ -11,6 +11,7 @@ from torch import nn
 import tds
 from tds import optimizer_state as zero_state
 from tds.apart import zero3_partitioner
+from tds.average import WeightAverage
 from tds.spikes import SpikeGuard
 
 from .. import mpu
@@ -93,6 +94,8 @@ def build_engine(
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
+    if config.optim.ema_decay is not None:
+        WeightAverage(engine, config.optim.ema_decay)
     if config.train.skip_step_sigma is not None:
         SpikeGuard(engine, config.train.skip_step_sigma, config.train.skip_step_window)
     accumulate_in_graph(engine.module)

@@ -73,7 +73,7 @@ def _offloads(resolved: Resolved) -> bool:
 
 def memory_advice(parameters: int, config: Config, precision: str) -> str:
     """Return the part of an out-of-memory message that says what takes memory and which flags reduce it."""
-    moments = 1 if config.optim.optimizer == "sgd" else 2
+    moments = (1 if config.optim.optimizer == "sgd" else 2) + (config.optim.ema_decay is not None)
     width = {"fp64": 8, "fp32": 4}.get(precision)
     # bytes per parameter for weight, gradient and moments; with fp16 and bf16 also for a 16-bit copy of the weight
     each = width * (2 + moments) if width else 2 + 4 * (2 + moments)

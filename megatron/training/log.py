@@ -19,6 +19,7 @@ from .engine import Step
 from .find_nonfinite import explain
 from .health import Health, SampleRange
 from .hooks import Hook, due
+from .layer_log import LayerLog
 from .metrics import flops_per_token
 from .run_state import Run
 
@@ -28,6 +29,7 @@ class TrainingLog(Hook):
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.layers = LayerLog(run) if run.config.log.log_layers else None
         least = zero_state.least_loss_scale(run.engine.deepspeed)
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
         self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
@@ -139,6 +141,7 @@ class TrainingLog(Hook):
         row |= {} if z_loss is None else {"z_loss": z_loss}
         row |= {"global_batch": self.batch} if len(run.batches.sizes) > 1 else {}
         row |= {"spikes": self.spikes} if self.spikes else {}
+        row |= {"layers": self.layers.found} if self.layers and self.layers.found else {}
         row |= {"skipped_spikes": self.guarded} if self.guarded else {}
         row |= {"passed_over": self.left_out} if self.left_out else {}
         timed = run.timers.take()

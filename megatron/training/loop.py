@@ -53,7 +53,8 @@ def train(run: Run) -> None:
     saves, tasks = Saves(run, log, signals), TaskEvaluations(run, log)
     recording = recorded(config, run.run_dir, run.engine.deepspeed, state.iteration)
     with recording as recorder, bar, garbage, signals:
-        hooks: list[Hook] = [Recording(recorder, log), FirstStep(run), garbage, ReplicaChecks(run), log]
+        hooks: list[Hook] = [Recording(recorder, log), FirstStep(run), garbage, ReplicaChecks(run)]
+        hooks += [log.layers, log] if log.layers else [log]
         hooks += [Evaluations(run, log), tasks, saves]
         while state.iteration < last and not saves.stop:
             for hook in hooks:

@@ -204,6 +204,8 @@ class MetricsWriter:
         numbers = {
             name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "iteration"
         }
+        for layer, metrics in row.get("layers", {}).items():
+            numbers |= {f"layers/{layer}/{name}": value for name, value in metrics.items() if value is not None}
         for other in list(self._others):
             try:
                 other.write(row.get("split", "train"), row["iteration"], numbers)

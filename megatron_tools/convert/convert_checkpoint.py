@@ -18,8 +18,8 @@ from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.certificate import FILE as CERTIFICATE
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.relocation import keep_roles, kept_beside
-from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.model import global_parameters
@@ -55,7 +55,7 @@ EXAMPLES = """\
 def export(args: argparse.Namespace) -> None:
     """Export one of our checkpoints as a Hugging Face folder."""
     path = find_checkpoint(args.load)
-    reader = CheckpointReader(path)
+    reader = CheckpointReader(path, args.ema)
     reader.verify()
     config = plain_config(reader)
     check_model(reader, config)
@@ -338,6 +338,8 @@ def main(args: argparse.Namespace) -> None:
     for flag in ("checkpoint_version", "num_layers", "num_attention_heads"):
         if getattr(args, flag) is not None and not args.from_megatron:
             raise ValueError(f"--{flag.replace('_', '-')} needs --from-megatron")
+    if args.ema and not args.load:
+        raise ValueError("--ema needs --load, a run with --ema-decay")
     if args.verify and args.from_megatron:
         raise ValueError(
             "--verify compares with transformers, which cannot read the --from-megatron folder; omit --verify"
@@ -377,6 +379,7 @@ def build_parser() -> Parser:
         f"{ORDERS}; for CPM-Pretrain, 2 if the run was never resumed, else 0",
     )
     add("--output", required=True, help="new folder, for the exported model (--load) or the imported checkpoint")
+    add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of the run or of the imported folder)")
     add("--dtype", choices=DTYPES, default="fp32", help="dtype of the exported weights (default: fp32)")
     add("--max-shard-size", type=float, default=5.0, help="largest exported file in GB (default: 5)")

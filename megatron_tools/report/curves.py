@@ -6,6 +6,7 @@ from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
 
+from .layers import LINEAR, TITLES, values_of
 from .runs import Row, RunRead, named_splits
 
 MOST = 1500  # maximum number of points in a line; `thinned` shortens longer lines
@@ -94,6 +95,10 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
                 for spike in row.get("spikes", [])
                 if spike.get("lm_loss") is not None
             ]
+            marks += [
+                {"run": i, "x": spike["iteration"], "label": f"step skipped, {spike['name']} {spike['value']:.3f}"}
+                for spike in row.get("skipped_spikes", [])
+            ]
     by_corpus = [
         line(i, split, "parts", _points(run.part(split), "lm_loss"))
         for i, run in enumerate(runs)
@@ -168,10 +173,21 @@ def _timers(runs: Sequence[RunRead]) -> list[Chart]:
     return found
 
 
+def _by_layer(runs: Sequence[RunRead]) -> list[Chart]:
+    """Return one chart per run and metric of --log-layers, with a line for each layer."""
+    found = []
+    for i, run in enumerate(runs):
+        for metric, iterations, layers in values_of(run):
+            lines = [line(i, name, "parts", zip(iterations, values, strict=True)) for name, values in layers.items()]
+            title = TITLES[metric] + (f": {run.name}" if len(runs) > 1 else "")
+            found.append(Chart(f"{metric}{i}", title, "", metric not in LINEAR, lines, [], []))
+    return found
+
+
 def charts(runs: Sequence[RunRead]) -> list[Chart]:
     """Return all charts that have values to show."""
     found = []
-    for chart in [*_learning(runs), *_training(runs), *_timers(runs)]:
+    for chart in [*_learning(runs), *_training(runs), *_by_layer(runs), *_timers(runs)]:
         lines = [each for each in chart.lines if any(y is not None for y in each["y"])]
         if lines:
             found.append(chart._replace(lines=lines))

@@ -10,6 +10,7 @@ from typing import Any
 from . import facts
 from .curves import Chart, charts
 from .differences import Setting, settings
+from .layers import sections
 from .runs import RunRead
 from .timetable import Timetable, as_svg
 
@@ -67,6 +68,7 @@ def _body(
         _controls(),
         _figures(runs, charts(runs)),
         _table("Results", [run.name for run in runs], facts.table(columns)),
+        sections(runs),
         "".join(_timetable(runs, i, table) for i, table in timetables.items()),
         _samples(runs),
         _settings(runs, settings([run.given for run in runs])),

@@ -40,6 +40,8 @@ EXAMPLES = """\
 def ours(args: argparse.Namespace) -> Subject:
     """Return the model of --load, a run or a Hugging Face folder, built with this project's model classes."""
     theirs = Folder(Path(args.load)) if is_hf_folder(Path(args.load)) else None
+    if args.ema and theirs:
+        raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
     path = theirs.path if theirs else find_checkpoint(args.load)
     config = theirs.config if theirs else described(path)
     if config.is_t5:
@@ -55,7 +57,7 @@ def ours(args: argparse.Namespace) -> Subject:
             print(f"note: {note}", file=sys.stderr)
         theirs.load(model)
     else:
-        load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
+        load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint)
     here = device.current()
     # The model was trained on samples of --seq-length tokens, even if it has more positions.
     usual = config.positions if theirs else min(config.positions, config.data.seq_length)
@@ -124,6 +126,8 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 def main(args: argparse.Namespace) -> None:
     if bool(args.load) == bool(args.hf):
         raise ValueError("give either --load (a run) or --hf (a Hugging Face folder)")
+    if args.ema and args.hf:
+        raise ValueError("--ema needs --load, a run with --ema-decay; leave it out with --hf")
     if sum(map(bool, (args.input, args.cloze, args.tasks))) != 1:
         raise ValueError("give one of --input (text to score), --cloze (questions) and --tasks (tasks of lm-eval)")
     subject = ours(args) if args.load else hugging_face(args)
@@ -145,6 +149,7 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     add("--load", help="run directory, checkpoint, or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral")
+    add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add("--hf", help="Hugging Face folder to evaluate with transformers")
     add("--input", nargs="+", help="text files to score, in the formats of tools/preprocess_data.py")
     add("--cloze", help="file of JSON lines, each with a context and a target")

@@ -49,6 +49,8 @@ def load(args: argparse.Namespace) -> Writer:
     """Load the model of --load with its tokenizer. Every rank must call this function."""
     sizes = args.model_parallel_size, args.pipe_parallel_size
     theirs = Folder(Path(args.load), *sizes) if is_hf_folder(Path(args.load)) else None
+    if args.ema and theirs:
+        raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
     if theirs:
         path, config = None, theirs.config
     else:
@@ -73,7 +75,7 @@ def load(args: argparse.Namespace) -> Writer:
     with mpu.skip_init():
         model = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False, own=own).eval()
     if path:
-        load_weights(path, model).check_tokenizer(tokenizer.fingerprint)
+        load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint)
     elif theirs:
         theirs.load(model)
     return Writer(model.to(device), tokenizer, config, stages, reader_of(args, config, tokenizer, vocab_file))
@@ -184,6 +186,7 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
+    add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add(
         "--load",
         required=True,

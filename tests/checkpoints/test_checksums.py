@@ -11,8 +11,8 @@ import torch
 
 from megatron.checkpointing import CheckpointError, CheckpointReader
 from megatron.checkpointing.checksums import BLAKE3, SHA256, Checksum
-from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.stream import Entry, Slot, StreamWriter
+from megatron.checkpointing.write import write_checkpoint
 from megatron.config.command_line import parse
 
 # Official test vectors: for BLAKE3, the input is the bytes 0 to 250, repeated.

@@ -14,8 +14,8 @@ from blake3 import blake3
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.load import refuse_contradictions
-from megatron.checkpointing.save import write_checkpoint
 from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron_tools.convert import convert_checkpoint

@@ -261,14 +261,14 @@ PRIVATE = {
     "megatron/_torch.py": {
         "_C",
         "_functional_collectives", "_symmetric_memory", "_assert_async", "_base", "_inductor", "_is_amx_tile_supported",
-        "_linear_pointwise", "_unsafe_view",
+        "_compiled_call_impl", "_linear_pointwise", "_unsafe_view",
         "_non_persistent_buffers_set", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_mm", "_softmax_backward_data", "_version",
         "_monitor_workers", "_remaining_restarts",
         "_SetExcludeDispatchKeyGuard", "_triton", "_will_engine_execute_node", "_world",
     },
     "tds/_torch.py": {
-        "_C", "_cdata", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
+        "_C", "_cdata", "_compiled_call_impl", "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_functorch",
         "_get_backend", "_get_default_store", "_storage_Use_Count",
     },
     "tds/diagnose.py": {"_current_frames"},  # sys._current_frames: the only way to see another thread's stack

@@ -14,6 +14,7 @@ from megatron_tools.report import report
 from megatron_tools.report.curves import charts, thinned
 from megatron_tools.report.differences import settings
 from megatron_tools.report.facts import as_text, layout, progress, results
+from megatron_tools.report.layers import heat_map, values_of
 from megatron_tools.report.page import as_data
 from megatron_tools.report.runs import names_of, read_run, tokens_at
 from tests.sentences import SENTENCES
@@ -147,3 +148,34 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
         report.main(report.build_parser().parse_args([]))
     with pytest.raises(ValueError, match=SENTENCES["has_kept_no_checkpoint"]):
         page_of([made(tmp_path / "a")], "--prompt", "x")
+
+
+def test_layers_have_a_chart_and_a_heat_map(tmp_path: Path) -> None:
+    """Each metric of --log-layers has a chart with a line, and a heat map with a row, for each layer that has it."""
+    layers = {
+        "embedding": {"weight_norm": 2.0, "grad_norm": None, "update_ratio": 0.0},
+        "layers.<0>": {"weight_norm": 200.0, "grad_norm": 1e-3, "update_ratio": 1e-3, "attention_logit": -3.0},
+    }
+    run = read_run(made(tmp_path / "a", layers=layers))
+    found = {chart.name: chart for chart in charts([run])}
+    assert [line["label"] for line in found["weight_norm0"].lines] == ["embedding", "layers.<0>"]
+    assert found["weight_norm0"].lines[1]["y"] == [200.0, 200.0]
+    assert found["weight_norm0"].log
+    assert [line["label"] for line in found["attention_logit0"].lines] == ["layers.<0>"]
+    assert not found["attention_logit0"].log
+    assert "activation_rms0" not in found
+    maps = {values.metric: heat_map(values) for values in values_of(run)}
+    assert maps.keys() == {"weight_norm", "grad_norm", "update_ratio", "attention_logit"}
+    assert maps["weight_norm"].count("<rect") == 4
+    assert maps["update_ratio"].count("<rect") == 2, "a ratio of 0 has no logarithm"
+    assert '#440154"><title>embedding, iteration 10: 2<' in maps["weight_norm"]
+    assert '#fde725"><title>layers.&lt;0&gt;, iteration 20: 200<' in maps["weight_norm"]
+    assert "Weight norm by layer" in page_of([tmp_path / "a"])
+
+
+def test_skipped_spikes_are_marked(tmp_path: Path) -> None:
+    spike = {"iteration": 9, "first_sample": 64, "samples": 8, "name": "loss", "value": 9.5, "mean": 3, "deviation": 1}
+    run = read_run(made(tmp_path / "a", skipped_spikes=[spike]))
+    loss = next(chart for chart in charts([run]) if chart.name == "loss")
+    assert loss.marks[0]["x"] == 9
+    assert "9.5" in loss.marks[0]["label"]

@@ -58,9 +58,12 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
 
 
 def moments_of(count: Count, config: Config) -> int:
-    """Return the number of elements of the optimizer's moments on each model-parallel rank, before ZeRO shards them."""
-    kind = config.optim.optimizer
-    return count.held if kind == "sgd" else 2 * count.held - (count.hidden if kind == "muon" else 0)
+    """Return the number of elements of the optimizer's moments on each model-parallel rank, before ZeRO shards them.
+
+    The average of --ema-decay counts as a moment.
+    """
+    kind, average = config.optim.optimizer, count.held if config.optim.ema_decay else 0
+    return average + (count.held if kind == "sgd" else 2 * count.held - (count.hidden if kind == "muon" else 0))
 
 
 def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:

@@ -1,0 +1,136 @@
+"""Hook of --log-layers: norms, updates, activations and attention logits of each layer, equal in every layout."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tds.step_norms import StepNorms
+
+from .. import mpu
+from .._torch import is_compiled
+from ..model.attention import Attention
+from ..model.attention_kernels import Call
+from ..model.attention_logits import largest_logit
+from ..model.layers import Layer, global_parameters
+from ..ranks.objects import gather_objects
+from ..ranks.rank_0 import print_rank_0
+from .engine import Step
+from .health import SampleRange
+from .hooks import Hook, due
+from .run_state import Run
+
+METRICS = "weight_norm", "grad_norm", "update_ratio", "activation_rms", "attention_logit"
+
+
+class LayerLog(Hook):
+    """Hook that measures each layer in the iterations of log lines.
+
+    Activations are the outputs of transformer layers. Models that are not a list of layers have no activations and
+    logits, and compiled layers have no logits.
+    found: layer -> metric -> value of the last measured iteration; empty if none was measured since the last log line.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._engine = run, run.engine.deepspeed
+        self._model = self._engine.module
+        parameters = list(global_parameters(self._model))
+        built = [name for name, _ in self._model.named_layers()] if hasattr(self._model, "named_layers") else []
+        layer_of = {name: _layer_of(name, built) for name, _ in parameters}
+        every = {name for names in gather_objects(set(layer_of.values())) for name in names}
+        in_order = [name for name in getattr(self._model, "layer_names", []) if name in every]
+        self.names = list(dict.fromkeys([*in_order, *sorted(every)]))
+        self._at = {name: at for at, name in enumerate(self.names)}
+        mesh = mpu.get_mesh()
+        counted = {p: self._at[layer_of[name]] for name, p in parameters if mpu.counts_here(p, mesh.model.rank)}
+        self._norms = StepNorms(self._engine, counted, len(self.names), mesh.data.rank == 0)
+        compiled = any(map(is_compiled, self._model.modules()))
+        self._attentions = [] if compiled else list(self._attention_modules(built))
+        if compiled:
+            print_rank_0(
+                "note: --log-layers leaves out attention logits, as layers are compiled; --no-compile logs them"
+            )
+        self._activations, self._logits = torch.zeros(()), torch.zeros(())
+        self._armed = False
+        self.found: dict[str, dict[str, float | None]] = {}
+
+    def _attention_modules(self, built: list[str]) -> Any:
+        for name, layer in self._model.named_layers() if built else ():
+            for module in layer.modules():
+                if isinstance(module, Attention):
+                    yield self._at[name], module
+
+    def before_step(self, iteration: int) -> None:
+        if not (due(iteration, self._run.resolved.log_interval) or iteration == self._run.config.train.train_iters):
+            return
+        self._armed = True
+        numbers: Callable[..., Tensor] = partial(torch.zeros, dtype=torch.float64, device=self._engine.device)
+        self._activations = numbers(2, len(self.names))  # sums of squares, numbers of elements
+        self._logits = numbers(len(self.names)) - math.inf
+        self._norms.begin()
+        if hasattr(self._model, "observe"):
+            self._model.observe = self._observe
+        for at, module in self._attentions:
+            module.watch = partial(self._watch, at)
+
+    def _observe(self, layer: Layer, call: Callable[[Any], Any], inputs: Any) -> Any:
+        outputs = call(inputs)
+        if layer.repeated and self._model.training:
+            hidden = outputs[0].detach()
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            square = torch.linalg.vector_norm(hidden, dtype=dtype).double().square()
+            self._activations[:, self._at[layer.name]] += torch.stack([square, torch.full_like(square, hidden.numel())])
+        return outputs
+
+    def _watch(self, at: int, call: Call) -> None:
+        if self._model.training:
+            self._logits[at] = torch.maximum(self._logits[at], largest_logit(call).double())
+
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        self.found = {}
+        if not self._armed:
+            return
+        self._armed = False
+        if hasattr(self._model, "observe"):
+            self._model.observe = None
+        for _, module in self._attentions:
+            module.watch = None
+        sums = torch.cat([self._norms.take(), self._activations])
+        if step is None:
+            return
+        dist.all_reduce(sums)
+        dist.all_reduce(self._logits, op=dist.ReduceOp.MAX)
+        self.found = self._row(sums, float(step.grad_norm))
+
+    def _row(self, sums: Tensor, norm: float) -> dict[str, dict[str, float | None]]:
+        """Return layer -> metric -> value. norm: gradient norm of the model, infinite if the step was skipped."""
+        weights, gradients, updates, activations, counts = sums.cpu()
+        total = math.sqrt(float(gradients.sum()))
+        # The optimizer may get scaled and clipped gradients, all by the same factor.
+        factor = norm / total if total and math.isfinite(norm) else math.nan
+        columns = (
+            weights.sqrt(),
+            gradients.sqrt() * factor,
+            (updates / weights).sqrt(),
+            (activations / counts).sqrt(),
+            self._logits.cpu(),
+        )
+        values = torch.stack(columns, 1).tolist()
+        return {
+            name: {
+                metric: value if math.isfinite(value) else None
+                for metric, value in zip(METRICS, row, strict=True)
+                if metric in METRICS[:3] or not (math.isnan(value) or value == -math.inf)
+            }
+            for name, row in zip(self.names, values, strict=True)
+        }
+
+
+def _layer_of(name: str, layers: list[str]) -> str:
+    """Return the layer of the parameter `name`; for a model without layers, the module that holds the parameter."""
+    found = max((layer for layer in layers if name.startswith(f"{layer}.")), key=len, default=None)
+    return name.rpartition(".")[0] or name if found is None else found

@@ -1,0 +1,156 @@
+"""Average the weights of several checkpoints into a new checkpoint, as in SWA (Izmailov et al. 2018)."""
+
+import argparse
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_utils.cli import Parser, run
+from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
+from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint
+from megatron.checkpointing.relocation import FOLDER as TOKENIZER
+from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.whole import is_complete
+from megatron.checkpointing.write import write_checkpoint
+from megatron.config import ModelConfig
+from megatron.config.fields import flag
+
+EXAMPLES = """\
+  python tools/average_checkpoints.py --load runs/gpt2 --last 5 --output averaged
+  python tools/average_checkpoints.py --load runs/gpt2 --last 5 --decay 0.5 --output averaged
+  python tools/average_checkpoints.py --load a/checkpoints/iter_0000100 b/checkpoints/iter_0000100 --weights 3 1 \\
+      --output averaged
+      then: python tools/evaluate.py --load averaged --input held_out.jsonl"""
+
+
+def newest(load: str, number: int) -> list[Path]:
+    """Return the newest `number` checkpoints of a run, oldest first. Raises ValueError if the run has fewer."""
+    last = find_checkpoint(load)
+    if latest_checkpoint(last.parent) != last:
+        raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
+    found = [path for path in sorted(last.parent.glob("iter_*")) if path.name <= last.name and is_complete(path)]
+    if len(found) < number:
+        raise ValueError(
+            f"--last {number}: {last.parent} holds only {len(found)} checkpoints; save more often, or lower it"
+        )
+    return found[-number:]
+
+
+def shares(number: int, weights: Sequence[float] | None, decay: float | None) -> list[float]:
+    """Return the weights of `number` checkpoints, oldest first, with a sum of 1.
+
+    weights: the weights of --weights before division by their sum. decay: weights of an exponential moving average
+    that begins with the oldest checkpoint. Without both, all weights are equal. Raises ValueError.
+    """
+    if decay is not None:
+        if not 0 < decay < 1:
+            raise ValueError(f"--decay {decay:g} must lie between 0 and 1, without these")
+        return [(1 - decay if at else 1) * decay ** (number - 1 - at) for at in range(number)]
+    given = [1.0] * number if weights is None else list(weights)
+    if len(given) != number:
+        raise ValueError(f"--weights gives {len(given)} numbers for {number} checkpoints; give one for each")
+    if not all(0 <= each < math.inf for each in given) or not sum(given):
+        raise ValueError("--weights must be numbers of at least 0, and not all 0")
+    return [each / sum(given) for each in given]
+
+
+def refuse_other_models(readers: Sequence[CheckpointReader]) -> None:
+    """Raise ValueError unless all checkpoints hold the same model with the same tokenizer."""
+    first = readers[0]
+
+    def shapes(reader: CheckpointReader) -> dict[str, list[int]]:
+        return {key: entry["shape"] for key, entry in reader.tensors.items() if key.startswith(f"{WEIGHT}.")}
+
+    settings = plain_config(first).model
+    for reader in readers[1:]:
+        other = plain_config(reader).model
+        names = [f.name for f in fields(ModelConfig) if not f.metadata["free"]]
+        differing = next((flag(name) for name in names if getattr(settings, name) != getattr(other, name)), None)
+        if differing is None and shapes(reader) != shapes(first):
+            differing = "the weights"
+        if differing is None and reader.tokenizer != first.tokenizer:
+            differing = "the tokenizer"
+        if differing is not None:
+            raise ValueError(f"{reader.path} and {first.path} differ in {differing}; average checkpoints of one model")
+
+
+def _read(reader: CheckpointReader, key: str) -> Tensor:
+    entry = reader.tensors[key]
+    return reader.read(key, entry["dim"], 0, entry["shape"][entry["dim"]])
+
+
+def _mean(readers: Sequence[CheckpointReader], parts: Sequence[float], key: str) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for reader, part in zip(readers, parts, strict=True):
+        total = total + part * _read(reader, key).double()
+    return total
+
+
+def entries_of(readers: Sequence[CheckpointReader], parts: Sequence[float]) -> list[Entry]:
+    """Return the tensors to write: the average of each weight, and the buffers of the last checkpoint."""
+    last, found = readers[-1], []
+    for key, entry in last.tensors.items():
+        dtype = last.read(key, entry["dim"], 0, 0).dtype
+        if key.startswith(f"{WEIGHT}."):
+            found.append(Entry(key, tuple(entry["shape"]), dtype, partial(_mean, readers, parts, key)))
+        elif key.startswith(f"{BUFFER}."):
+            found.append(Entry(key, tuple(entry["shape"]), dtype, partial(_read, last, key)))
+    return found
+
+
+def main(args: argparse.Namespace) -> None:
+    output = Path(args.output)
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} exists and is not empty; choose another --output")
+    if args.weights is not None and args.decay is not None:
+        raise ValueError("--weights and --decay both set the weights; leave one of them out")
+    if (args.last is None) == (len(args.load) == 1):
+        raise ValueError("give either one run as --load, with --last, or several checkpoints as --load")
+    if args.last is not None and args.last < 1:
+        raise ValueError(f"--last {args.last} must be at least 1")
+    paths = newest(args.load[0], args.last) if args.last else [find_checkpoint(load) for load in args.load]
+    parts = shares(len(paths), args.weights, args.decay)
+    readers = [CheckpointReader(path, args.ema) for path in paths]
+    refuse_other_models(readers)
+    for reader in readers:
+        reader.verify()
+    last = readers[-1]
+    origin = [
+        {"checkpoint": str(reader.path), "iteration": reader.state["iteration"], "weight": part, "ema": args.ema}
+        for reader, part in zip(readers, parts, strict=True)
+    ]
+    final = output / "iter_0000000"
+    write_checkpoint(final, entries_of(readers, parts), plain_config(last), last.tokenizer or "", origin)
+    for home in (last.path.parent, last.path.parent.parent):
+        if (home / TOKENIZER).is_dir():
+            shutil.copytree(home / TOKENIZER, output / TOKENIZER, dirs_exist_ok=True)
+            break
+    for each in origin:
+        print(f"{each['weight']:.4f} x {each['checkpoint']}")
+    print(f"-> {final}: weights only, at iteration 0, without optimizer state")
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add("--load", nargs="+", required=True, help="a run directory, with --last, or several checkpoints")
+    add("--last", type=int, help="number of newest checkpoints of the run to average")
+    add("--weights", type=float, nargs="+", help="weight of each checkpoint, oldest first (default: all equal)")
+    add("--decay", type=float, help="weight the checkpoints as an exponential moving average with this decay")
+    add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
+    add("--output", required=True, help="new folder for the checkpoint")
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,97 @@
+"""Charts and heat maps of --log-layers: a line or a row for each layer, over the iterations of log lines."""
+
+import html
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .runs import RunRead
+
+# Metric of a layer in metrics.jsonl -> title.
+TITLES = {
+    "weight_norm": "Weight norm by layer",
+    "grad_norm": "Gradient norm by layer",
+    "update_ratio": "Update-to-weight ratio by layer",
+    "activation_rms": "RMS of activations by layer",
+    "attention_logit": "Largest attention logit by layer",
+}
+LINEAR = {"attention_logit"}  # may be negative, so its axis and colours are not logarithmic
+WIDTH, LEFT, HEIGHT = 860, 190, 16  # pixels: total width, width of a layer's name, height of a row
+COLUMNS = 120  # maximum number of columns of a heat map
+SCALE = (68, 1, 84), (33, 145, 140), (253, 231, 37)  # colours of the lowest, the middle and the highest value
+
+
+class LayerValues(NamedTuple):
+    """Values of one metric: for each layer, a list with one value for each of `iterations`, None if unknown."""
+
+    metric: str
+    iterations: list[int]
+    layers: dict[str, list[float | None]]
+
+
+def values_of(run: RunRead) -> list[LayerValues]:
+    """Return the values of each metric that the run logged by layer."""
+    rows = [row for row in run.part("train") if row.get("layers")]
+    names = list(dict.fromkeys(name for row in rows for name in row["layers"]))
+    iterations, found = [row["iteration"] for row in rows], []
+    for metric in TITLES:
+        lines = {name: [row["layers"].get(name, {}).get(metric) for row in rows] for name in names}
+        lines = {name: values for name, values in lines.items() if any(value is not None for value in values)}
+        found += [LayerValues(metric, iterations, lines)] if lines else []
+    return found
+
+
+def heat_map(values: LayerValues) -> str:
+    """Return an SVG with a row for each layer and a column for each iteration, or for some of them if there are many.
+
+    Colours are logarithmic, except for attention logits.
+    """
+    step = math.ceil(len(values.iterations) / COLUMNS)
+    columns = range(0, len(values.iterations), step)
+    shown = {name: [_height(values.metric, of[at]) for at in columns] for name, of in values.layers.items()}
+    known = [each for of in shown.values() for each in of if each is not None]
+    low, span = min(known, default=0.0), max(max(known, default=0.0) - min(known, default=0.0), 1e-12)
+    wide, tall = (WIDTH - LEFT) / len(columns), HEIGHT * len(shown) + 22
+    parts = [f'<svg viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" font-size="11">']
+    for row, (name, heights) in enumerate(shown.items()):
+        y = row * HEIGHT
+        parts.append(f'<text x="0" y="{y + 12}" fill="currentColor">{html.escape(name)}</text>')
+        for column, (at, height) in enumerate(zip(columns, heights, strict=True)):
+            if height is None:
+                continue
+            words = f"{name}, iteration {values.iterations[at]:,}: {values.layers[name][at]:.4g}"
+            parts.append(
+                f'<rect x="{LEFT + column * wide:.1f}" y="{y}" width="{wide + 0.3:.1f}" height="{HEIGHT - 1}" '
+                f'fill="{_colour((height - low) / span)}"><title>{html.escape(words)}</title></rect>'
+            )
+    first, last = values.iterations[0], values.iterations[columns[-1]]
+    axis = HEIGHT * len(shown) + 14
+    parts.append(f'<text x="{LEFT}" y="{axis}" fill="currentColor">iteration {first:,}</text>')
+    parts.append(f'<text x="{WIDTH}" y="{axis}" fill="currentColor" text-anchor="end">{last:,}</text></svg>')
+    return "".join(parts)
+
+
+def sections(runs: Sequence[RunRead]) -> str:
+    """Return the HTML of the heat maps of all runs, one section for each run that logged layers."""
+    parts = []
+    for run in runs:
+        maps = "".join(
+            f'<h3>{TITLES[values.metric]}</h3><div class="wide">{heat_map(values)}</div>' for values in values_of(run)
+        )
+        of = f": {html.escape(run.name)}" if len(runs) > 1 else ""
+        parts += [f"<section><h2>Layers{of}</h2>{maps}</section>"] if maps else []
+    return "".join(parts)
+
+
+def _height(metric: str, value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    if metric in LINEAR:
+        return value
+    return math.log10(value) if value > 0 else None
+
+
+def _colour(share: float) -> str:
+    at = min(int(share * 2), 1)
+    mixed = (a + (b - a) * (share * 2 - at) for a, b in zip(SCALE[at], SCALE[at + 1], strict=True))
+    return "#" + "".join(f"{round(each):02x}" for each in mixed)

@@ -1,0 +1,114 @@
+"""Squared norms of the weights, gradients and updates of a step by layer, for any optimizer and ZeRO stage."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._deepspeed import Zero3Optimizer
+from ._torch import norms
+from .optimizer_state import local_piece, owners
+
+
+class _Slice(NamedTuple):
+    """Elements `start` to `start + numel` of the flattened `owner`, a tensor that the optimizer steps.
+
+    layer: index of the layer to which these elements belong.
+    """
+
+    owner: Tensor
+    start: int
+    numel: int
+    layer: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the slice of a tensor of the owner's shape."""
+        return tensor.detach().view(-1).narrow(0, self.start, self.numel)
+
+
+class StepNorms:
+    """Squared norms by layer of this rank's shards, to be summed over all ranks.
+
+    `begin` starts the measurement of a step; `take` returns it after the step. Meanwhile, a copy of this rank's shards
+    of the weights is in memory.
+
+    layers: parameter -> index of its layer, for the parameters that this rank counts. count: number of layers.
+    first_replica: whether this rank is the first of its replicas; without ZeRO, only that one counts.
+    """
+
+    def __init__(self, engine: Any, layers: Mapping[nn.Parameter, int], count: int, first_replica: bool) -> None:
+        self._engine, self._layers, self._count, self._first = engine, layers, count, first_replica
+        self._slices: list[_Slice] | None = None  # None: do not measure
+        self._before: dict[Tensor, Tensor] = {}
+        inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        inner.register_step_pre_hook(lambda *_: self._pre(inner))
+        inner.register_step_post_hook(lambda *_: self._post())
+
+    def begin(self) -> None:
+        """Measure the next step."""
+        self._slices = list(self._find())
+        self._gradients, self._updates = (self._zeros() for _ in range(2))
+
+    def take(self) -> Tensor:
+        """Return the squared norms of weights, gradients and updates, [3, layers] in fp64, after the step.
+
+        The gradients may be scaled, each by the same factor: they are what the optimizer got, clipped or not.
+        """
+        assert self._slices is not None, "begin() comes first"
+        weights = self._sums([(each.layer, each.of(each.owner)) for each in self._slices])
+        frozen = [p for p in self._layers if not p.requires_grad and (self._first or hasattr(p, "ds_id"))]
+        weights += self._sums([(self._layers[p], local_piece(p).detach()) for p in frozen])
+        self._slices = None
+        return torch.stack([weights, self._gradients, self._updates])
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._count, dtype=torch.float64, device=self._engine.device)
+
+    def _sums(self, pieces: list[tuple[int, Tensor]]) -> Tensor:
+        """Return the sums of squares by layer of (layer, tensor) pairs."""
+        total = self._zeros()
+        pieces = [(index, piece) for index, piece in pieces if piece.numel()]
+        if pieces:
+            squares = torch.stack([norm.to(total.device) for norm in norms([p for _, p in pieces])]).double().square()
+            total.index_add_(0, torch.tensor([index for index, _ in pieces], device=total.device), squares)
+        return total
+
+    def _find(self) -> Iterator[_Slice]:
+        """Yield this rank's slices of the tensors that the optimizer steps."""
+        optimizer, steps = self._engine.optimizer, owners(self._engine)
+        by_storage = {each.untyped_storage().data_ptr(): each for each in steps}
+        for parameter, index in self._layers.items():
+            if not parameter.requires_grad:
+                continue
+            if isinstance(optimizer, Zero3Optimizer):
+                group, start, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                yield _Slice(steps[group], start, numel, index)
+            elif hasattr(parameter, "_hp_mapping"):
+                mapping: Any = parameter._hp_mapping
+                if mapping is not None:  # else no element of it is in this rank's shards
+                    owner = by_storage[mapping.hp_fragment.untyped_storage().data_ptr()]
+                    yield _Slice(owner, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel, index)
+            elif self._first:
+                yield _Slice(parameter, 0, parameter.numel(), index)
+
+    def _pre(self, inner: torch.optim.Optimizer) -> None:
+        if self._slices is None:
+            return
+        stepped = {p for group in inner.param_groups for p in group["params"] if p.grad is not None}
+        slices = [each for each in self._slices if each.owner in stepped]
+        self._gradients += self._sums([(each.layer, each.of(_dense(each.owner.grad))) for each in slices])
+        self._before = {each.owner: each.owner.detach().clone() for each in slices}
+
+    @torch.no_grad()
+    def _post(self) -> None:
+        for owner, before in self._before.items():
+            before.sub_(owner.detach())
+        found = [each for each in self._slices or () if each.owner in self._before]
+        if found:
+            self._updates += self._sums([(each.layer, each.of(self._before[each.owner])) for each in found])
+        self._before = {}
+
+
+def _dense(grad: Any) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad  # type: ignore[no-any-return]

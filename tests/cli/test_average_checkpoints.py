@@ -1,0 +1,112 @@
+"""tools/average_checkpoints.py agrees with torch's AveragedModel, and the tools read its checkpoints and --ema."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from megatron_tools.convert.average_checkpoints import shares
+from tests.checkpoints.runs import Start, run_all, whole_tensors
+from tests.cli.test_tools import fails
+from tests.support import command, covering, on_ranks
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: str) -> Path:
+    """A run on two ranks that has saved four checkpoints with averages of its weights."""
+    path = tmp_path_factory.mktemp("runs") / "gpt2"
+    flags = "--num-layers 2 --batch-size 2 --train-iters 4 --save-interval 1 --ema-decay 0.5 --precision fp32"
+    on_ranks(2, run_all, [Start("gpt2", path, f"{flags} --model-parallel-size 2")], tiny_data, vocab_file)
+    return path
+
+
+def _weights(checkpoint: Path, kind: str = "weight") -> dict[str, torch.Tensor]:
+    tensors = whole_tensors(checkpoint).items()
+    return {key.removeprefix(f"{kind}."): torch.tensor(value) for key, value in tensors if key.startswith(f"{kind}.")}
+
+
+def _done(*argv: str) -> str:
+    done = command("python", *argv)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _averaged(checkpoints: list[Path], kind: str, **how: Any) -> dict[str, torch.Tensor]:
+    """Return torch's average over the weights of the checkpoints, oldest first."""
+    every = [_weights(path, kind) for path in checkpoints]
+    models = [torch.nn.ParameterList(weights.values()) for weights in every]
+    average = AveragedModel(models[0], **how)
+    for model in models:
+        average.update_parameters(model)
+    return dict(zip(every[0], (p.detach() for p in average.module.parameters()), strict=True))
+
+
+@pytest.mark.parametrize("kind", covering(["weight", "ema"], lambda kind: kind == "weight"))
+def test_the_average_is_that_of_torch_and_tools_read_it(kind: str, run_dir: Path, tmp_path: Path) -> None:
+    """--last 3 with equal weights is SWA, and --decay is the EMA that begins with the oldest checkpoint."""
+    checkpoints = sorted((run_dir / "checkpoints").glob("iter_*"))[-3:]
+    ema = kind == "ema"
+    flags, how = ([], {}) if not ema else (["--decay", "0.25", "--ema"], {"multi_avg_fn": get_ema_multi_avg_fn(0.25)})
+    load = ["--load", str(run_dir), "--last", "3"]
+    said = _done("tools/average_checkpoints.py", *load, *flags, "--output", str(tmp_path / "out"))
+    expected, found = _averaged(checkpoints, kind, **how), _weights(tmp_path / "out" / "iter_0000000")
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-8)
+    index = json.loads((tmp_path / "out/iter_0000000/checkpoint.json").read_text())
+    assert index["optimizer"]["moments"] == []
+    assert index["state"]["iteration"] == 0
+    assert [Path(each["checkpoint"]).name for each in index["average_of"]] == [path.name for path in checkpoints]
+    assert all(path.name in said for path in checkpoints)
+    if ema:
+        return
+    _done("tools/convert_checkpoint.py", "--load", str(tmp_path / "out"), "--output", str(tmp_path / "hf"))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")["transformer.ln_f.weight"]
+    torch.testing.assert_close(exported, expected["final_norm.norm.weight"], rtol=1e-6, atol=1e-8)
+
+
+def test_the_tools_use_the_average_of_a_run(run_dir: Path, tmp_path: Path, corpus: Path) -> None:
+    """A checkpoint whose weights are the run's average gives the numbers that --ema gives."""
+    one = str(run_dir / "checkpoints" / "iter_0000004")
+    _done("tools/average_checkpoints.py", "--load", one, one, "--ema", "--output", str(tmp_path / "out"))
+    found = []
+    for load, flags in ((str(tmp_path / "out"), ()), (one, ("--ema",)), (one, ())):
+        path = tmp_path / "found.json"
+        score = ("tools/evaluate.py", "--input", str(corpus), "--quiet", "--json", str(path), "--load", load, *flags)
+        _done(*score)
+        found.append(json.loads(path.read_text())["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-7)
+    assert found[0] != pytest.approx(found[2], rel=1e-7)
+    _done("tools/convert_checkpoint.py", "--load", one, "--ema", "--output", str(tmp_path / "hf"))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")["transformer.ln_f.weight"]
+    assert exported.equal(_weights(Path(one), "ema")["final_norm.norm.weight"])
+    loads = (str(tmp_path / "out"), ()), (one, ("--ema",))
+    asked = "tools/generate.py", "--prompt", "a", "--max-new-tokens", "4", "--temperature", "0", "--load"
+    words = [_done(*asked, load, *flags) for load, flags in loads]
+    assert words[0] == words[1]
+
+
+def test_bad_requests_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    tool, out = "tools/average_checkpoints.py", ("--output", str(tmp_path / "out"))
+    assert "--last" in fails(tool, "--load", str(run_dir), *out)
+    assert "--last 9" in fails(tool, "--load", str(run_dir), "--last", "9", *out)
+    one = str(run_dir / "checkpoints" / "iter_0000004")
+    assert "--weights" in fails(tool, "--load", one, one, "--weights", "1", *out)
+    _done(tool, "--load", one, one, *out)
+    assert "--ema" in fails("tools/evaluate.py", "--load", out[1], "--ema", "--input", one)
+
+
+def test_shares_add_up_to_one() -> None:
+    assert shares(4, None, None) == [0.25] * 4
+    assert shares(3, [1, 2, 1], None) == [0.25, 0.5, 0.25]
+    assert np.sum(shares(5, None, 0.9)) == pytest.approx(1)
+    for weights in ([0, 0], [1, -1], [1, float("nan")]):
+        with pytest.raises(ValueError, match="--weights"):
+            shares(2, weights, None)
+    with pytest.raises(ValueError, match="--decay"):
+        shares(2, None, 1.0)

@@ -1,0 +1,126 @@
+"""--log-layers gives the numbers of plain torch in one process, and the same ones in every layout."""
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.model.block import TransformerLayer
+from megatron.model.layers import global_parameters
+from megatron.training.layer_log import METRICS
+from megatron.training.loop import train
+from tests.checkpoints.runs import Start, make, run_all
+from tests.support import FULL, on_ranks
+
+FLAGS = "--num-layers 2 --train-iters 3 --log-interval 2 --log-layers"
+LAYOUTS = {
+    "dp2": "--batch-size 2",
+    "dp2-zero1": "--batch-size 1 --gas 2 --zero-stage 1",
+    "dp2-muon": "--batch-size 2 --optimizer muon",
+    "dp2-muon-zero1": "--batch-size 2 --optimizer muon --zero-stage 1",
+    "dp2-zero2": "--batch-size 2 --zero-stage 2",
+    "dp2-zero3": "--batch-size 2 --zero-stage 3",
+    "pp2": "--batch-size 2 --gas 2 --pipe-parallel-size 2",
+    "tp2-sequence": "--batch-size 2 --gas 2 --model-parallel-size 2 --sequence-parallel",
+    "tp2-zero1": "--batch-size 4 --model-parallel-size 2 --zero-stage 1 --checkpoint-activations",
+    "pp2-bf16": "--batch-size 2 --gas 2 --pipe-parallel-size 2",
+    "dp2-zero2-bf16": "--batch-size 2 --zero-stage 2",
+    "dp2-zero3-bf16": "--batch-size 2 --zero-stage 3",
+    "dp2-zero2-fp16": "--batch-size 2 --zero-stage 2 --deepspeed-config {folder}/fp16.json",
+    "dp2-zero1-offload": "--batch-size 2 --zero-stage 1 --deepspeed-config {folder}/offload.json",
+    "cp2": "--batch-size 4 --context-parallel-size 2",
+}
+CASES = [("gpt2", ["dp2-zero1", "dp2-zero3", "pp2", "tp2-sequence", "cp2"])]
+MORE = [
+    ("gpt2", ["dp2", "dp2-zero2", "tp2-zero1"]),
+    ("gpt2", ["pp2-bf16", "dp2-zero2-bf16", "dp2-zero3-bf16", "dp2-zero2-fp16", "dp2-zero1-offload"]),
+    ("llama", ["dp2-zero1", "pp2", "tp2-sequence", "cp2"]),
+    ("t5-v1.1", ["dp2-zero1", "pp2", "tp2-sequence", "tp2-zero1"]),
+]
+
+
+def _layers(run_dir: Path) -> list[dict[str, dict[str, float]]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row["layers"] for row in rows if row["split"] == "train"]
+
+
+@pytest.mark.parametrize(("model", "names"), [*CASES, *(pytest.param(*each, marks=FULL) for each in MORE)])
+def test_every_layout_logs_the_same(
+    model: str, names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    flags = FLAGS if model == "gpt2" else FLAGS.replace("--num-layers 2", "")
+    one = Start(model, tmp_path / "one", f"{flags} --precision fp64 --batch-size 4")
+    on_ranks(1, run_all, [one], tiny_data, vocab_file)
+    (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True, "initial_scale_power": 4}}))
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "offload.json").write_text(json.dumps({"zero_optimization": offload}))
+    half = {name: name[-4:] for name in names if name.endswith(("bf16", "fp16"))}
+    # fp64 is for ZeRO stage 0 only.
+    precision = {name: half.get(name, "fp32" if "zero" in name else "fp64") for name in names}
+    layouts = {name: LAYOUTS[name].format(folder=tmp_path) for name in names}
+    starts = [Start(model, tmp_path / name, f"{flags} --precision {precision[name]} {layouts[name]}") for name in names]
+    on_ranks(2, run_all, starts, tiny_data, vocab_file, timeout=300)
+    expected = _layers(tmp_path / "one")
+    assert len(expected) == 2
+    for name in names:
+        for found, wanted in zip(_layers(tmp_path / name), expected, strict=True):
+            assert found.keys() == wanted.keys()
+            for layer, metrics in wanted.items():
+                # In fp32, Adam's first updates of weights with tiny gradients are sensitive to rounding.
+                near = pytest.approx(metrics, rel={"fp64": 1e-8, "fp32": 1e-3}.get(precision[name], 0.05))
+                assert found[layer] == near, (name, layer)
+
+
+def _plain(start: Start, data: str, vocab_file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return layer -> the numbers of the first iteration by hooks and plain torch, and those that the run logs."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = make(start, data, vocab_file)
+        model: Any = run.engine.deepspeed.module
+        before = {name: p.detach().clone() for name, p in global_parameters(model)}
+        gradients: dict[str, Any] = {name: 0 for name in before}
+        outputs: dict[str, list[torch.Tensor]] = {}
+        scores: dict[str, list[torch.Tensor]] = {}
+        for name, p in global_parameters(model):
+            p.register_hook(lambda g, name=name: gradients.__setitem__(name, gradients[name] + g))
+        for name, layer in model.named_layers():
+            if isinstance(layer, TransformerLayer):
+                layer.register_forward_hook(lambda _m, _i, out, name=name: outputs.setdefault(name, []).append(out[0]))
+                layer.attention.query_key_value.register_forward_hook(
+                    lambda _m, _i, out, name=name: scores.setdefault(name, []).append(out[0])
+                )
+        train(run)
+        run.__exit__()
+    found: dict[str, dict[str, float]] = {}
+    for name, p in global_parameters(model):
+        layer = next(each for each, _ in model.named_layers() if name.startswith(f"{each}."))
+        sums = found.setdefault(layer, dict.fromkeys(METRICS[:3], 0.0))
+        for metric, tensor in zip(METRICS, (p.detach(), gradients[name], p.detach() - before[name]), strict=False):
+            sums[metric] += float(tensor.double().square().sum())
+    for layer, sums in found.items():
+        found[layer] = {name: math.sqrt(value) for name, value in sums.items()}
+        found[layer]["update_ratio"] /= found[layer]["weight_norm"]
+        if layer in outputs:
+            every = torch.stack([each.detach().double() for each in outputs[layer]])
+            found[layer]["activation_rms"] = float(every.square().mean().sqrt())
+            largest = -math.inf
+            for qkv in scores[layer]:  # [s, b, 3 x 4 heads x 4], by head: query, key, value
+                s, b, _ = qkv.shape
+                q, k, _ = qkv.detach().double().view(s, b, 4, 3, 4).permute(1, 2, 3, 0, 4).unbind(2)
+                logits = q @ k.transpose(-1, -2) / 2
+                largest = max(largest, float(logits.masked_fill(torch.ones(s, s).triu(1).bool(), -math.inf).max()))
+            found[layer]["attention_logit"] = largest
+    return found, _layers(start.run_dir)[0]
+
+
+def test_the_numbers_are_those_of_plain_torch(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Gradients are logged before clipping, summed over the micro-batches."""
+    flags = f"{FLAGS} --precision fp32 --train-iters 1 --batch-size 2 --gas 2 --clip-grad 0.01 --attention-dropout 0"
+    ((expected, found),) = on_ranks(1, _plain, Start("gpt2", tmp_path / "run", flags), tiny_data, vocab_file)
+    assert found.keys() == expected.keys()
+    for layer, metrics in expected.items():
+        assert found[layer] == pytest.approx(metrics, rel=1e-5), layer
