@@ -135,7 +135,7 @@ class ParallelMLP(nn.Module):
             config.ff_size * (2 if config.gated else 1),
             bias=config.hidden_bias,
             gather_output=False,
-            init_method=mpu.normal(config.init_method_std),
+            init_method=mpu.normal(config.hidden_std),
         )
         self.dense_4h_to_h = mpu.RowParallelLinear(
             config.ff_size,

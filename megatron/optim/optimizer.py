@@ -28,19 +28,23 @@ def group_keys(
     config: OptimConfig,
     spared: Collection[nn.Parameter] = (),
     rules: Mapping[nn.Parameter, ParamRule] | None = None,
+    factors: Mapping[nn.Parameter, float] | None = None,
 ) -> dict[nn.Parameter, GroupKey]:
     """Return the parameter group of each trained weight of `module`.
 
     Matrices get --weight-decay. One-dimensional weights, which are biases and the weights of norms, get none.
     spared: matrices that also get no weight decay. rules: settings of --param-groups for single weights.
+    factors: muP's factors of the learning rate. They divide the weight decay, so that the product stays unchanged, as
+    weights shrink by the learning rate times the weight decay in each step.
     """
-    spared, rules = set(spared), rules or {}
+    spared, rules, factors = set(spared), rules or {}, factors or {}
     found = {}
     for p in module.parameters():
         if p.requires_grad:
             rule, is_spared = rules.get(p, ParamRule("*")), not _is_matrix(p) or p in spared
             decay = (0.0 if is_spared else config.weight_decay) if rule.weight_decay is None else rule.weight_decay
-            found[p] = GroupKey(is_spared, 1.0 if rule.lr_factor is None else rule.lr_factor, decay)
+            lr_factor, factor = 1.0 if rule.lr_factor is None else rule.lr_factor, factors.get(p, 1.0)
+            found[p] = GroupKey(is_spared, lr_factor * factor, decay / factor)
     return found
 
 

@@ -12,7 +12,7 @@ from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..config.param_groups import ParamRule, describe_rules, match_rules
-from ..model.embedding import embedding_weights
+from ..model.embedding import embedding_weights, layer_lr_factors
 from ..model.layers import PLACEHOLDER, global_parameters
 from ..optim import GroupKey, group_keys
 from ..ranks.agreement import all_ranks
@@ -47,13 +47,14 @@ def _rules_of(model: nn.Module, rules: Sequence[ParamRule]) -> dict[nn.Parameter
 def keys_of_groups(model: nn.Module, config: Config, resolved: Resolved) -> dict[nn.Parameter, GroupKey]:
     """Return the parameter group of each weight to train on this stage.
 
-    DeepSpeed's ZeRO needs weights of each group on each pipeline stage. Where --param-groups leaves a stage without
-    weights of a group, the stage gets a placeholder, which has no gradient. All ranks must call this.
+    DeepSpeed's ZeRO needs weights of each group on each pipeline stage. Where --param-groups or muP leaves a stage
+    without weights of a group, the stage gets a placeholder, which has no gradient. All ranks must call this.
     """
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
-    keys = group_keys(model, config.optim, spared, _rules_of(model, resolved.param_rules))
+    factors = layer_lr_factors(model, config.model)
+    keys = group_keys(model, config.optim, spared, _rules_of(model, resolved.param_rules), factors)
     needs_all = tds.pipe.is_pipeline(model) and resolved.zero_stage and not resolved.distributed_optimizer
-    if resolved.param_rules and needs_all:
+    if (resolved.param_rules or config.model.mup_base_hidden_size) and needs_all:
         stages = gather_objects(set(keys.values()), mpu.get_mesh().pipe)
         for at, key in enumerate(sorted(set().union(*stages) - set(keys.values()))):
             placeholder = nn.Parameter(torch.zeros(1))
