@@ -1,5 +1,6 @@
 """Startup of the ranks, the model and the engine of a task, without data and checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -72,8 +73,12 @@ def build_engine(
     resolved: Resolved,
     tokenizer: Tokenizer | None,
     timers: Timers,
+    lags: Mapping[str, int] | None = None,
 ) -> Engine:
-    """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise."""
+    """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise.
+
+    lags: `step_lags` of the checkpoint that will be loaded.
+    """
     freeze(model, config.optim.param_groups, resolved.param_rules)
     compile_layers(model, config, resolved.zero_stage)
     with all_ranks():
@@ -83,7 +88,7 @@ def build_engine(
     if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
-    optimizer = build_optimizer(keys_of_groups(model, config, resolved), config.optim, config.model.kernels)
+    optimizer = build_optimizer(keys_of_groups(model, config, resolved, lags or {}), config.optim, config.model.kernels)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)
     engine, *_ = tds.initialize(

@@ -17,8 +17,9 @@ LIMITS = {
     # This includes 400 tokens for the list of DeepSpeed's names in _contract.py, 1,500 for posting.py and its callers,
     # which prevent deadlocks when stages synchronize their devices, 400 for having the host wait once per step, 500
     # for gathers.py, 440 for the store of runs with thousands of ranks, 250 for settings that are wrong in some
-    # releases of DeepSpeed, 100 for groups on high-priority streams, and 130 for batch sizes that change.
-    "tds": (49_030, 1),
+    # releases of DeepSpeed, 100 for groups on high-priority streams, 130 for batch sizes that change, and
+    # 240 for step counts of single weights.
+    "tds": (49_300, 1),
     # This includes 250 for BLAKE3 checksums, 1,500 for reading certificates and putting them into checkpoints, 1,000
     # for functions that take one kernel on CUDA (fused.py and its callers), 500 for deciding whether layers are
     # compiled, 400 for weight gradients of compiled layers, 750 for matmuls in fp8, 1,250 for matmuls fused with
@@ -26,8 +27,8 @@ LIMITS = {
     # stages, 2,600 for schedules of the batch size and learning rates by samples, 5,500 for corpora and checkpoints in
     # object storage (storage.py, remote_tokens.py, remote.py and their callers), 4,200 for evaluations on tasks
     # while training, 1,100 of which were in megatron_tools, 1,650 for --param-groups, and
-    # 450 for muP.
-    "megatron": (166_250, 14),
+    # 600 for muP.
+    "megatron": (166_400, 14),
     "data_utils": (31_750, 1),  # including 1,200 for the table and the plot of data stages
     # This includes 1,200 for certificates, 300 for charts of the loss by corpus, and 1,950 for muP: 200 for exports,
     # and 1,750 for coordinate checks.
