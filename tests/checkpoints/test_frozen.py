@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import covering, on_ranks
+from tests.support import RankFailure, covering, on_ranks
 
 from .runs import Start, losses_of, run_all, whole_tensors
 
@@ -42,6 +42,18 @@ def test_frozen_weights_resume_in_another_layout(tmp_path: Path, tiny_data: str,
         key.replace("weight.", "exp_avg.", 1) for key in first if key.startswith("weight.") and key not in fixed
     }
     assert not any(np.array_equal(first[key], last[key]) for key in first if key not in fixed)
+
+
+def test_a_checkpoint_keeps_the_base_sizes_of_mup(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """A run with muP resumes with the same base sizes, and refuses others by name."""
+
+    def start(base: int, iters: int) -> Start:
+        flags = f"{SCHEDULE} 0 --train-iters {iters} --mup-base-hidden-size {base} --mup-base-num-layers 2"
+        return Start("gpt2", tmp_path, flags)
+
+    on_ranks(1, run_all, [start(8, 2), start(8, 3)], tiny_data, vocab_file)
+    with pytest.raises(RankFailure, match="--mup-base-hidden-size is 8 in the checkpoint and 4 in this run"):
+        on_ranks(1, run_all, [start(4, 4)], tiny_data, vocab_file)
 
 
 ZEROS = [(1, ""), (1, "--no-overlap-grad-reduce"), (1, "--pipe-parallel-size 2 --no-overlap-grad-reduce"), (3, "")]
