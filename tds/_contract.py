@@ -87,18 +87,20 @@ deepspeed.runtime.pipe.topology:ProcessTopology  the process groups of a rank
 
 deepspeed.runtime.bf16_optimizer:BF16_Optimizer  training in bf16
     uses      _lazy_init_hp_params_optimizer_state clear_lp_grads update_hp_grads
-    fields    _global_grad_norm _hp_optimizer_states_linked bf16_groups bf16_groups_flat fp32_groups_gradients
+    fields    _global_grad_norm _hp_optimizer_states_linked bf16_groups bf16_groups_flat fp32_groups_flat_partition
+    fields    fp32_groups_gradients
     fields    fp32_groups_has_gradients immediate_grad_update optimizer
     patches   get_grads_for_norm
 
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer  training with ZeRO-1 or ZeRO-2
     uses      _lazy_init_hp_params_optimizer_state
     fields    _global_grad_norm _hp_optimizer_states_linked bit16_groups bit16_groups_flat check_grad_overflow
-    fields    cur_scale loss_scaler optimizer overflow
+    fields    cur_scale loss_scaler optimizer overflow single_partition_of_fp32_groups
 
 deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3  training with ZeRO-3
     uses      check_overflow get_param_id
-    fields    _global_grad_norm cur_scale fp32_partitioned_groups_flat grad_position loss_scaler optimizer overflow
+    fields    _global_grad_norm cur_scale fp16_groups fp32_partitioned_groups_flat grad_position loss_scaler optimizer
+    fields    overflow
     patches   _get_norm_groups
 
 deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer  training in fp16

@@ -43,6 +43,22 @@ def owners(engine: Any) -> list[Tensor]:
     return [p for group in _inner(engine).param_groups for p in group["params"]]
 
 
+def _owner_of(engine: Any) -> dict[nn.Parameter, Tensor]:
+    """Map each parameter to the tensor that the torch optimizer steps for it: the parameter, or ZeRO's flat shard."""
+    own = optimizer = engine.optimizer
+    if isinstance(own, DistributedOptimizer):
+        return {p: bucket.share for bucket in own.buckets for p in bucket.parameters}
+    if isinstance(optimizer, BF16_Optimizer):
+        flat = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+    elif isinstance(optimizer, Zero3Optimizer):
+        flat = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+    elif isinstance(optimizer, Zero12Optimizer):
+        flat = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
+    else:
+        return {p: p for p in owners(engine)}  # type: ignore[misc]
+    return {p: shard for parameters, shard in zip(*flat, strict=True) for p in parameters}
+
+
 def complete_weights(engine: Any) -> None:
     """Wait for weights that an optimizer with `overlap_gather` still gathers. Call this before reading weights."""
     if isinstance(engine.optimizer, DistributedOptimizer):
@@ -161,13 +177,15 @@ def get_step(engine: Any) -> int:
     return max(map(int, counted), default=0)
 
 
-def step_of(engine: Any, parameter: nn.Parameter) -> int | None:
-    """Return one parameter's step count if the optimizer counts per parameter, else None.
+def step_counts(engine: Any) -> dict[nn.Parameter, int]:
+    """Return the step count of each parameter, if the optimizer counts per parameter or per flat shard.
 
-    A parameter that had no gradient in some steps has a lower count than the other parameters.
+    A parameter that was frozen or had no gradient in some steps has a lower count than the other parameters.
     """
-    step = None if _wrapped(parameter) else _inner(engine).state.get(parameter, {}).get("step")
-    return None if step is None else int(step)
+    inner = _inner(engine)
+    by_group = {owner: group.get("step") for group in inner.param_groups for owner in group["params"]}  # apex's Adam
+    found = {p: inner.state.get(each, {}).get("step", by_group.get(each)) for p, each in _owner_of(engine).items()}
+    return {p: int(step) for p, step in found.items() if step is not None}
 
 
 def make_moments(
@@ -176,24 +194,27 @@ def make_moments(
     """Create optimizer state for every parameter: zero moments, and the step count `step`.
 
     of: step counts of the parameters whose count differs from `step`. None stands for a parameter that never had a
-    gradient; it gets no state. `of` has no effect if ZeRO flattens parameters, since they then have no separate state.
+    gradient; it gets no state. If ZeRO flattens parameters into a shard, the shard gets their highest count.
     """
-    inner, of = _inner(engine), of or {}
+    inner, counts = _inner(engine), dict[Tensor, int | None]()
     adam = getattr(inner, "adamw", inner)  # Muon has an AdamW inside
+    for parameter, owner in _owner_of(engine).items():
+        own = (of or {}).get(parameter, step)
+        counts[owner] = own if counts.get(owner) is None else max(counts[owner] or 0, own or 0)
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
     # there, too.
     there = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for owner in owners(engine):
-        own = of.get(owner, step)  # type: ignore[call-overload]
-        if own is None:
+        own = counts.get(owner, step)
+        if own is None and not reads_copies(engine):
             continue
         state: dict[str, Any] = {name: torch.zeros_like(owner) for name in _names_of(engine, owner, names)}
         if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
-            state["step"] = torch.tensor(float(own), dtype=torch.float32, device=owner.device if there else None)
+            state["step"] = torch.tensor(float(own or 0), dtype=torch.float32, device=owner.device if there else None)
         inner.state[owner] = state
     if not isinstance(adam, (torch.optim.AdamW, torch.optim.SGD)):
         for group in inner.param_groups:
-            group["step"] = step
+            group["step"] = max((counts.get(owner, step) or 0 for owner in group["params"]), default=step)
     _link_moments(engine)
 
 

@@ -76,10 +76,10 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
         reader = CheckpointReader(path)
         refuse_contradictions(reader, config, fingerprint, wanted)
     unread = _unread_weights(reader, engine)
-    thawed = _changed_weights(reader, engine) if wanted.position else []
+    if wanted.position:
+        _name_changes(reader, engine)
     with all_ranks():
         _refuse_unread(reader, unread, wanted)
-        _refuse_thawed(reader, engine, thawed, wanted)
     with ThreadPoolExecutor(1) as checker:  # while the tensors are read, check the files that they come from
         checked = checker.submit(reader.verify, dist.get_rank(), dist.get_world_size())
         with all_ranks():
@@ -131,34 +131,33 @@ def _refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Want
     print_rank_0(f"note: {reader.path} holds weights that this model does not have: {shown}")
 
 
-def _changed_weights(reader: CheckpointReader, engine: Any) -> list[str]:
-    """Return the weights to train that the checkpoint lists as frozen, and print these and the newly frozen weights.
+def step_lags(path: Path | None, wanted: Wanted) -> dict[str, int]:
+    """Return, by name, by how many steps the step counts of weights in a checkpoint are lower than the optimizer's.
 
-    All ranks must call this. Older checkpoints do not list frozen weights.
+    Weights that were frozen or never had a gradient lag by all steps; weights that are not in the result do not lag.
     """
-    before = reader.optimizer.get("frozen")
+    optimizer = CheckpointReader(path).optimizer if path is not None and wanted.optimizer else {"moments": []}
+    if not optimizer["moments"]:
+        return {}
+    counts = dict.fromkeys(optimizer.get("without_moments", ()), 0) | optimizer.get("steps", {})
+    return {name: optimizer["step"] - count for name, count in counts.items()}
+
+
+def _name_changes(reader: CheckpointReader, engine: Any) -> None:
+    """Print which weights are frozen in the checkpoint but not in this run, and vice versa. All ranks must call this.
+
+    Older checkpoints do not list frozen weights.
+    """
     every = gather_objects({name: p.requires_grad for name, p in global_parameters(engine.module)})
     trained = {name: learns for each in every for name, learns in each.items()}
+    before = reader.optimizer.get("frozen")
     if before is None:
-        return []
-    thawed = sorted(name for name in before if trained.get(name))
+        return
     frozen = sorted(name for name, learns in trained.items() if not learns and name not in before)
+    thawed = sorted(name for name in before if trained.get(name))
     for names, now, then in ((frozen, "frozen", "trained"), (thawed, "trained", "frozen")):
         if names:
             print_rank_0(f"note: {now} from now on, but {then} before this checkpoint: {first_of(names)}")
-    return thawed
-
-
-def _refuse_thawed(reader: CheckpointReader, engine: Any, thawed: Sequence[str], wanted: Wanted) -> None:
-    """Raise CheckpointError if the weights `thawed`, which have no moments yet, share a step count with other weights.
-
-    A step count that is too high for new moments would make the first steps of these weights too large.
-    """
-    if thawed and wanted.optimizer and reader.optimizer["step"] and zero_state.reads_copies(engine):
-        raise CheckpointError(
-            f"{reader.path} froze {first_of(thawed, 3)}, which this run trains, but ZeRO keeps one step count for all "
-            "weights; use --zero-stage 0, or pass --no-load-optim to continue with new optimizer state"
-        )
 
 
 def refuse_contradictions(

@@ -99,8 +99,9 @@ def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
 
     most: the optimizer's step count, the largest of all parameters.
     """
-    steps = {part.name: zero_state.step_of(engine, part.parameter) for part in parts if part.mine}
-    return {name: step for name, step in steps.items() if step is not None and step != most}
+    counts = zero_state.step_counts(engine)
+    steps = {part.name: counts.get(part.parameter, most) for part in parts if part.mine}
+    return {name: step for name, step in steps.items() if step != most}
 
 
 def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ class ParallelMLP(MegatronModule):
     def __init__(self, init_method: Any = None, output_layer_init_method: Any = None) -> None:
         super().__init__()
         model = get_args().config.model
-        inner = _ParallelMLP(model, model.init_method_std / math.sqrt(2 * model.num_layers))
+        inner = _ParallelMLP(model, model.output_std(2 * model.num_layers))
         self.dense_h_to_4h, self.dense_4h_to_h, self._forward = inner.dense_h_to_4h, inner.dense_4h_to_h, inner.forward
         for layer, fill in ((self.dense_h_to_4h, init_method), (self.dense_4h_to_h, output_layer_init_method)):
             if fill is not None:

@@ -1,11 +1,12 @@
 """Settings of the model's layers; the other sections are in `sections.py`."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .decoder import DecoderConfig
-from .fields import at_least, between, each_of, one_of, opt
+from .fields import at_least, between, each_of, flag, one_of, opt
 
 FAMILIES = ("gpt2", "llama", "t5")
 # Position embeddings that each family supports.
@@ -137,6 +138,24 @@ class ModelConfig(DecoderConfig):
     )
     layernorm_epsilon: float = opt(1e-5, "epsilon of the norms, layernorm or rmsnorm", between(0, 1))
     init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), free=True)
+    mup_base_hidden_size: int | None = opt(
+        None,
+        "muP (Yang et al. 2022): --hidden-size of the base model, whose best learning rate then fits models of other "
+        "widths. Initial weights, learning rates and logits are scaled; a model of this width is unchanged",
+        at_least(1),
+    )
+    mup_base_kv_hidden_size: int | None = opt(
+        None,
+        "muP: width of an attention head in the base model. Attention scores are divided by the width instead of its "
+        "square root. If not given, that of this model: wider models have more heads",
+        at_least(1),
+    )
+    mup_base_num_layers: int | None = opt(
+        None,
+        "muP for depth (Yang et al. 2023): --num-layers of the base model. Outputs of attention and MLP, and the "
+        "learning rates of their weights, are multiplied by sqrt(base / --num-layers)",
+        at_least(1),
+    )
 
     def _problems(self) -> Iterator[str]:
         if self.kv_hidden_size is None and self.hidden_size % self.num_attention_heads:
@@ -160,6 +179,9 @@ class ModelConfig(DecoderConfig):
                 f"--kv-hidden-size {self.head_size} must be an even number of dimensions, not {self.rotary_size}"
             )
         yield from super()._problems()
+        for name in ("mup_base_kv_hidden_size", "mup_base_num_layers"):
+            if getattr(self, name) is not None and self.mup_base_hidden_size is None:
+                yield f"{flag(name)} needs --mup-base-hidden-size, too; {self.hidden_size} leaves the width unscaled"
         if self.relative_attention_per_layer and self.position_embedding != "relative":
             yield f"--relative-attention-per-layer needs relative positions, not {self.position_embedding}"
         exact = self.relative_attention_num_buckets // 2
@@ -199,6 +221,49 @@ class ModelConfig(DecoderConfig):
     def gated(self) -> bool:
         """True if the MLP is gated: the product of a gate and a value projection."""
         return self.activation in GATED
+
+    @property
+    def width_factor(self) -> float:
+        """Width of this model divided by the width of muP's base model; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def branch_factor(self) -> float:
+        """Factor of the outputs of attention and MLP before the residual addition; 1 without muP for depth."""
+        return math.sqrt((self.mup_base_num_layers or self.num_layers) / self.num_layers)
+
+    @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the initial weights in attention and MLP, except output projections."""
+        return self.init_method_std / math.sqrt(self.width_factor)
+
+    def output_std(self, branches: int) -> float:
+        """Return the standard deviation of the initial output projections of a stack with `branches` residual branches.
+
+        It is divided by the square root of the number of branches (Radford et al. 2019), in muP's base model.
+        """
+        return self.hidden_std / (math.sqrt(branches) * self.branch_factor)
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of the initial query weights.
+
+        A model that does not divide scores by sqrt(d) multiplies the initial query weights instead (Raffel et al.
+        2020).
+        """
+        return 1.0 if self.scale_attention else 1 / math.sqrt(self.mup_base_kv_hidden_size or self.head_size)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the attention scores."""
+        base = self.mup_base_kv_hidden_size or self.head_size
+        return (1 / math.sqrt(base) if self.scale_attention else 1.0) * (base / self.head_size)
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor of the hidden states from which logits are computed."""
+        base = self.mup_base_hidden_size or self.hidden_size
+        return (base**-0.5 if self.scale_tied_logits else 1.0) / self.width_factor
 
     @property
     def ff_size(self) -> int:

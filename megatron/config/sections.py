@@ -38,6 +38,7 @@ class Config:
             self._settings_of_other_families(),
             self._sizes_of_batches(),
             self._decay_of_wsd(),
+            self._optimizers_of_mup(),
             self._objectives(),
             self._settings_of_objectives(),
             self._stages_without_layers(),
@@ -154,6 +155,10 @@ class Config:
             yield f"{names[1]} {other}: the learning rate follows {unit} here; give {names[0]} instead"
         if decay is not None and warmup + decay > total:
             yield f"{names[0]} {decay} after {warmup} {unit} of --warmup is more than the {total} of {names[2]}"
+
+    def _optimizers_of_mup(self) -> Iterator[str]:
+        if self.model.mup_base_hidden_size is not None and self.optim.optimizer == "sgd":
+            yield "--mup-base-hidden-size scales learning rates for Adam, not for --optimizer sgd; use adam"
 
     def _objectives(self) -> Iterator[str]:
         m, d, known = self.model, self.data, objectives_of(self.model.family)

@@ -4,7 +4,6 @@ Shapes: s or q query tokens, k key tokens, b batch, h hidden, n heads, d width o
 g key-value heads of a rank: n/t, or fewer if each is shared by a group of query heads.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -69,17 +68,13 @@ class Attention(nn.Module):
         self.groups = max(config.key_value_heads // self.axis.size, 1)
         self.head_size = config.head_size
         self.inner = config.num_attention_heads * config.head_size
-        scale = 1 / math.sqrt(self.head_size) if config.scale_attention else 1.0
-        # A model that does not divide scores by sqrt(d) multiplies the initial query weights by this factor instead
-        # (Raffel et al. 2020).
-        self.query_factor = 1.0 if config.scale_attention else 1 / math.sqrt(self.head_size)
         self.dropout, self.rng = config.attention_dropout, mpu.get_rng()
         self.stream = mpu.Stream(self.rng, stream, split=True)
         self.qkv_again, self.recompute = "qkv" in config.recompute_modules, config.checkpoint_attention
         self.call: Callable[..., Call] = partial(
             Call,
             causal=causal,
-            scale=scale,
+            scale=config.attention_scale,
             stream=self.stream,
             by_document="document-attention" not in config.reference_ops,
             fused_bias="biased-attention" not in config.reference_ops,
@@ -107,7 +102,7 @@ class Attention(nn.Module):
             len(factors) * (heads or config.num_attention_heads) * self.head_size,
             bias=config.hidden_bias if bias is None else bias,
             gather_output=False,
-            init_method=partial(_fill_heads, config.init_method_std, self.head_size, factors),
+            init_method=partial(_fill_heads, config.hidden_std, self.head_size, factors),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> Tensor:
@@ -161,7 +156,7 @@ class SelfAttention(Attention):
         super().__init__(config, f"{name}.attention", output_std, causal)
         queries = config.num_attention_heads // config.key_value_heads
         self.query_key_value = self._project(
-            config, *[self.query_factor] * queries, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
+            config, *[config.query_factor] * queries, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         mpu.spec_of(self.query_key_value.weight).fused = mpu.FusedRows((queries, 1, 1), self.head_size)
         self.sharers = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
@@ -218,7 +213,7 @@ class CrossAttention(Attention):
 
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, f"{name}.cross_attention", output_std, causal=False)
-        self.query, self.key_value = self._project(config, self.query_factor), self._project(config, 1.0, 1.0)
+        self.query, self.key_value = self._project(config, config.query_factor), self._project(config, 1.0, 1.0)
         mpu.spec_of(self.key_value.weight).fused = mpu.FusedRows((1, 1), self.head_size)
 
     def forward(

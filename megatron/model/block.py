@@ -3,7 +3,6 @@
 Shapes: s sequence, b batch, h hidden.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -59,13 +58,12 @@ class TransformerLayer(nn.Module):
     """Pre-norm transformer layer (Radford et al. 2019), optionally with cross-attention.
 
     name: name of the layer in the whole model.
-    branches: number of residual branches of the whole stack. The initial weights of output projections are divided by
-    the square root of this number.
+    branches: number of residual branches of the whole stack, see `ModelConfig.output_std`.
     """
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
-        output_std = config.init_method_std / math.sqrt(branches)
+        output_std, self.branch_factor = config.output_std(branches), config.branch_factor
         self.causal, self.sequence, self.context = causal, mpu.sequence_axis(), mpu.context_axis()
         self.input_layernorm = build_norm(config)
         self.attention = SelfAttention(config, name, output_std, causal)
@@ -111,12 +109,13 @@ class TransformerLayer(nn.Module):
             return self._add(self.post_attention_layernorm, self.mlp_dropout, lambda x, recipe: self.mlp(x), hidden)
 
     def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
-        """Add the residual branch: return hidden + dropout(sublayer(norm(hidden))), for hidden states [s, b, h]."""
+        """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""
         normed = norm(hidden)
         recipe = Recipe(norm, hidden) if self.norm_again else None
         with save_recipe_for((recipe, normed)):
             added, bias = sublayer(normed, recipe)
-        return hidden + dropout(added if bias is None else added + bias)  # type: ignore[no-any-return]
+        branch: Tensor = dropout(added if bias is None else added + bias)
+        return hidden + (branch if self.branch_factor == 1.0 else branch * self.branch_factor)
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .block import Dropout
+from .block import Dropout, TransformerLayer
 from .layers import global_parameters
 from .masks import DocumentRole
 from .norm import build_norm
@@ -27,7 +27,7 @@ class WordEmbedding(nn.Module):
             multiple=config.make_vocab_size_divisible_by,
         )
         self.sequence = mpu.sequence_axis()
-        self.factor = config.hidden_size**-0.5 if config.scale_tied_logits else 1.0
+        self.factor = config.logits_scale
         self.chunk = config.logits_chunk_size if "cross-entropy" not in config.reference_ops else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,6 +126,22 @@ class StackNorm(nn.Module):
         """Normalise the hidden states of (hidden [s, b, h], ...)."""
         hidden, *rest = inputs
         return self.norm(hidden), *rest
+
+
+def layer_lr_factors(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, float]:
+    """Return muP's factor of the learning rate for each weight of the transformer layers; no other weight has one.
+
+    The factors are those for Adam (Yang et al. 2022, table 8): matrices map hidden states to hidden states, so their
+    learning rate is divided by the width. Embeddings, positions and the output matrix keep theirs.
+    """
+    if config.mup_base_hidden_size is None:
+        return {}
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    return {
+        p: config.branch_factor / (config.width_factor if len(mpu.spec_of(p).local_shape) > 1 else 1.0)
+        for layer in layers
+        for p in layer.parameters()
+    }
 
 
 def embedding_weights(model: nn.Module) -> set[nn.Parameter]:

@@ -135,7 +135,7 @@ class ParallelMLP(nn.Module):
             config.ff_size * (2 if config.gated else 1),
             bias=config.hidden_bias,
             gather_output=False,
-            init_method=mpu.normal(config.init_method_std),
+            init_method=mpu.normal(config.hidden_std),
         )
         if config.gated:
             mpu.spec_of(self.dense_h_to_4h.weight).fused = mpu.FusedRows((1, 1), 1)

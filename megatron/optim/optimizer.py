@@ -19,11 +19,13 @@ class GroupKey(NamedTuple):
     """Settings that the weights of a parameter group have in common. An optimizer's groups are sorted by them.
 
     spared: True for the weights to which --weight-decay does not apply: vectors and chosen matrices.
+    lag: by how many steps their step count is lower than that of the other groups, because they were frozen.
     """
 
     spared: bool
     lr_factor: float
     weight_decay: float
+    lag: int = 0
 
 
 def group_keys(
@@ -31,19 +33,24 @@ def group_keys(
     config: OptimConfig,
     spared: Collection[nn.Parameter] = (),
     rules: Mapping[nn.Parameter, ParamRule] | None = None,
+    factors: Mapping[nn.Parameter, float] | None = None,
+    lags: Mapping[nn.Parameter, int] | None = None,
 ) -> dict[nn.Parameter, GroupKey]:
     """Return the parameter group of each trained weight of `module`.
 
     Matrices get --weight-decay. One-dimensional weights, which are biases and the weights of norms, get none.
     spared: matrices that also get no weight decay. rules: settings of --param-groups for single weights.
+    factors: muP's factors of the learning rate. They divide the weight decay, so that the product stays unchanged, as
+    weights shrink by the learning rate times the weight decay in each step. lags: see `GroupKey`; 0 by default.
     """
-    spared, rules = set(spared), rules or {}
+    spared, rules, factors, lags = set(spared), rules or {}, factors or {}, lags or {}
     found = {}
     for p in module.parameters():
         if p.requires_grad:
             rule, is_spared = rules.get(p, ParamRule("*")), not _is_matrix(p) or p in spared
             decay = (0.0 if is_spared else config.weight_decay) if rule.weight_decay is None else rule.weight_decay
-            found[p] = GroupKey(is_spared, 1.0 if rule.lr_factor is None else rule.lr_factor, decay)
+            lr_factor, factor = 1.0 if rule.lr_factor is None else rule.lr_factor, factors.get(p, 1.0)
+            found[p] = GroupKey(is_spared, lr_factor * factor, decay / factor, lags.get(p, 0))
     return found
 
 

@@ -72,7 +72,8 @@ def _exchange(
 
     alike: for each rank, tensors with the shapes of those that it sends to this rank.
     """
-    sent = torch.cat([tensor.reshape(-1) for each in outgoing for tensor in each])
+    some = next(tensor for each in (*outgoing, *alike) for tensor in each)
+    sent = torch.cat([some.new_empty(0), *(tensor.reshape(-1) for each in outgoing for tensor in each)])
     into, out = ([sum(tensor.numel() for tensor in each) for each in of] for of in (alike, outgoing))
     received = sent.new_empty(sum(into))
     dist.all_to_all_single(received, sent, into, out, group=axis.group)

@@ -1,5 +1,6 @@
 """Startup of the ranks, the model and the engine of a task, without data and checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -75,8 +76,12 @@ def build_engine(
     resolved: Resolved,
     tokenizer: Tokenizer | None,
     timers: Timers,
+    lags: Mapping[str, int] | None = None,
 ) -> Engine:
-    """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise."""
+    """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise.
+
+    lags: `step_lags` of the checkpoint that will be loaded.
+    """
     freeze(model, config.optim.param_groups, resolved.param_rules)
     compile_layers(model, config, resolved.zero_stage)
     with all_ranks():
@@ -87,7 +92,7 @@ def build_engine(
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
     muon = _muon(model, config, resolved) if config.optim.optimizer == "muon" else {}
-    keys = keys_of_groups(model, config, resolved)
+    keys = keys_of_groups(model, config, resolved, lags or {})
     optimizer = build_optimizer(keys, config.optim, config.model.kernels, **muon)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)

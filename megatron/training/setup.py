@@ -17,6 +17,7 @@ from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.certificate import certificate_for_run
 from ..checkpointing.data_plan import with_consumed_data
 from ..checkpointing.files import clear
+from ..checkpointing.load import step_lags
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
@@ -65,7 +66,9 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         with mpu.skip_init() if start.path else nullcontext():
             model = build_model(task, config, resolved, tokenizer)
         parameters = count_parameters(model)
-        engine = build_engine(model, task, config, resolved, tokenizer, timers)
+        with all_ranks():
+            lags = step_lags(*start)
+        engine = build_engine(model, task, config, resolved, tokenizer, timers, lags)
         if isinstance(engine, NoPipeEngine) and dist.get_world_size() > 1:
             engine.watch = StepWatch(60 * config.parallel.distributed_timeout_minutes, device)
         Watchdog.advice = memory_advice(parameters, config, resolved.precision)

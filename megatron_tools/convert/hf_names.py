@@ -80,8 +80,46 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
 
 
 def matches_of(m: ModelConfig) -> Iterator[Match]:
-    """Yield one Match for each parameter of a model, whatever its family."""
-    return {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"](m)
+    """Yield one Match for each parameter of a model, whatever its family.
+
+    Hugging Face's models have no factors of muP and fixed factors of attention scores, so the weights that a match
+    converts are multiplied by the factors of our model.
+    """
+    found = {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"](m)
+    return (_folded(match, _factor(m, match.ours), m) for match in found)
+
+
+def _factor(m: ModelConfig, name: str) -> float:
+    """Return the factor by which our model multiplies what it computes from the weight `name`, and theirs does not.
+
+    The factor of the logits is that of the norm before them, because the embedding may be tied to the output matrix.
+    """
+    at, last = name.rsplit(".", 2)[-2], name.startswith(("final_norm.", "decoder.final_norm."))
+    if last:
+        return m.logits_scale / (m.hidden_size**-0.5 if m.scale_tied_logits else 1.0)
+    if at in ("dense", "dense_4h_to_h"):
+        return m.branch_factor
+    if at in (("query_norm",) if m.qk_norm else ("query_key_value", "query")):
+        divides = m.scale_attention and m.family != "t5"  # Hugging Face's T5 never divides scores by sqrt(head size)
+        return m.attention_scale / (m.head_size**-0.5 if divides else 1.0)
+    return 1.0
+
+
+def _folded(match: Match, factor: float, m: ModelConfig) -> Match:
+    """Return `match` with our weight multiplied by `factor`: only its queries, if it also holds keys and values."""
+    if abs(factor - 1.0) < 1e-12:
+        return match
+
+    def scaled(t: Tensor, by: float) -> Tensor:
+        if ".query_key_value." not in match.ours:
+            return t * by
+        heads = t.reshape(m.key_value_heads, -1, m.head_size, *t.shape[1:])  # queries of a group, its key, its value
+        return torch.cat([heads[:, :-2] * by, heads[:, -2:]], 1).reshape(t.shape)
+
+    def split(t: Tensor) -> Sequence[Tensor]:
+        return match.split(scaled(t, factor))
+
+    return Match(match.ours, match.theirs, split, lambda ts: scaled(match.join(ts), 1 / factor))
 
 
 def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
@@ -147,34 +185,17 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
-def _query_scaled(match: Match, m: ModelConfig) -> Match:
-    """Return `match` with the query weights rescaled if our model divides attention scores by sqrt(head size).
-
-    Hugging Face's T5 does not divide scores, so its query weights are smaller by the factor sqrt(head size).
-    """
-    if not m.scale_attention:
-        return match
-    factor = m.head_size**-0.5
-
-    def split(t: Tensor) -> list[Tensor]:
-        query, *rest = match.split(t)
-        return [query * factor, *rest]
-
-    return Match(match.ours, match.theirs, split, lambda ts: match.join([ts[0] / factor, *ts[1:]]))
-
-
 def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
     at, its, heads = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer", m.num_attention_heads
     norms = ["input_layernorm", *(["cross_layernorm"] if stack == "decoder" else []), "post_attention_layernorm"]
     for j, norm in enumerate(norms):
         yield Match(f"{at}.{norm}.weight", (f"{its}.{j}.layer_norm.weight",))
     own = f"{its}.0.SelfAttention"
-    fused = _interleaved(f"{at}.attention.query_key_value.weight", tuple(f"{own}.{x}.weight" for x in "qkv"), heads)
-    yield _query_scaled(fused, m)
+    yield _interleaved(f"{at}.attention.query_key_value.weight", tuple(f"{own}.{x}.weight" for x in "qkv"), heads)
     yield Match(f"{at}.attention.dense.weight", (f"{own}.o.weight",))
     if stack == "decoder":
         cross = f"{its}.1.EncDecAttention"
-        yield _query_scaled(Match(f"{at}.cross_attention.query.weight", (f"{cross}.q.weight",)), m)
+        yield Match(f"{at}.cross_attention.query.weight", (f"{cross}.q.weight",))
         yield _interleaved(f"{at}.cross_attention.key_value.weight", tuple(f"{cross}.{x}.weight" for x in "kv"), heads)
         yield Match(f"{at}.cross_attention.dense.weight", (f"{cross}.o.weight",))
     mlp = f"{its}.{len(norms) - 1}.DenseReluDense"

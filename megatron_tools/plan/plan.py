@@ -37,7 +37,7 @@ EXAMPLES = """\
 VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
 
-class _PlanParser(Parser):
+class TrainingFlagsParser(Parser):
     """Parser that does not know the training flags; it returns them unparsed in the result's attribute `flags`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -175,7 +175,7 @@ def draw(layout: Layout, cluster: Cluster, path: str) -> None:
 
 
 def build_parser() -> Parser:
-    parser = _PlanParser(__doc__ or "", EXAMPLES)
+    parser = TrainingFlagsParser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     add(
         "--model",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import RankFailure, on_ranks
+from tests.support import RankFailure, covering, on_ranks
 
 from .runs import Start, losses_of, run_all, whole_tensors
 
@@ -24,20 +24,14 @@ def _file(folder: Path, name: str, rules: list[dict[str, Any]]) -> str:
     return f"--param-groups {folder / name}"
 
 
-def _final(run_dir: Path) -> dict[str, Any]:
-    return whole_tensors(sorted(run_dir.glob("**/iter_*"))[-1])
-
-
 def test_frozen_weights_resume_in_another_layout(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    groups, thawing = _file(tmp_path, "frozen.json", FROZEN), _file(tmp_path, "thawing.json", FROZEN[1:])
+    groups = _file(tmp_path, "frozen.json", FROZEN)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     one = Start("gpt2", whole, f"{SCHEDULE} 0 --gas 2 --train-iters 4 {groups}")
     on_ranks(1, run_all, [one], tiny_data, vocab_file)
     starts = [
         Start("gpt2", cut, f"{SCHEDULE} 0 --gas 2 --train-iters 2 --model-parallel-size 2 {groups}"),
         Start("gpt2", cut, f"{SCHEDULE} 1 --gas 1 --train-iters 4 {groups}"),
-        Start("gpt2", tmp_path / "stages", f"{SCHEDULE} 0 --gas 2 --train-iters 2 --pipe-parallel-size 2 {groups}"),
-        Start("gpt2", tmp_path / "stages", f"{SCHEDULE} 0 --gas 2 --train-iters 4 --pipe-parallel-size 2 {thawing}"),
     ]
     on_ranks(2, run_all, starts, tiny_data, vocab_file)
     np.testing.assert_allclose(losses_of(cut), losses_of(whole), rtol=1e-6)
@@ -49,8 +43,39 @@ def test_frozen_weights_resume_in_another_layout(tmp_path: Path, tiny_data: str,
     }
     assert not any(np.array_equal(first[key], last[key]) for key in first if key not in fixed)
 
-    with pytest.raises(RankFailure, match="--no-load-optim"):
-        again = Start("gpt2", cut, f"{SCHEDULE} 1 --gas 1 --train-iters 6 {thawing}")
-        on_ranks(2, run_all, [again], tiny_data, vocab_file)
-    thawed = _final(tmp_path / "stages")
-    assert "exp_avg.layers.0.mlp.dense_4h_to_h.weight" in thawed and "exp_avg.embedding" not in str(thawed.keys())
+
+def test_a_checkpoint_keeps_the_base_sizes_of_mup(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """A run with muP resumes with the same base sizes, and refuses others by name."""
+
+    def start(base: int, iters: int) -> Start:
+        flags = f"{SCHEDULE} 0 --train-iters {iters} --mup-base-hidden-size {base} --mup-base-num-layers 2"
+        return Start("gpt2", tmp_path, flags)
+
+    on_ranks(1, run_all, [start(8, 2), start(8, 3)], tiny_data, vocab_file)
+    with pytest.raises(RankFailure, match="--mup-base-hidden-size is 8 in the checkpoint and 4 in this run"):
+        on_ranks(1, run_all, [start(4, 4)], tiny_data, vocab_file)
+
+
+ZEROS = [(1, ""), (1, "--no-overlap-grad-reduce"), (1, "--pipe-parallel-size 2 --no-overlap-grad-reduce"), (3, "")]
+
+
+@pytest.mark.parametrize("case", covering(ZEROS, [ZEROS[0], ZEROS[2]].__contains__), ids=str)
+def test_weights_that_were_frozen_learn_as_in_one_process(
+    case: tuple[int, str], tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """A weight that is trained from step 2 on has its own step count, also in ZeRO's shards and after a resume."""
+    frozen, thawed = _file(tmp_path, "frozen.json", FROZEN), _file(tmp_path, "thawed.json", FROZEN[2:])
+
+    def starts(folder: Path, flags: str) -> list[Start]:
+        iters = [(2, frozen), (4, thawed), (6, thawed)]
+        return [Start("gpt2", folder, f"{SCHEDULE} {flags} --train-iters {end} {rules}") for end, rules in iters]
+
+    zero, layout = case
+    gas = 2 if "pipe" in layout else 1
+    on_ranks(1, run_all, starts(tmp_path / "one", "0 --gas 2"), tiny_data, vocab_file)
+    on_ranks(2, run_all, starts(tmp_path / "two", f"{zero} {layout} --gas {gas}"), tiny_data, vocab_file)
+    np.testing.assert_allclose(losses_of(tmp_path / "two"), losses_of(tmp_path / "one"), rtol=2e-6)
+    for run_dir in (tmp_path / "one", tmp_path / "two"):
+        optimizer = json.loads(next(run_dir.glob("**/iter_0000006/checkpoint.json")).read_text())["optimizer"]
+        assert optimizer["step"] == 6 and optimizer["frozen"] == []
+        assert set(optimizer["steps"].values()) == {4} and "embedding.word_embeddings.weight" in optimizer["steps"]

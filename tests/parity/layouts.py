@@ -104,11 +104,11 @@ def ours(
     return losses(rows)
 
 
-def initial_weights(vocab_size: int) -> dict[str, Tensor]:
+def initial_weights(vocab_size: int, **mup: int) -> dict[str, Tensor]:
     config = Config(
         model=ModelConfig(
             num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, vocab_size=vocab_size,
-            max_position_embeddings=SEQ, make_vocab_size_divisible_by=1,
+            max_position_embeddings=SEQ, make_vocab_size_divisible_by=1, **mup,
         ),
         train=TrainConfig(seed=SEED),
         data=type(Config().data)(seq_length=SEQ),
@@ -126,10 +126,12 @@ def plain(
     steps: int = STEPS,
     multiply: reference.Multiply = reference.plain_product,
     settings: Callable[[str], reference.Settings] = reference.default_settings,
+    scales: reference.Scales | None = None,
+    **mup: int,
 ) -> list[float]:
     """Train in one process of plain torch, with the data and settings of `ours`; return the losses.
 
-    settings: settings of single weights by name, see `reference.learn`.
+    settings: settings of single weights by name, see `reference.learn`. mup: muP's settings of the initial weights.
     """
     model = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS)
     tokenizer = load_tokenizer(vocab_file)
@@ -140,7 +142,7 @@ def plain(
         for step in range(steps)
     ]
     return reference.train(
-        initial_weights(tokenizer.vocab_size),
+        initial_weights(tokenizer.vocab_size, **mup),
         batches,
         layers=LAYERS,
         heads=HEADS,
@@ -152,6 +154,7 @@ def plain(
         dtype=dtype,
         z_loss=z_loss,
         multiply=multiply,
+        scales=scales,
         learn=partial(muon_reference.learn, model=model)
         if optimizer == "muon"
         else partial(reference.learn, settings=settings),

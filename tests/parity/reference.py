@@ -6,7 +6,7 @@ Only initial weights and samples come from the code under test; model, loss, opt
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,14 @@ class Fp8Product(torch.autograd.Function):
         return in_fp8(grad) @ in_fp8(weight.T).T, flat.T @ x.flatten(0, -2)
 
 
+class Scales(NamedTuple):
+    """Factors of attention scores, of logits and of the residual branches."""
+
+    attention: float
+    logits: float = 1.0
+    branch: float = 1.0
+
+
 def default_settings(name: str) -> Settings:
     """Return no settings: the learning rate of the run, and weight decay for matrices."""
     return {}
@@ -58,6 +66,7 @@ def logits(
     layers: int,
     heads: int,
     multiply: Multiply = plain_product,
+    scales: Scales | None = None,
 ) -> Tensor:
     """Return logits [b, s, v] from tokens and positions [b, s].
 
@@ -67,21 +76,22 @@ def logits(
     b, s = tokens.shape
     x = w["embedding.word_embeddings.weight"][tokens] + w["position_embedding.weight"][positions]
     h = x.shape[-1]
+    scales = scales or Scales(1 / math.sqrt(h // heads))
     for i in range(layers):
         p = f"layers.{i}."
         y = F.layer_norm(x, (h,), w[p + "input_layernorm.weight"], w[p + "input_layernorm.bias"])
         qkv = multiply(y, w[p + "attention.query_key_value.weight"]) + w[p + "attention.query_key_value.bias"]
         q, k, v = (each.transpose(1, 2) for each in qkv.view(b, s, heads, 3, -1).unbind(3))  # [b, n, s, d]
-        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+        scores = q @ k.transpose(2, 3) * scales.attention
         weights = scores.masked_fill(~allowed[:, None], -math.inf).softmax(-1)
         context = (weights @ v).transpose(1, 2).reshape(b, s, -1)
-        x = x + multiply(context, w[p + "attention.dense.weight"]) + w[p + "attention.dense.bias"]
+        x = x + (multiply(context, w[p + "attention.dense.weight"]) + w[p + "attention.dense.bias"]) * scales.branch
         y = F.layer_norm(x, (h,), w[p + "post_attention_layernorm.weight"], w[p + "post_attention_layernorm.bias"])
         y = multiply(y, w[p + "mlp.dense_h_to_4h.weight"]) + w[p + "mlp.dense_h_to_4h.bias"]
         y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        x = x + multiply(y, w[p + "mlp.dense_4h_to_h.weight"]) + w[p + "mlp.dense_4h_to_h.bias"]
+        x = x + (multiply(y, w[p + "mlp.dense_4h_to_h.weight"]) + w[p + "mlp.dense_4h_to_h.bias"]) * scales.branch
     x = F.layer_norm(x, (h,), w["final_norm.norm.weight"], w["final_norm.norm.bias"])
-    return x @ w["embedding.word_embeddings.weight"].T
+    return x @ w["embedding.word_embeddings.weight"].T * scales.logits
 
 
 def masks(tokens: Tensor, eod: int, by_document: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,6 +131,7 @@ def train(
     learn: Callable[..., list[float]],
     z_loss: float = 0.0,
     multiply: Multiply = plain_product,
+    scales: Scales | None = None,
 ) -> list[float]:
     """Train on global batches [b, s + 1] at a constant learning rate; return each step's loss, without z-loss.
 
@@ -131,7 +142,7 @@ def train(
         text = torch.from_numpy(batch)
         tokens, labels = text[:, :-1], text[:, 1:]
         positions, allowed, loss_mask = masks(tokens, eod, by_document)
-        out = logits(w, tokens, positions, allowed, layers, heads, multiply)
+        out = logits(w, tokens, positions, allowed, layers, heads, multiply, scales)
         each = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none")
         z = z_loss * out.flatten(0, 1).logsumexp(-1) ** 2
         return ((each + (z - z.detach())) * loss_mask.flatten()).sum() / loss_mask.sum()

@@ -1,5 +1,6 @@
-"""Print the table of GPT-2's losses in every layout: python -m tests.parity.table [sgd, adam or muon]."""
+"""Print the tables of GPT-2's losses in every layout: python -m tests.parity.table [sgd, adam or muon]."""
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -8,7 +9,9 @@ import numpy as np
 
 from tests.materials import random_corpus, small_tokenizer
 
-from .layouts import LAYOUTS, ours, plain
+from .layouts import LAYOUTS, Layout, ours, plain
+from .test_mup import FLAGS, MUP, SCALES, factors
+from .test_param_groups import MIXED, mixed
 
 SHOWN = (1, 5, 10, 20)
 
@@ -17,6 +20,29 @@ def row(name: str, found: list[float], expected: list[float]) -> str:
     worst = np.abs(np.array(found) / np.array(expected) - 1).max()
     cells = [name, *(f"{found[step - 1]:.6f}" for step in SHOWN), f"{worst:.1e}" if worst else "0"]
     return "| " + " | ".join(cells) + " |"
+
+
+def named(layout: Layout) -> str:
+    return f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}" + (f", ZeRO {layout.zero}" if layout.zero else "")
+
+
+def features(where: Path, data: str, vocab_file: str) -> None:
+    """Print the largest relative differences from plain torch with --param-groups and with muP, for Adam."""
+    groups = where / "groups.json"
+    groups.write_text(json.dumps(MIXED))
+    expected = {
+        "--param-groups": plain(data, vocab_file, "adam", settings=mixed),
+        "muP": plain(data, vocab_file, "adam", settings=factors, scales=SCALES, **MUP),
+    }
+    flags = {"--param-groups": ["--param-groups", str(groups)], "muP": FLAGS}
+    print(f"| layout | {' | '.join(expected)} |\n| --- | --- | --- |")
+    for layout in LAYOUTS:
+        found = {
+            name: ours(layout, where / f"{layout}{name}", data, vocab_file, *flags[name], optimizer="adam")
+            for name in expected
+        }
+        worst = [np.abs(np.array(found[name]) / np.array(expected[name]) - 1).max() for name in expected]
+        print(f"| Adam, {named(layout)} | " + " | ".join(f"{each:.1e}" for each in worst) + " |", flush=True)
 
 
 def main(optimizer: str = "sgd") -> None:
@@ -30,9 +56,10 @@ def main(optimizer: str = "sgd") -> None:
         print("| --- |" + " --- |" * (len(SHOWN) + 1))
         print(row("plain torch, one process", expected, expected))
         for layout in LAYOUTS if optimizer != "muon" else [each for each in LAYOUTS if each.zero <= 1]:
-            name = f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}" + (f", ZeRO {layout.zero}" if layout.zero else "")
             found = ours(layout, where / str(layout), data, vocab_file, optimizer=optimizer, steps=SHOWN[-1])
-            print(row(name, found, expected), flush=True)
+            print(row(named(layout), found, expected), flush=True)
+        if optimizer == "sgd":
+            features(where, data, vocab_file)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,203 @@
+"""Coordinate check of muP: train a model in several widths for a few steps, and compare the sizes of its activations.
+
+With muP (Yang et al. 2022), activations of trained models have the same size in every width. Without it, they grow with
+the width, so wider models need smaller learning rates. Training flags describe the model of the smallest width
+(--family llama --num-layers 4 ...).
+"""
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data_utils.cli import run
+from megatron.atomic import whole_file
+from megatron.config import Config
+from megatron.config.command_line import parse_of_any_family, with_values
+from megatron.model.attention import Attention
+from megatron.model.block import TransformerLayer
+from megatron.model.embedding import StackNorm, layer_lr_factors
+from megatron.model.gpt2 import GPT2Model
+from megatron.model.mlp import ParallelMLP
+from megatron.model.t5 import T5Model
+from megatron.mpu import VocabParallelEmbedding
+from megatron.optim import build_optimizer, group_keys
+from megatron_tools.plan.plan import TrainingFlagsParser
+
+EXAMPLES = """\
+  python tools/coordinate_check.py --output coordinates.png
+  python tools/coordinate_check.py --widths 128 256 512 --grow head-size --family llama --activation swiglu \\
+      --position-embedding rope --normalization rmsnorm --no-hidden-bias"""
+# Module -> name of the activations that it returns.
+KINDS: dict[type[nn.Module], str] = {
+    VocabParallelEmbedding: "embedding",
+    Attention: "attention",
+    ParallelMLP: "MLP",
+    TransformerLayer: "residual stream",
+    StackNorm: "final norm",
+}
+DEFAULTS = ("--num-layers=2", "--num-attention-heads=4", "--seq-length=32", "--vocab-size=256", "--lr=0.01")
+BATCH = 4
+
+Sizes = dict[str, float]  # name of the activations -> root mean square of their change since the first step
+
+
+def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
+    """Return the settings of the model of this width: the model `base` with more heads, or with wider heads.
+
+    grow: heads or head-size. mup: scale the model by muP, with `base` as its base model.
+    """
+    m = base.model
+    if width % m.hidden_size:
+        raise ValueError(f"the width {width} is not a multiple of the smallest width {m.hidden_size}; change --widths")
+    factor = width // m.hidden_size
+    values: dict[str, Any] = {"hidden_size": width, "ff_hidden_size": m.ff_size * factor}
+    if grow == "heads":
+        values |= {"num_attention_heads": m.num_attention_heads * factor, "kv_hidden_size": m.head_size}
+        values |= {"num_key_value_heads": m.num_key_value_heads and m.num_key_value_heads * factor}
+    else:
+        values |= {"kv_hidden_size": m.head_size * factor}
+    if mup:
+        values |= {"mup_base_hidden_size": m.hidden_size, "mup_base_kv_hidden_size": None}
+        values |= {"mup_base_kv_hidden_size": m.head_size} if grow == "head-size" else {}
+    return with_values(base, values)
+
+
+def sizes_of(config: Config, steps: int) -> Sizes:
+    """Train the model for `steps` steps on one random batch, and return how much its activations have changed."""
+    model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
+    keys = group_keys(model, config.optim, factors=layer_lr_factors(model, config.model))
+    optimizer = build_optimizer(keys, config.optim)
+    for group in optimizer.param_groups:
+        group["lr"] = config.optim.lr * group["lr_factor"]
+    dice = torch.Generator().manual_seed(config.train.seed)
+    text = torch.randint(config.model.vocab_size or 0, (BATCH, config.data.seq_length + 1), generator=dice)
+    tokens, labels = text[:, :-1], text[:, 1:]
+    inputs = (tokens, tokens) if config.is_t5 else (tokens,)
+    seen: defaultdict[str, list[Tensor]] = defaultdict(list)
+    for module in model.modules():
+        for of, kind in KINDS.items():
+            if isinstance(module, of):
+                module.register_forward_hook(partial(_keep, seen, kind))
+    first: dict[str, list[Tensor]] = {}
+    for step in range(steps + 1):
+        seen.clear()
+        logits = model(*inputs)
+        seen["logits"].append(logits.detach())
+        first = first or dict(seen)
+        if step < steps:
+            optimizer.zero_grad()
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    changes = {kind: [b - a for a, b in zip(first[kind], seen[kind], strict=True)] for kind in seen}
+    return {kind: float(torch.stack([t.square().mean() for t in each]).mean().sqrt()) for kind, each in changes.items()}
+
+
+def _keep(seen: Mapping[str, list[Tensor]], kind: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    """Keep the output of `module`, a tensor, or a tuple that begins with hidden states and perhaps their bias."""
+    hidden, *rest = output if isinstance(output, tuple) else (output,)
+    bias = rest[0] if isinstance(module, (Attention, ParallelMLP)) else None
+    seen[kind].append((hidden if bias is None else hidden + bias).detach())
+
+
+def check(base: Config, widths: Sequence[int], grow: str, steps: int, seeds: int) -> dict[bool, list[Sizes]]:
+    """Return {with muP: sizes of the activations in each width}, means over seeds, without muP and with it."""
+    found: dict[bool, list[Sizes]] = {}
+    for mup in (False, True):
+        found[mup] = []
+        for width in widths:
+            config = model_of(width, base, grow, mup)
+            each = [sizes_of(with_values(config, {"seed": seed}), steps) for seed in range(1, seeds + 1)]
+            found[mup].append({kind: sum(sizes[kind] for sizes in each) / seeds for kind in each[0]})
+    return found
+
+
+def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
+    """Return the exponent of the width with which the sizes grow, by least squares: 0 if they are flat."""
+    x, y = ([math.log(value) for value in values] for values in (widths, sizes))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    dot = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return dot / sum((a - mean_x) ** 2 for a in x)
+
+
+def lines(widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]]) -> list[str]:
+    """Return a table of the sizes, and of the exponents with which they grow with the width."""
+    rows = [f"{'muP':<4} {'activations':<16}" + "".join(f"{width:>10}" for width in widths) + "  exponent"]
+    for mup, of_width in found.items():
+        for kind in of_width[0]:
+            sizes = [each[kind] for each in of_width]
+            cells = "".join(f"{size:>10.4f}" for size in sizes)
+            rows.append(f"{'with' if mup else 'no':<4} {kind:<16}{cells}  {slope(widths, sizes):+8.2f}")
+    return rows
+
+
+def draw(path: Path, widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]], steps: int) -> None:
+    """Draw the sizes over the width, without and with muP. Raises ValueError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--output needs matplotlib: pip install -e '.[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.8), dpi=150, sharey=True)
+    for panel, (mup, of_width) in zip(panels, found.items(), strict=True):
+        for kind in of_width[0]:
+            panel.loglog(widths, [each[kind] for each in of_width], marker="o", markersize=4, label=kind)
+        panel.set_title("with muP" if mup else "without muP")
+        panel.set_xlabel("--hidden-size")
+        panel.set_xticks(widths, labels=list(map(str, widths)))
+        panel.minorticks_off()
+        panel.grid(alpha=0.25)
+    panels[0].set_ylabel(f"change of activations in {steps} steps (RMS)")
+    panels[1].legend(fontsize=8)
+    figure.tight_layout()
+    with whole_file(path) as there:
+        figure.savefig(there, format="png")
+    plt.close(figure)
+
+
+def main(args: argparse.Namespace) -> None:
+    widths = sorted(set(args.widths))
+    if len(widths) < 2 or widths[0] < 1 or min(args.steps, args.seeds) < 1:
+        raise ValueError("give at least two different --widths, and --steps and --seeds of at least 1")
+    for flag in ("--hidden-size", "--mup-base-hidden-size"):
+        if flag in {word.split("=")[0] for word in args.flags}:
+            raise ValueError(f"{flag} follows from --widths, of which the smallest is the base model: leave it out")
+    base = parse_of_any_family([*DEFAULTS, *args.flags, "--hidden-size", str(widths[0])])
+    found = check(base, widths, args.grow, args.steps, args.seeds)
+    print("\n".join(lines(widths, found)))
+    if args.output:
+        draw(Path(args.output), widths, found, args.steps)
+        print(f"figure -> {args.output}")
+
+
+def build_parser() -> TrainingFlagsParser:
+    parser = TrainingFlagsParser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes (default: 64 128 256 512)")
+    add(
+        "--grow",
+        choices=("heads", "head-size"),
+        default="heads",
+        help="what grows with the width: the number of attention heads (default) or the width of each",
+    )
+    add("--steps", type=int, default=5, help="optimizer steps (default: 5)")
+    add("--seeds", type=int, default=2, help="seeds over which sizes are averaged (default: 2)")
+    add("--output", help="figure to draw, a PNG (needs matplotlib)")
+    return parser
+
+
+def cli() -> None:
+    run(main, build_parser())
+
+
+if __name__ == "__main__":
+    cli()
