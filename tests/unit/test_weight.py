@@ -28,8 +28,8 @@ LIMITS = {
     # stages, 2,600 for schedules of the batch size and learning rates by samples, 5,500 for corpora and checkpoints in
     # object storage (storage.py, remote_tokens.py, remote.py and their callers), 4,200 for evaluations on tasks while
     # training, 1,100 of which were in megatron_tools, 2,650 for training without some documents, 600 for
-    # --skip-step-sigma, 1,650 for --param-groups, 3,000 for Muon (muon.py, whole_matrices.py and their callers), 450 for
-    # --ema-decay, and 2,450 for --log-layers.
+    # --skip-step-sigma, 1,650 for --param-groups, 3,000 for Muon (muon.py, whole_matrices.py and their callers), 450
+    # for --ema-decay, and 2,450 for --log-layers.
     "megatron": (174_900, 14),
     # This includes 1,200 for the table and the plot of data stages, and 2,000 for finding documents in a run.
     "data_utils": (33_750, 1),
