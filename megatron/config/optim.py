@@ -112,6 +112,11 @@ class OptimConfig(Section):
         lambda value: None if 0 < value < 1 else "must lie between 0 and 1, without these",
     )
 
+    @property
+    def muon_scale(self) -> str | None:
+        """--muon-adjust-lr-fn if Muon steps matrices, else None."""
+        return self.muon_adjust_lr_fn if self.optimizer == "muon" else None
+
     def _problems(self) -> Iterator[str]:
         given = [f.name for f in fields(self) if f.name.startswith("muon_") and getattr(self, f.name) != f.default]
         if given and self.optimizer != "muon":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .block import Dropout, TransformerLayer
+from .block import Dropout, TransformerLayer, hidden_matrices
 from .layers import global_parameters
 from .masks import DocumentRole
 from .norm import build_norm
@@ -128,20 +128,26 @@ class StackNorm(nn.Module):
         return self.norm(hidden), *rest
 
 
-def layer_lr_factors(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, float]:
+def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = None) -> dict[nn.Parameter, float]:
     """Return muP's factor of the learning rate for each weight of the transformer layers; no other weight has one.
 
     The factors are those for Adam (Yang et al. 2022, table 8): matrices map hidden states to hidden states, so their
     learning rate is divided by the width. Embeddings, positions and the output matrix keep theirs.
+    muon: --muon-adjust-lr-fn if Muon steps the matrices, else None. The largest singular value of Muon's updates must
+    not depend on the width (Yang et al. 2023, https://arxiv.org/abs/2310.17813). With `original` it does not; with
+    `match_rms_adamw` it grows with the square root of the width.
     """
     if config.mup_base_hidden_size is None:
         return {}
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    return {
-        p: config.branch_factor / (config.width_factor if len(mpu.spec_of(p).local_shape) > 1 else 1.0)
-        for layer in layers
-        for p in layer.parameters()
-    }
+    of_muon = hidden_matrices(model) if muon else set()
+    power = 0.5 if muon == "match_rms_adamw" else 0.0
+
+    def of(p: nn.Parameter) -> float:
+        of_adam = 1.0 if len(mpu.spec_of(p).local_shape) > 1 else 0.0
+        return float(config.branch_factor / config.width_factor ** (power if p in of_muon else of_adam))
+
+    return {p: of(p) for layer in layers for p in layer.parameters()}
 
 
 def embedding_weights(model: nn.Module) -> set[nn.Parameter]:

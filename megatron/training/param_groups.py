@@ -54,7 +54,7 @@ def keys_of_groups(
     lags: by how many steps the step counts of weights, by name, are lower than the optimizer's; see `step_lags`.
     """
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
-    factors = layer_lr_factors(model, config.model)
+    factors = layer_lr_factors(model, config.model, config.optim.muon_scale)
     behind = {p: lags[name] for name, p in global_parameters(model) if name in lags}
     keys = group_keys(model, config.optim, spared, _rules_of(model, resolved.param_rules), factors, behind)
     needs_all = tds.pipe.is_pipeline(model) and resolved.zero_stage and not resolved.distributed_optimizer

@@ -22,7 +22,7 @@ from megatron.atomic import whole_file
 from megatron.config import Config
 from megatron.config.command_line import parse_of_any_family, with_values
 from megatron.model.attention import Attention
-from megatron.model.block import TransformerLayer
+from megatron.model.block import TransformerLayer, hidden_matrices
 from megatron.model.embedding import StackNorm, layer_lr_factors
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.mlp import ParallelMLP
@@ -73,8 +73,8 @@ def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
 def sizes_of(config: Config, steps: int) -> Sizes:
     """Train the model for `steps` steps on one random batch, and return how much its activations have changed."""
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
-    keys = group_keys(model, config.optim, factors=layer_lr_factors(model, config.model))
-    optimizer = build_optimizer(keys, config.optim)
+    keys = group_keys(model, config.optim, factors=layer_lr_factors(model, config.model, config.optim.muon_scale))
+    optimizer = build_optimizer(keys, config.optim, hidden=hidden_matrices(model) if config.optim.muon_scale else ())
     for group in optimizer.param_groups:
         group["lr"] = config.optim.lr * group["lr_factor"]
     dice = torch.Generator().manual_seed(config.train.seed)
