@@ -173,8 +173,9 @@ def step_counts(engine: Any) -> dict[nn.Parameter, int]:
 
     A parameter that was frozen or had no gradient in some steps has a lower count than the other parameters.
     """
-    states = _inner(engine).state
-    found = {p: states.get(owner, {}).get("step") for p, owner in _owner_of(engine).items()}
+    inner = _inner(engine)
+    by_group = {owner: group.get("step") for group in inner.param_groups for owner in group["params"]}  # apex's Adam
+    found = {p: inner.state.get(each, {}).get("step", by_group.get(each)) for p, each in _owner_of(engine).items()}
     return {p: int(step) for p, step in found.items() if step is not None}
 
 
@@ -203,7 +204,7 @@ def make_moments(
         inner.state[owner] = state
     if not isinstance(inner, (torch.optim.AdamW, torch.optim.SGD)):
         for group in inner.param_groups:
-            group["step"] = step
+            group["step"] = max((counts.get(owner, step) or 0 for owner in group["params"]), default=step)
     _link_moments(engine)
 
 
