@@ -70,11 +70,16 @@ def main() -> None:
     figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.6), dpi=130, sharey=True, layout="constrained")
     print("| muP | width | " + " | ".join(f"{lr:g}" for lr in args.lrs) + " |")
     print("| --- | --- |" + " --- |" * len(args.lrs))
+    known: dict[tuple[int, int | None], list[float]] = {}
     for panel, mup in zip(panels, (False, True), strict=True):
         for width in args.widths:
-            base = args.widths[0] if mup else None
-            runs = [[final_loss(tokens, width, base, lr, seed, args) for seed in range(args.seeds)] for lr in args.lrs]
-            losses = [sum(each) / args.seeds for each in runs]
+            base = args.widths[0] if mup and width != args.widths[0] else None
+            if (width, base) not in known:  # the base model is the same with muP and without
+                runs = [
+                    [final_loss(tokens, width, base, lr, seed, args) for seed in range(args.seeds)] for lr in args.lrs
+                ]
+                known[width, base] = [sum(each) / args.seeds for each in runs]
+            losses = known[width, base]
             cells = " | ".join(f"{loss:.3f}" for loss in losses)
             print(f"| {'with' if mup else 'without'} | {width} | {cells} |", flush=True)
             best = min(range(len(losses)), key=losses.__getitem__)

@@ -134,3 +134,13 @@ def test_activations_have_one_size_in_every_width(name: str, grow: str) -> None:
         # The first logits of a wide model are small, so its logits change slightly less.
         assert abs(exponents[True, kind]) < (0.45 if kind == "logits" else 0.2), kind
     assert min(exponents[False, kind] for kind in ("attention", "MLP", "residual stream")) > 0.7
+
+
+@pytest.mark.parametrize("scale", covering(["match_rms_adamw", "original"], ["match_rms_adamw"].__contains__))
+def test_activations_have_one_size_with_muon(scale: str) -> None:
+    """Muon's matrices get factors of their own, as its updates grow less with the width than those of Adam."""
+    widths = (32, 64, 128)
+    flags = f"{SIZES} --vocab-size 256 --optimizer muon --muon-adjust-lr-fn {scale} --lr 0.01"
+    found = check(parse(flags.split()), widths, "heads", steps=4, seeds=1)
+    exponents = {mup: slope(widths, [sizes["MLP"] for sizes in of_width]) for mup, of_width in found.items()}
+    assert abs(exponents[True]) < 0.15 and exponents[False] > 0.4
