@@ -13,6 +13,6 @@ if [ $# -eq 0 ] || [ "$*" = quick ]; then
     ruff check .
     ruff format --check .
     mypy
-    if [ $# -eq 0 ]; then set -- -n 2 --dist worksteal --durations 30; else set -- -n 2 --quick; fi
+    if [ $# -eq 0 ]; then set -- -n 3 --dist worksteal --durations 30; else set -- -n 2 --quick; fi
 fi
 exec python -m pytest "$@"

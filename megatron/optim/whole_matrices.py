@@ -38,9 +38,9 @@ def by_whole_matrices(
 ) -> list[Tensor]:
     """Apply `function` to the whole matrices of parameters; return this rank's shards of the results.
 
-    shards: this rank's shard of each parameter, of one dtype. axis: the tensor-parallel ranks; all of them must call
-    this together. Each sharded parameter is computed by one of these ranks, which receives its shards and sends back
-    those of the result. The ranks get about equal work.
+    shards: this rank's shard of each parameter, [o/t, i] or [o, i/t], of one dtype. axis: the tensor-parallel
+    ranks; all of them must call this together. Each sharded parameter is computed by one of these ranks, which
+    receives its shards and sends back those of the result. The ranks get about equal work.
     """
     found = list(shards)
     split = [at for at, spec in enumerate(specs) if spec.split]

@@ -65,6 +65,7 @@ class LayerLog(Hook):
                     yield self._at[name], module
 
     def before_step(self, iteration: int) -> None:
+        """Prepare to measure the iteration if it ends with a log line."""
         if not (due(iteration, self._run.resolved.log_interval) or iteration == self._run.config.train.train_iters):
             return
         self._armed = True
@@ -91,6 +92,7 @@ class LayerLog(Hook):
             self._logits[at] = torch.maximum(self._logits[at], largest_logit(call).double())
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        """Set `found`, if this iteration was measured. All ranks must call this."""
         self.found = {}
         if not self._armed:
             return

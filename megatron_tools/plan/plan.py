@@ -41,6 +41,7 @@ class TrainingFlagsParser(Parser):
     """Parser that does not know the training flags; it returns them unparsed in the result's attribute `flags`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return the arguments; `flags` holds those that this parser does not know."""
         found, rest = self.parse_known_args(args, namespace)
         found.flags = rest
         return found
