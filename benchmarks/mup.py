@@ -1,9 +1,10 @@
 """Compare the best learning rates of a narrow and a wide GPT-2, without muP and with it.
 
-    python benchmarks/mup.py --data-path runs/data_text_document --vocab-size 500 --out docs/images/mup.png
+    python benchmarks/mup.py --data-path runs/data_text_document --vocab-size 500 --out mup.png -- --init-method-std 0.1
 
-Each model is trained in one process, with a short warm-up and a linear decay to 0. The figure shows the mean loss of
-the last fifth of the steps, averaged over seeds. A star marks the best learning rate of a width.
+Flags after -- are those of pretrain_gpt2.py. Each model is trained in one process, with a short warm-up and a linear
+decay to 0. The figure shows the mean loss of the last fifth of the steps, averaged over seeds. A star marks the best
+learning rate of a width.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def final_loss(
         f"--num-layers 2 --hidden-size {width} --num-attention-heads {width // HEAD} --seq-length {SEQ} --seed {seed}"
     )
     flags += f" --vocab-size {args.vocab_size}" + (f" --mup-base-hidden-size {base}" if base else "")
-    config = parse(flags.split())
+    config = parse([*flags.split(), *args.flags])
     model = GPT2Model(config, parallel_output=False).eval()  # eval: without dropout
     optimizer = build_optimizer(
         group_keys(model, config.optim, factors=layer_lr_factors(model, config.model)), config.optim
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--lrs", type=float, nargs="+", default=[0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("flags", nargs="*", help="after --: flags of the models")
     args = parser.parse_args()
     import matplotlib
 
