@@ -12,6 +12,7 @@ import argparse
 import numpy as np
 import torch
 import torch.nn.functional as F
+from _alternate import new_parser
 
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import IndexedDataset
@@ -52,7 +53,7 @@ def final_loss(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--data-path", required=True)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--out", required=True)
