@@ -128,8 +128,8 @@ def _muon(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any
     with all_ranks():
         if not somewhere:
             raise ValueError(
-                "--optimizer muon: no matrix is trained in a transformer layer of megatron.model; set use_muon = True on "
-                "the weights that are hidden matrices, or use --optimizer adam"
+                "--optimizer muon: no matrix is trained in a transformer layer of megatron.model; set use_muon = True "
+                "on the weights that are hidden matrices, or use --optimizer adam"
             )
     name = config.optim.muon_ns_dtype
     if name == "auto":
