@@ -151,7 +151,9 @@ def test_breaks_at_random_change_nothing(breaks: int, tmp_path: Path, corpora: d
     assert states[0] == states[1], "the hash of the consumed samples and their order"
     found, expected = shares(tmp_path / "cut"), shares(tmp_path / "whole")
     assert found.keys() == expected.keys()
-    assert all(found[name] == pytest.approx(expected[name]) for name in expected)
+    for name, each in expected.items():  # a start whose stages have only one corpus logs no rows of corpora
+        assert found[name] == pytest.approx({i: share for i, share in each.items() if i in found[name]})
+        assert all(share == 1 for i, share in each.items() if i not in found[name])
 
 
 def test_another_spelling_of_a_path_is_the_same_corpus(
