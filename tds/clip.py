@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from ._torch import norms, scale_all
 from .sparse import numbers_of
 
+# These optimizers count steps per tensor or not at all.
+ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
 
 def is_split(parameter: nn.Parameter) -> bool:
     """Return whether tensor-parallel ranks hold different shards of `parameter`.
@@ -82,5 +85,10 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-            if not isinstance(optimizer, torch.optim.SGD):  # apex's Adam counts a step even without gradients
+            if not steps_separately(optimizer):  # apex's Adam counts a step even without gradients
                 group["step"] = group.get("step", 0) - 1
+
+
+def steps_separately(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer counts steps per weight or not at all, so that some weights can be stepped first."""
+    return type(optimizer) in ONE_BY_ONE or getattr(optimizer, "steps_separately", False)

@@ -19,14 +19,12 @@ from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, pack
 from .buckets import Bucket
-from .clip import counts_here, leave_out_unless_finite, squared_norm_of
+from .clip import counts_here, leave_out_unless_finite, squared_norm_of, steps_separately
 from .gathers import DeferredGathers, plain_layers
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 from .whole import Work, is_even
 
-# These optimizers count steps per tensor or not at all, so groups of buckets can be stepped separately.
-ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 # Largest number of groups. While a group is stepped, the weights of the previous group are gathered. Each call of the
 # wrapped optimizer costs host time for all of its parameters, so more groups would cost more than they hide.
 MOST_STEPS = 8
@@ -277,7 +275,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.share.grad = None
         first_first = self.buckets[::-1]  # in the order in which the next forward pass uses the weights
-        apart = type(self.optimizer) in ONE_BY_ONE or getattr(self.optimizer, "steps_separately", False)
+        apart = steps_separately(self.optimizer)
         each = -(-len(first_first) // MOST_STEPS) if apart else len(first_first)
         for group in (first_first[at : at + each] for at in range(0, len(first_first), max(each, 1))):
             for bucket in group:

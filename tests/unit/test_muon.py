@@ -17,6 +17,7 @@ from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import orthogonalise
 from megatron.training.memory.per_rank import moments_of
 from megatron.training.memory.sizes import count_layers, layers_of
+from tds.clip import leave_out_unless_finite
 from tests.parity.muon_reference import exact_iterations, separate
 
 SIZES = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --ff-hidden-size 40"
@@ -140,3 +141,15 @@ def test_query_key_and_value_differ_from_one_matrix() -> None:
     apart = [orthogonalise(part.reshape(-1, 8), 5) for part in fused.split(layer.weight.detach())]
     together = [part.reshape(-1, 8) for part in fused.split(orthogonalise(layer.weight.detach(), 5))]
     assert all((a - b).abs().max() > 0.05 for a, b in zip(apart, together, strict=True))
+
+
+def test_a_skipped_step_counts_nowhere() -> None:
+    """Muon's groups have no step count, which apex's Adam has, so a skipped step must not make one."""
+    model, config = _model("gpt2")
+    o = config.optim
+    ours = build_optimizer(group_keys(model, o), o, hidden=hidden_matrices(model))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    leave_out_unless_finite(ours, torch.tensor(float("inf")))
+    ours.step()
+    assert not any("step" in group for group in ours.param_groups) and not any(ours.state.values())
