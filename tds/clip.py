@@ -89,6 +89,6 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
                 group["step"] = group.get("step", 0) - 1
 
 
-def steps_separately(optimizer: torch.optim.Optimizer) -> bool:
+def steps_separately(wrapped: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer counts steps per weight or not at all, so that some weights can be stepped first."""
-    return type(optimizer) in ONE_BY_ONE or getattr(optimizer, "steps_separately", False)
+    return type(wrapped) in ONE_BY_ONE or getattr(wrapped, "steps_separately", False)
