@@ -82,9 +82,8 @@ def main() -> None:
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
     all_runs([{name: (lr, 1) for name in NAMES} for lr in args.lrs], args)
-    finals = {
-        name: {lr: read(folder_of(name, lr, 1, args)).losses[-1] for lr in args.lrs} for name in NAMES
-    }  # NaN or Inf is never the best
+    finals = {name: {lr: read(folder_of(name, lr, 1, args)).losses[-1] for lr in args.lrs} for name in NAMES}
+    # A NaN or Inf loss is never the best.
     best = {name: min(found, key=lambda lr: found[lr] if found[lr] < 1e9 else 1e9) for name, found in finals.items()}
     seeds = range(1, args.seeds + 1)
     all_runs([{name: (best[name], seed) for name in NAMES} for seed in seeds], args)

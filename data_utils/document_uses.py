@@ -1,4 +1,4 @@
-"""Where a run trains on a document, and which documents an iteration trains on: `inspect_data.py when` and `which`."""
+"""Commands `when` and `which` of inspect_data.py: uses of a document in a run, and documents of an iteration."""
 
 import argparse
 from bisect import bisect_right
@@ -64,8 +64,8 @@ def _samples_with(dataset: Any, corpus: int, document: int, epoch: int, samples:
     if isinstance(dataset, DatasetWithout):
         readings = list(dataset.readings(corpus, epoch, holding))
     else:
-        readings = [Reading(0, float("inf"), k, k) for k in holding.tolist()]
-    for begin, end, place, _ in readings:
+        readings = [Reading(0, float("inf"), k) for k in holding.tolist()]
+    for begin, end, place in readings:
         # Sample n reads place k of the corpus if k of the first n samples, and k + 1 of the first n + 1, come from it.
         n = bisect_right(range(samples + 1), place, key=lambda n: _consumed(dataset, corpus, n)) - 1
         if n < samples and begin <= n < end:

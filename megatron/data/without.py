@@ -33,18 +33,17 @@ class Rule(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A sample of a corpus that is read at the place of another one, by samples `begin` to `end` - 1 of the run."""
+    """Place in a corpus; samples `begin` to `end` - 1 of the run that come to this place read a certain sample."""
 
     begin: int
     end: float
     place: int
-    sample: int
 
 
 class DatasetWithout(WrappedDataset):
     """Training data set `dataset` without some documents.
 
-    The ids of samples (`places`) are those of `dataset`: they tell the places, not what is read there.
+    The ids of samples (`places`) are those of `dataset`: they identify places, not the samples that are read there.
     rules: the documents to leave out, in the order of `begin`.
     """
 
@@ -106,10 +105,9 @@ class DatasetWithout(WrappedDataset):
             if corpus in rule.documents:
                 replaced, others = self.replacements(i, corpus, epoch)
             for k in np.setdiff1d(samples, replaced).tolist():
-                yield Reading(rule.begin, end, k, k)
-            mine = np.isin(others, samples)
-            for place, k in zip(replaced[mine].tolist(), others[mine].tolist(), strict=True):
-                yield Reading(rule.begin, end, place, k)
+                yield Reading(rule.begin, end, k)
+            for place in replaced[np.isin(others, samples)].tolist():
+                yield Reading(rule.begin, end, place)
 
 
 def members_of(dataset: Any) -> list[Any]:

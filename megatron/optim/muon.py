@@ -20,7 +20,7 @@ from megatron.mpu.matmuls import matmul
 
 from .whole_matrices import by_whole_matrices, work_of
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration, as in torch.optim.Muon
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of torch.optim.Muon's quintic iteration
 EPS = 1e-7
 MOMENTUM, ADAM = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")  # names of the moments of the two kinds of weights
 BATCH = 1 << 24  # elements on this rank that are orthogonalised together; this bounds the memory of a step
