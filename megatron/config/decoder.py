@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import Section, at_least, between, more_than, one_of, opt
+from .experts import ExpertsConfig
+from .fields import at_least, between, more_than, one_of, opt
 
 LLAMA = ("llama",)
 SCALINGS = ("linear", "llama3", "yarn")
@@ -22,7 +23,7 @@ _READ_BY = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(Section):
+class DecoderConfig(ExpertsConfig):
     """Settings of a decoder that GPT-2 does not have. `ModelConfig` inherits them, so their section is `model`."""
 
     num_key_value_heads: int | None = opt(
@@ -98,6 +99,7 @@ class DecoderConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         """Yield an error text for --rope-scaling parameters that are invalid or that the method ignores."""
+        yield from super()._problems()
         read = _READ_BY.get(self.rope_scaling or "", ())
         if strange := unread(vars(self), self.rope_scaling):
             names = ", ".join("--" + name.replace("_", "-") for name in strange)

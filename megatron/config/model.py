@@ -179,6 +179,13 @@ class ModelConfig(DecoderConfig):
                 f"--kv-hidden-size {self.head_size} must be an even number of dimensions, not {self.rotary_size}"
             )
         yield from super()._problems()
+        stacks = [self.num_layers, self.decoder_layers] if self.family == "t5" else [self.num_layers]
+        pattern = self.moe_layer_frequency
+        if self.num_experts and len(pattern) > 1 and any(len(pattern) != layers for layers in stacks):
+            yield (
+                f"--moe-layer-frequency has {len(pattern)} numbers, but a stack has {max(stacks)} layers; give one for "
+                "each"
+            )
         for name in ("mup_base_kv_hidden_size", "mup_base_num_layers"):
             if getattr(self, name) is not None and self.mup_base_hidden_size is None:
                 yield f"{flag(name)} needs --mup-base-hidden-size, too; {self.hidden_size} leaves the width unscaled"
@@ -269,6 +276,11 @@ class ModelConfig(DecoderConfig):
     def ff_size(self) -> int:
         """Width of the MLP's inner layer."""
         return self.ff_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ff_size(self) -> int:
+        """Width of an expert's inner layer."""
+        return self.expert_ff_hidden_size or self.ff_size
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:

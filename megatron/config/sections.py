@@ -59,6 +59,8 @@ class Config:
             yield f"--num-key-value-heads {heads} x 2 x --kv-hidden-size {m.head_size} {split}; it must be a multiple"
         if m.ff_size % ranks:
             yield f"--ff-hidden-size {m.ff_size} {split}"
+        if m.num_experts and m.expert_ff_size % ranks:
+            yield f"--expert-ff-hidden-size {m.expert_ff_size} {split}"
 
     def _recomputation(self) -> Iterator[str]:
         m, p = self.model, self.parallel
@@ -82,6 +84,8 @@ class Config:
             )
         if p.tp_comm_overlap and self.train.precision == "fp8":
             yield "--tp-comm-overlap cannot be used with --precision fp8, whose matmuls are other kernels; use bf16"
+        if self.train.precision == "fp8" and m.num_experts:
+            yield "--num-experts cannot be used with --precision fp8, whose matmuls need a fixed shape; use bf16"
         if self.train.compile:
             yield from self.conflicts_with_compile()
 
@@ -101,6 +105,8 @@ class Config:
             yield "--compile cannot be used with --pipeline-schedule zb-h1, which splits the backward pass; use 1f1b"
         if self.train.precision == "fp8":
             yield "--compile cannot be used with --precision fp8, whose matmuls are not compiled; use bf16"
+        if self.model.num_experts:
+            yield "--compile cannot be used with --num-experts, whose shapes depend on the tokens; leave one out"
         if self.parallel.tp_comm_overlap:
             yield "--compile cannot be used with --tp-comm-overlap, whose kernels are not compiled; leave one out"
         if zero_stage == 3:

@@ -3,10 +3,11 @@
 Shapes: s sequence, b batch, h hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -16,6 +17,7 @@ from .attention import CrossAttention, KeyValueCache, SelfAttention
 from .attention_kernels import Mask
 from .context_attention import views_of
 from .masks import DocumentRole, Documents, document_scope, window_mask
+from .mixture import Mixture
 from .mlp import ParallelMLP
 from .norm import build_norm
 from .offload import offloaded
@@ -73,7 +75,8 @@ class TransformerLayer(nn.Module):
             self.cross_attention = CrossAttention(config, name, output_std)
             self.cross_dropout = Dropout(config.hidden_dropout, f"{name}.cross_attention_output")
         self.post_attention_layernorm = build_norm(config)
-        self.mlp = ParallelMLP(config, output_std)
+        has_experts = config.num_experts is not None and config.has_experts(int(name.rpartition(".")[2]))
+        self.mlp = Mixture(config, f"{name}.mlp", output_std) if has_experts else ParallelMLP(config, output_std)
         self.offload = config.offload_activations
         self.norm_again = "norm" in config.recompute_modules
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
@@ -86,10 +89,13 @@ class TransformerLayer(nn.Module):
         encoded: Encoded | None = None,
         caches: Caches | None = None,
         angles: Rotation | None = None,
-    ) -> Tensor:
-        """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
+        router_loss: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, ...]:
+        """Run the layer: [s, b, h] -> ([s, b, h],) (s/t with sequence parallelism).
 
         mask, bias, angles: arguments of self-attention, see `SelfAttention`.
+        router_loss: summed loss [1] of the routers of earlier layers, if one of them has experts. If this layer or an
+        earlier one has experts, a second tensor is returned: the loss with that of this layer's router.
         """
         own, other = (caches.own, caches.cross) if caches else (None, None)
         with offloaded() if self.offload and self.training else nullcontext():
@@ -106,7 +112,15 @@ class TransformerLayer(nn.Module):
                     lambda x, recipe: self.cross_attention(x, *encoded, other, recipe),
                     hidden,
                 )
-            return self._add(self.post_attention_layernorm, self.mlp_dropout, lambda x, recipe: self.mlp(x), hidden)
+            losses = [*router_loss]
+
+            def mlp(x: Tensor, _: Recipe | None) -> tuple[Tensor, Tensor | None]:
+                added, bias, *loss = self.mlp(x)
+                losses.extend(loss)
+                return added, bias
+
+            hidden = self._add(self.post_attention_layernorm, self.mlp_dropout, mlp, hidden)
+        return hidden, *([torch.stack(losses).sum(0)] if losses else ())
 
     def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
         """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""
@@ -140,19 +154,20 @@ class Block(TransformerLayer):
         self.config, self.window, self.rotary = config, config.sliding_window, config.position_embedding == "rope"
         self.role = role or DocumentRole()
 
-    def forward(self, inputs: tuple[Tensor, Tensor], caches: Caches | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
         """Run the layer: (hidden [s, b, h], document ids [b, s] or empty) -> (new hidden states, the same ids).
 
         caches: keys and values of the text generated so far; positions continue after the cached tokens. With
         context parallelism hidden is this rank's part of the sequence, [s/c, b, h] for c ranks, and passing
         caches raises ValueError.
+        If this layer or an earlier one has experts, the last tensor is the routers' loss, see `TransformerLayer.layer`.
         """
         if caches and self.context.size > 1:
             raise ValueError(
                 "text generation does not support context parallelism: "
                 "build the model with a context-parallel size of 1"
             )
-        hidden, document_ids = inputs
+        hidden, document_ids, *router_loss = inputs
         s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0
         documents = document_scope(document_ids, causal=True) if self.role.attention else None
         mask: Mask = documents
@@ -162,4 +177,5 @@ class Block(TransformerLayer):
             mask = window_mask(document_ids, s, seen, self.window, documents)
         restart = self.role.positions and not caches
         angles = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
-        return self.layer(hidden, mask, caches=caches, angles=angles), document_ids
+        hidden, *router_loss = self.layer(hidden, mask, caches=caches, angles=angles, router_loss=router_loss)
+        return hidden, document_ids, *router_loss

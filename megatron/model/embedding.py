@@ -3,6 +3,8 @@
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +55,15 @@ class WordEmbedding(nn.Module):
     def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
         """Return `embedding.output(hidden)`: logits [s, b, v/t] or DeferredLogits. inputs: (hidden [s, b, h], ...)."""
         return embedding.output(inputs[0])
+
+    @staticmethod
+    def logits_and_loss(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Any:
+        """Return `logits` and the routers' loss [1]; in evaluation only the logits.
+
+        inputs: (hidden [s, b, h], ..., loss).
+        """
+        logits = embedding.output(inputs[0])
+        return (logits, inputs[-1]) if embedding.training else logits
 
 
 class ModelStart(nn.Module):

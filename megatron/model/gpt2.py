@@ -18,8 +18,8 @@ from megatron.config import Config
 
 from .block import Block
 from .embedding import DecoderStart, StackNorm, WordEmbedding
-from .layers import Layer, LayerStack
-from .loss import IsText, TokenLoss
+from .layers import Layer, LayerStack, with_router_loss
+from .loss import IsText, TokenLoss, split_loss
 from .masks import DocumentRole, no_documents
 from .work import block_work, lengths
 
@@ -36,8 +36,7 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
         raise ValueError("--position-embedding relative is for T5; choose learned (as in GPT-2) or rope (as in Llama)")
     role = role_of(config)
     start = "start" if m.position_embedding == "rope" else "position_embedding"
-    names, work = [f"layers.{i}" for i in range(m.num_layers)], block_work(m, config.data.seq_length)
-    return [
+    layers = [
         Layer(
             "embedding",
             WordEmbedding,
@@ -46,10 +45,17 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
             puts_out=("hidden", "position_ids", "document_ids"),
         ),
         Layer(start, DecoderStart, (m, config.positions, start, role)),
-        *(Layer(name, Block, (m, name, role), repeated=True, work=work) for name in names),
+        *(_block(config, i, role) for i in range(m.num_layers)),
         Layer("final_norm", StackNorm, (m,)),
         output_layer(config, vocab_size),
     ]
+    return with_router_loss(layers)
+
+
+def _block(config: Config, i: int, role: DocumentRole) -> Layer:
+    m, name = config.model, f"layers.{i}"
+    work, routes = block_work(m, config.data.seq_length, i), m.has_experts(i)
+    return Layer(name, Block, (m, name, role), repeated=True, work=work, routes=routes)
 
 
 def role_of(config: Config) -> DocumentRole:
@@ -70,7 +76,7 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
     """
     m, (encoder, decoder) = config.model, lengths(config)
     tied, work = "embedding" if m.tie_embeddings else None, (decoder or encoder) * m.hidden_size * vocab_size
-    args, logits = (m, vocab_size), WordEmbedding.logits
+    args, logits = (m, vocab_size), WordEmbedding.logits_and_loss if m.num_experts else WordEmbedding.logits
     return Layer("head", WordEmbedding, args, tied=tied, call=logits, puts_out=("logits",), work=work)
 
 
@@ -119,6 +125,7 @@ class LanguageModel(LayerStack):
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
             return self.loss_fn.of_labels(logits, labels, loss_mask, corpora)
+        logits, _ = split_loss(logits)
         return self.output(logits, self.vocab_size, self.parallel_output)
 
 

@@ -5,7 +5,7 @@ Names are global: `layers.3.attention.dense.weight` is the same parameter in eve
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ class Layer:
     repeated: True for transformer layers, of which a stack has many; their activations may be recomputed.
     prelude: True for a layer that is recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
     work: number of multiply-adds in the layer's forward pass over one sample, see work.py.
+    routes: whether the layer has a mixture of experts, see `with_router_loss`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Layer:
     repeated: bool = False
     prelude: bool = False
     work: int = 0
+    routes: bool = False
 
     def build(self, seed: int) -> nn.Module:
         """Build the module; its constructor draws random numbers from a generator seeded by (seed, layer name).
@@ -48,6 +50,20 @@ class Layer:
         """
         with mpu.defer_init(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
             return self.cls(*self.args)
+
+
+def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
+    """Add the routers' loss to what layers return, from the first layer with a mixture of experts on.
+
+    It is the last tensor, but before a table of relative positions.
+    """
+    first = next((i for i, layer in enumerate(layers) if layer.routes), len(layers))
+    found = list(layers)
+    for i in range(first, len(layers)):
+        *names, last = layers[i].puts_out
+        kept = ("router_loss", last) if last == "table" else (last, "router_loss")
+        found[i] = replace(layers[i], puts_out=(*names, *kept))
+    return found
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:

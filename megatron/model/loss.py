@@ -4,6 +4,7 @@ Shapes: s sequence, b batch, v vocabulary, t model-parallel ranks.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,11 @@ Logits = Tensor | mpu.DeferredLogits
 # Labels and loss mask, both [b, s]; with several corpora also float [b, c], 1 at the corpus of each sample and else 0.
 Targets = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 CORPUS_LOSS, CORPUS_TARGETS = "corpus_loss", "corpus_targets"  # names of additional values, followed by a number
+
+
+def split_loss(logits: Any) -> tuple[Logits, Tensor | None]:
+    """Separate what a model returns: its logits [s, b, v/t], and in training the loss [1] of its routers, if any."""
+    return logits if isinstance(logits, tuple) else (logits, None)
 
 
 def count_targets(targets: Targets) -> Tensor:
@@ -76,9 +82,7 @@ class TokenLoss:
         fused = "cross-entropy" not in config.model.reference_ops
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
-    def of_labels(
-        self, logits: Logits, labels: Tensor, loss_mask: Tensor | None, corpora: Tensor | None = None
-    ) -> Tensor:
+    def of_labels(self, logits: Any, labels: Tensor, loss_mask: Tensor | None, corpora: Tensor | None = None) -> Tensor:
         """Return the loss [b, s] of every token, or with a loss mask [b, s] the sum over targets, a scalar.
 
         corpora: third element of `Targets`.
@@ -87,13 +91,13 @@ class TokenLoss:
             return self.per_token(logits, labels)
         return self(logits, (labels, loss_mask) if corpora is None else (labels, loss_mask, corpora))
 
-    def per_token(self, logits: Logits, labels: Tensor) -> Tensor:
+    def per_token(self, logits: Any, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of logits [s, b, v/t] and labels [b, s], in nats, fp32 (fp64 for fp64 logits).
 
         Without gradients, deferred logits are computed in chunks. With gradients, all logits are computed at once,
         because each token's loss may be weighted differently.
         """
-        return self._per_token(logits, labels)[0]
+        return self._per_token(split_loss(logits)[0], labels)[0]
 
     def _per_token(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return [1, b, s], the loss of every token; if `samples` is a list, [2, b, s], with 1 for a wrong token."""
@@ -146,12 +150,15 @@ class TokenLoss:
         z = z_loss * wide.logsumexp(-1).t() ** 2 if z_loss else torch.zeros_like(losses)
         return losses + (z - z.detach()) if z_loss else losses, z.detach()
 
-    def __call__(self, logits: Logits, targets: Targets) -> Tensor:
+    def __call__(self, logits: Any, targets: Targets) -> Tensor:
         """Return the loss summed over targets, a scalar.
 
-        logits: [s, b, v/t]. targets: (labels [b, s], loss mask [b, s]), perhaps with the samples' corpora [b, c].
+        logits: [s, b, v/t], in training with the loss of the routers, see `split_loss`. Like the z-loss, this loss has
+        a gradient but is not shown in the sum.
+        targets: (labels [b, s], loss mask [b, s]), perhaps with the samples' corpora [b, c].
         """
         labels, loss_mask, *corpora = targets
+        logits, router_loss = split_loss(logits)
         if not torch.is_grad_enabled():
             values = self._per_token(logits, labels) * loss_mask
             losses = values[0]
@@ -166,6 +173,9 @@ class TokenLoss:
             losses, z = (each * loss_mask for each in self._both(logits, labels))
             total = losses.sum()
             self.aux = {"z_loss": z.sum()} if self.z_loss else {}
+        if router_loss is not None:
+            total = total + (router_loss - router_loss.detach()).sum()
+            self.aux = self.aux | {"router_loss": router_loss.detach().sum()}
         if corpora:
             self.aux = self.aux | _by_corpus(losses.detach(), loss_mask, corpora[0])
         return total

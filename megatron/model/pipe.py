@@ -34,6 +34,7 @@ BOUNDARIES = {
     "encoder_document_ids": Boundary("encoder_document_ids", kind="int", grad=False),
     "decoder_document_ids": Boundary("decoder_document_ids", kind="int", grad=False),
     "table": Boundary("table", grad=True),
+    "router_loss": Boundary("router_loss", grad=True),
 }
 
 

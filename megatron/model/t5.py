@@ -22,7 +22,7 @@ from megatron.config import Config, ModelConfig
 from .block import Caches, Encoded, TransformerLayer
 from .embedding import ModelStart, StackNorm, WordEmbedding
 from .gpt2 import LanguageModel, output_layer
-from .layers import Layer
+from .layers import Layer, with_router_loss
 from .loss import IsText
 from .masks import document_scope, no_documents, positions_in_documents
 from .relative import RelativePositions, position_bias
@@ -80,6 +80,12 @@ class StackStart(ModelStart):
         return self.dropout(hidden), *rest
 
 
+def _loss_and_table(rest: list[Tensor], config: ModelConfig) -> tuple[list[Tensor], Tensor | None]:
+    """Separate the optional inputs of a block: the routers' loss (a list with one or no tensor) and the table."""
+    table = rest.pop() if config.position_embedding == "relative" else None
+    return rest, table
+
+
 class EncoderBlock(TransformerLayer):
     """Encoder layer, in which every token attends to all tokens of its document.
 
@@ -92,15 +98,17 @@ class EncoderBlock(TransformerLayer):
         self.config = config
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the layer on (hidden [k, b, h], decoder tokens [b, q], encoder ids, decoder ids, optional table).
+        """Run the layer on (hidden [k, b, h], decoder tokens [b, q], encoder ids, decoder ids, loss, table).
 
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
-        positions is [r, n/t].
+        positions is [r, n/t]. The loss is that of the routers, see `TransformerLayer.layer`. Both are optional.
         """
-        hidden, tokens, encoder_ids, decoder_ids, *table = inputs
+        hidden, tokens, encoder_ids, decoder_ids, *rest = inputs
+        loss, table = _loss_and_table(rest, self.config)
         s = mpu.whole_length(hidden, self.sequence)
-        bias = position_bias(table[0], s, s, self.config, causal=False) if table else None
-        return self.layer(hidden, document_scope(encoder_ids), bias), tokens, encoder_ids, decoder_ids
+        bias = position_bias(table, s, s, self.config, causal=False) if table is not None else None
+        hidden, *loss = self.layer(hidden, document_scope(encoder_ids), bias, router_loss=loss)
+        return hidden, tokens, encoder_ids, decoder_ids, *loss
 
 
 class DecoderBlock(TransformerLayer):
@@ -115,25 +123,27 @@ class DecoderBlock(TransformerLayer):
         self.config = config
 
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
-        """Run the layer on (hidden [q, b, h], encoded [k, b, h], encoder ids, decoder ids, optional table).
+        """Run the layer on (hidden [q, b, h], encoded [k, b, h], encoder ids, decoder ids, loss, table).
 
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
-        positions is [r, n/t].
+        positions is [r, n/t]. The loss is that of the routers, see `TransformerLayer.layer`. Both are optional.
         """
-        hidden, encoded, encoder_ids, decoder_ids, *table = inputs
+        hidden, encoded, encoder_ids, decoder_ids, *rest = inputs
+        loss, table = _loss_and_table(rest, self.config)
         seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
-        bias = position_bias(table[0], q, seen + q, self.config, causal=True) if table else None
+        bias = position_bias(table, q, seen + q, self.config, causal=True) if table is not None else None
         mask, cross = document_scope(decoder_ids, causal=True), document_scope(decoder_ids, encoder_ids)
-        return self.layer(hidden, mask, bias, Encoded(encoded, cross), caches), encoded, encoder_ids, decoder_ids
+        hidden, *loss = self.layer(hidden, mask, bias, Encoded(encoded, cross), caches, router_loss=loss)
+        return hidden, encoded, encoder_ids, decoder_ids, *loss
 
 
 class DecoderNorm(StackNorm):
     """Norm after the decoder. It returns only the hidden states and drops its other inputs."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Normalise the hidden states: (hidden [q, b, h], ...) -> (hidden,)."""
-        return (self.norm(inputs[0]),)
+        """Normalise: (hidden [q, b, h], encoded, ids of both, optional loss) -> (hidden, optional loss)."""
+        return self.norm(inputs[0]), *inputs[len(DECODING) :]
 
 
 def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
@@ -146,7 +156,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     if not config.is_t5:
         raise ValueError(f"a T5 cannot be built from settings of family {m.family}: pass --family t5")
 
-    def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...], work: int) -> list[Layer]:
+    def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...], *tokens: int) -> list[Layer]:
         layers = []
         for i in range(count):
             at = f"{name}.layers.{i}"
@@ -156,7 +166,9 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
                 layers.append(
                     Layer(table, RelativePositions, (m,), tied=tied, puts_out=(*puts_out, "table"), prelude=True)
                 )
-            layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True, work=work))
+            work = block_work(m, tokens[0], i, *tokens[1:])
+            routes = m.has_experts(i)
+            layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True, work=work, routes=routes))
         return layers
 
     def start(stack: str, ids_at: int) -> Layer:
@@ -168,17 +180,18 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
         return Layer(name, WordEmbedding, (m, vocab_size), tied="embedding", call=call, puts_out=puts_out)
 
     encoder, decoder = lengths(config)
-    return [
+    layers = [
         embedding("embedding", embed_encoder, ENCODING),
         start("encoder", 2),
-        *stack("encoder", EncoderBlock, m.num_layers, ENCODING, block_work(m, encoder)),
+        *stack("encoder", EncoderBlock, m.num_layers, ENCODING, encoder),
         Layer("encoder.final_norm", StackNorm, (m,), puts_out=("encoded", *ENCODING[1:])),
         embedding("decoder.embedding", embed_decoder, DECODING),
         start("decoder", 3),
-        *stack("decoder", DecoderBlock, m.decoder_layers, DECODING, block_work(m, decoder, encoder)),
+        *stack("decoder", DecoderBlock, m.decoder_layers, DECODING, decoder, encoder),
         Layer("decoder.final_norm", DecoderNorm, (m,), puts_out=("hidden",)),
         output_layer(config, vocab_size),
     ]
+    return with_router_loss(layers)
 
 
 class T5Model(LanguageModel):

@@ -7,13 +7,28 @@ to masks. Norms, activations and look-ups are not counted.
 from megatron.config import Config, ModelConfig
 
 
-def block_work(m: ModelConfig, tokens: int, encoded: int = 0) -> int:
-    """Return the multiply-adds of a transformer layer over `tokens` tokens.
+def mlp_work(m: ModelConfig, layer: int) -> int:
+    """Return the multiply-adds of the MLP, or of the experts, of layer number `layer` of a stack for one token."""
+    matrices, width = 3 if m.gated else 2, m.ff_size
+    if m.has_experts(layer):
+        width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts)
+    return m.hidden_size * width * matrices
+
+
+def idle_weights(m: ModelConfig) -> int:
+    """Return the number of weights of a decoder-only model's experts that do not multiply a given token."""
+    layers = sum(map(m.has_experts, range(m.num_layers)))
+    idle = (m.num_experts or 0) - m.experts_per_token if layers else 0
+    return layers * idle * m.hidden_size * m.expert_ff_size * (3 if m.gated else 2)
+
+
+def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int:
+    """Return the multiply-adds of transformer layer number `layer` of a stack over `tokens` tokens.
 
     encoded: number of encoder tokens to which a decoder layer cross-attends.
     """
     inner = m.num_attention_heads * m.head_size
-    projection, mlp = m.hidden_size * inner, m.hidden_size * m.ff_size * (3 if m.gated else 2)
+    projection, mlp = m.hidden_size * inner, mlp_work(m, layer)
     keys_and_values = 2 * m.hidden_size * m.key_value_heads * m.head_size
     own = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * inner
     cross = 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner

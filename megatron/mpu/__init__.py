@@ -37,6 +37,7 @@ from .megatron_compat import (
     split_tensor_along_last_dim,
 )
 from .mesh import (
+    ALONE,
     Axis,
     Mesh,
     Options,
@@ -234,6 +235,7 @@ if not TYPE_CHECKING:
 
 
 __all__ = [
+    "ALONE",
     "Axis",
     "ColumnParallelLinear",
     "Coord",

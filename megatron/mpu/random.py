@@ -50,6 +50,7 @@ class RngStreams:
     def __init__(self, seed: int = 1234, data_rank: int = 0, model_rank: int = 0, pipe_rank: int = 0) -> None:
         self.seed, self.data_rank, self.model_rank, self.pipe_rank = seed, data_rank, model_rank, pipe_rank
         self.iteration = 0
+        self.recomputing = False  # whether a backward pass is running a forward pass again
         self._draws: dict[str, int] = {}  # number of draws of each stream in this iteration
         self._seeds: dict[tuple[int, int, str, bool], int] = {}
 
@@ -85,10 +86,12 @@ class RngStreams:
     def _replay(self, state: tuple[dict[str, int], int]) -> Iterator[None]:
         later = self._draws, self.iteration
         self.set_state(state)
+        self.recomputing = True
         try:
             yield
         finally:
             self._draws, self.iteration = later
+            self.recomputing = False
 
     def get_state(self) -> tuple[dict[str, int], int]:
         """Return how often each stream has been drawn from, and the iteration."""

@@ -24,6 +24,7 @@ from tds.spikes import Deviation
 
 from .. import mpu
 from ..config.ds_config import Resolved
+from ..model.router import update_routers
 from ..ranks.objects import gather_objects
 from .metrics import Timers
 from .task import Task, what
@@ -129,6 +130,7 @@ class PipeEngine:
         with self.timers("train batch"):
             ds.train_batch(batches)
         ds.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
+        update_routers(ds.module)
         aux = {name: total / ds.num_targets for name, total in self._aux(ds.micro_batches).items()}
         return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
 
@@ -247,6 +249,7 @@ class NoPipeEngine:
         with self.timers("optimizer"):
             norm = self._clip(ds, loss)
             ds.step()
+        update_routers(ds.module)
         known = ds.get_global_grad_norm() if norm is None else norm
         return _result(ds, loss, known, dict(zip(names, others, strict=True)))
 

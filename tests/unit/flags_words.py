@@ -74,7 +74,10 @@ CHINESE = {
     "process groups are always created after all ranks have joined; leave this flag out": "进程到齐后才建立进程组；去掉它",
     "start the ranks with tools/launch.py, torchrun or deepspeed": "用 tools/launch.py、torchrun 或 deepspeed 启动各进程",
     "layers do not share weights": "层之间不共享权重",
-    "there are no experts; all tokens share one MLP": "没有专家层；所有词元经过同一个 MLP",
+    "no token is dropped, so experts have no capacity": "从不丢弃词元，专家没有容量上限",
+    "experts are split over --model-parallel-size ranks": "专家按 --model-parallel-size 切分",
+    "give --num-shared-experts, each as wide as an expert": "请给 --num-shared-experts，每个与专家同宽",
+    "choose --router-balance aux-loss, bias or none": "可选 --router-balance aux-loss、bias 或 none",
     "norms always come before attention and MLP (pre-LN)": "归一化在注意力和 MLP 之前",
     "there is no BERT model": "这里没有 BERT",
     "export to Hugging Face with "

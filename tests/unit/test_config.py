@@ -278,6 +278,7 @@ def test_every_setting_is_read_by_something() -> None:
         "profile_iterations": "profiled",
         "kv_hidden_size": "head_size",
         "ff_hidden_size": "ff_size",
+        "moe_layer_frequency": "has_experts",
         "max_position_embeddings": "positions",
     }
     derived |= dict.fromkeys(("train_data_path", "valid_data_path", "test_data_path"), "data.paths")

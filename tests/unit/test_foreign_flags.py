@@ -280,11 +280,13 @@ def test_a_file_may_use_the_names_too(tmp_path: Path) -> None:
     assert (config.train.precision, config.train.batch_size, config.model.ff_hidden_size) == ("fp16", 2, 96)
     assert f"{path}: --micro-batch-size 2 translated to --batch-size 2" in notes
     assert taken(f"--config {path} --batch-size 6")[0].train.batch_size == 6, "a flag wins over a file"
-    path.write_text(json.dumps({"global_batch_size": 8, "num_experts": 2, "micro_batch_size": 4, "batch_size": 2}))
+    path.write_text(
+        json.dumps({"global_batch_size": 8, "num_unique_layers": 2, "micro_batch_size": 4, "batch_size": 2})
+    )
     with pytest.raises(ConfigError) as error:
         taken(f"--config {path}")
     assert [line.split(f"{path}: ")[-1] for line in str(error.value).splitlines()[1:]] == [
-        "--num-experts 2 is not accepted: there are no experts; all tokens share one MLP",
+        "--num-unique-layers 2 is not accepted: layers do not share weights",
         "--micro-batch-size 4 means --batch-size 4, but --batch-size 2 is given; leave one of them out",
         "--global-batch-size depends on other settings; give it as a flag",
     ]
@@ -392,6 +394,7 @@ def test_what_the_table_says_names_our_own_flags() -> None:
     assert {name for name in re.findall(r"--[a-z][a-z0-9-]+", text)} - known <= {
         "--no-hidden-bias",
         "--no-tie-embeddings",
+        "--no-normalize-expert-weights",
         "--no-save-at-end",
         "--no-tensorboard",
     }

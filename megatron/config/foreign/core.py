@@ -3,9 +3,9 @@
 flags.py adds the rows of this module to its table.
 """
 
-from .outcomes import SAME_LOSS, Means, NoEffect, Refused, Row, given, in_json, same
+from .outcomes import SAME_LOSS, ByValue, Means, NoEffect, Refused, Row, given, in_json, same
 
-_NO_EXPERTS = Refused("there are no experts; all tokens share one MLP")
+_DROPLESS = Refused("no token is dropped, so experts have no capacity")
 _ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can load")
 _CUTS = Refused("--partition-method sets how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
@@ -34,13 +34,41 @@ ROWS = (
         NoEffect("--partition-method balanced always counts the work of the embedding and the loss"),
     ),
     Row(
-        "--expert-model-parallel-size --expert-tensor-parallel-size --moe-router-topk --moe-ffn-hidden-size",
-        _NO_EXPERTS,
+        "--expert-model-parallel-size --expert-tensor-parallel-size",
+        Refused("experts are split over --model-parallel-size ranks"),
         int,
     ),
-    Row("--moe-router-load-balancing-type --moe-token-dispatcher-type", _NO_EXPERTS, str),
-    Row("--moe-aux-loss-coeff", _NO_EXPERTS, float),
-    Row("--moe-grouped-gemm --moe-permute-fusion", _NO_EXPERTS),
+    Row("--moe-router-topk", same("experts_per_token"), int),
+    Row("--moe-ffn-hidden-size", same("expert_ff_hidden_size"), int),
+    Row("--moe-shared-expert-intermediate-size", Refused("give --num-shared-experts, each as wide as an expert"), int),
+    Row("--moe-layer-freq", Means({"moe_layer_frequency": lambda n: (str(n),)}), int),
+    Row(
+        "--moe-router-score-function",
+        ByValue({"softmax": Means({"router_score": "softmax"}), "sigmoid": Means({"router_score": "sigmoid"})}),
+        str,
+    ),
+    Row("--moe-router-pre-softmax", Means({"normalize_expert_weights": False})),
+    Row(
+        "--moe-router-load-balancing-type",
+        ByValue(
+            {
+                "aux_loss": Means({"router_balance": "aux-loss"}),
+                "global_aux_loss": Means({"router_balance": "aux-loss"}),
+                "none": Means({"router_balance": "none"}),
+            },
+            Refused("choose --router-balance aux-loss, bias or none"),
+        ),
+        str,
+    ),
+    Row("--moe-aux-loss-coeff", same("router_aux_loss"), float),
+    Row("--moe-z-loss-coeff", same("router_z_loss"), float),
+    Row("--moe-input-jitter-eps", same("router_jitter"), float),
+    Row("--moe-router-enable-expert-bias", Means({"router_balance": "bias"})),
+    Row("--moe-router-bias-update-rate", same("router_bias_rate"), float),
+    Row("--moe-expert-capacity-factor", _DROPLESS, float),
+    Row("--moe-pad-expert-input-to-capacity", _DROPLESS),
+    Row("--moe-token-dispatcher-type --moe-router-dtype", SAME_LOSS, str),
+    Row("--moe-grouped-gemm --moe-permute-fusion", SAME_LOSS),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
     Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
     Row("--optimizer-cpu-offload", in_json("zero_optimization", "offload_optimizer")),

@@ -120,7 +120,6 @@ MEGATRON = (
     Row("--openai-gelu", Means({"activation": "gelu-tanh"})),
     Row("--num-unique-layers", Refused("layers do not share weights"), int),
     Row("--param-sharing-style", Refused("layers do not share weights"), str),
-    Row("--num-experts", Refused("there are no experts; all tokens share one MLP"), int),
     Row("--apply-residual-connection-post-layernorm", Refused("norms always come before attention and MLP (pre-LN)")),
     Row("--bert-no-binary-head", Refused("there is no BERT model")),
     Row("--onnx-safe", Refused("export to Hugging Face with tools/convert_checkpoint.py, and from there to ONNX"), str),

@@ -1,0 +1,135 @@
+"""Mixture of experts (Shazeer et al. 2017): an MLP for each expert, of which a router chooses a few for each token.
+
+The assignments of tokens to experts are sorted by expert once, so that each expert gets a contiguous range of rows. No
+token is dropped, whatever the router chooses.
+
+Shapes: s sequence, b batch, h hidden, n tokens, k experts of a token, e experts, t model-parallel ranks.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.config import ModelConfig
+
+from .mlp import ParallelMLP
+from .router import Router
+
+
+class Expert(ParallelMLP):
+    """MLP of an expert: computes partial sums, which the mixture sums over the model-parallel ranks for all experts."""
+
+    def __init__(self, config: ModelConfig, output_std: float, width: int) -> None:
+        super().__init__(replace(config, ff_hidden_size=width), output_std)
+        axis, down = self.dense_4h_to_h.axis, self.dense_4h_to_h
+        if down.bias is not None:  # each rank adds its part of the bias, so the parts of the gradient are summed
+            down.bias = mpu.declare(nn.Parameter(torch.zeros(config.hidden_size)), sequence=axis)
+        self.ranks = axis.size
+        self.dense_h_to_4h.axis = down.axis = mpu.ALONE
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        """Apply the expert: [n, h] -> this rank's partial sums [n, h]."""
+        partial, bias = super().forward(hidden)
+        return partial if bias is None else partial + bias / self.ranks
+
+
+class _Sort(torch.autograd.Function):
+    """Copy of each token's row for each of its experts, sorted by expert: [n, h] -> [n k, h].
+
+    order: index of each sorted row among the n k assignments. place: the inverse of `order`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, each: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.each = each
+        return x[order // each]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        return grad[place].view(-1, ctx.each, grad.shape[-1]).sum(1), None, None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """Rows in the order of tokens again: [n k, h] -> [n k, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x[place]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (order,) = ctx.saved_tensors
+        return grad[order], None, None
+
+
+class Mixture(nn.Module):
+    """Router, experts, and shared experts, which all tokens use, as the MLP of a transformer layer.
+
+    name: name of the mixture in the whole model.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
+        super().__init__()
+        assert config.num_experts
+        self.model, self.sequence = mpu.get_mesh().model, mpu.sequence_axis()
+        self.router = Router(config, f"{name}.router")
+        width, shared = config.expert_ff_size, config.num_shared_experts
+        self.experts = nn.ModuleDict({str(e): Expert(config, output_std, width) for e in range(config.num_experts)})
+        self.shared_expert = Expert(config, output_std, shared * width) if shared else None
+        self.shared_gate: nn.Parameter | None = None
+        if config.shared_expert_gate:
+            gate = nn.Parameter(torch.empty(1, config.hidden_size))
+            self.shared_gate = mpu.declare(gate, mpu.normal(config.hidden_std), sequence=self.sequence)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None, Tensor]:
+        """Apply the mixture: [s, b, h] -> ([s, b, h], no bias, loss of the router [1]); s/t with sequence parallelism.
+
+        In evaluation the loss is zero.
+        """
+        experts, weights, loss = self.router(hidden)
+        x = self._enter(hidden)
+        s, b, h = x.shape
+        experts = _whole(experts, self.sequence).view(s * b, -1)
+        weights = self._enter(weights).to(x.dtype).view(s * b, 1, -1)
+        flat = x.view(-1, h)
+        found = torch.bmm(weights, self._apply_experts(flat, experts)).view(s, b, h)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            if self.shared_gate is not None:
+                gate = torch.sigmoid(nn.functional.linear(hidden, self.shared_gate))
+                shared = shared * self._enter(gate)
+            found = found + shared
+        return self._leave(found), None, loss
+
+    def _apply_experts(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Return the outputs [n, k, h] of the experts [n, k] of tokens x [n, h], as this rank's partial sums."""
+        each, flat = experts.shape[1], experts.flatten()
+        order = flat.argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        rows = _Sort.apply(x, order, place, each).split(counts)  # type: ignore[no-untyped-call]
+        outputs = [expert(own) for expert, own in zip(self.experts.values(), rows, strict=True)]
+        return _Unsort.apply(torch.cat(outputs), order, place).view(-1, each, x.shape[-1])  # type: ignore[no-untyped-call,no-any-return]
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Return x [s, b, ...] of all tokens for all model-parallel ranks, whose gradients are summed."""
+        if self.sequence.size > 1:
+            return mpu.gather_from_sequence_parallel_region(x, self.sequence)
+        return mpu.copy_to_model_parallel_region(x, self.model)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        """Sum the ranks' partial sums [s, b, h]; with sequence parallelism keep this rank's shard [s/t, b, h]."""
+        if self.sequence.size > 1:
+            return mpu.reduce_scatter_to_sequence_parallel_region(x, self.sequence)
+        return mpu.reduce_from_model_parallel_region(x, self.model)
+
+
+def _whole(x: Tensor, sequence: mpu.Axis) -> Tensor:
+    """Gather integers [s/t, b, k] of each rank into [s, b, k], without a gradient."""
+    return mpu.gather_from_sequence_parallel_region(x, sequence) if sequence.size > 1 else x

@@ -1,0 +1,121 @@
+"""Router of a mixture of experts: chooses a few experts for each token and weights their outputs.
+
+A router has to use all experts, so it is balanced by an auxiliary loss (Shazeer et al. 2017, Fedus et al. 2022) or by a
+bias (Wang et al. 2024). Both look at the share of tokens that each expert had in the whole global batch. A pipeline
+begins backward passes before the last forward pass, so both use the shares of the previous step. Thus they do not
+depend on the layout. `update_routers` ends a step.
+
+Shapes: s sequence, b batch, h hidden, e experts, k experts of a token, t model-parallel ranks.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron import mpu
+from megatron.config import ModelConfig
+
+
+class Routing(NamedTuple):
+    """Result of a router for hidden states [s, b, h].
+
+    experts: numbers of each token's experts [s, b, k]. weights: factors of their outputs [s, b, k]. loss: auxiliary
+    loss and z-loss summed over the tokens, [1]; zero in evaluation.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    loss: Tensor
+
+
+class Router(nn.Module):
+    """Linear router. It computes in at least fp32.
+
+    name: name of the mixture in the whole model, for the random stream of --router-jitter.
+    tokens: buffer int64 [e], the number of tokens that each expert had in the previous step.
+    bias_steps: buffer int64 [e], the bias of each expert divided by --router-bias-rate. Both buffers hold integers,
+    because an engine casts floating-point buffers to its precision.
+    """
+
+    tokens: Tensor
+    bias_steps: Tensor
+    seen: Tensor
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        assert config.num_experts
+        self.config, self.sequence = config, mpu.sequence_axis()
+        self.stream = mpu.Stream(mpu.get_rng(), f"{name}.jitter", split=self.sequence.size > 1)
+        weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.weight = mpu.declare(weight, mpu.normal(config.hidden_std), sequence=self.sequence)
+        for name, persistent in (("tokens", True), ("bias_steps", True), ("seen", False)):
+            self.register_buffer(name, torch.zeros(config.num_experts, dtype=torch.int64), persistent)
+
+    def forward(self, hidden: Tensor) -> Routing:
+        """Route hidden states [s, b, h], or with sequence parallelism this rank's shard [s/t, b, h]."""
+        config = self.config
+        x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        if self.training and config.router_jitter:
+            x = x * self._jitter(x)
+        logits = F.linear(x, self.weight.to(x.dtype))
+        scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
+        liked = scores.detach()
+        if config.router_balance == "bias":
+            liked = liked + config.router_bias_rate * self.bias_steps
+        experts = liked.topk(config.experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if config.normalize_expert_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if not self.training:
+            return Routing(experts, weights, logits.new_zeros(1))
+        if not self.stream.rng.recomputing:
+            self.seen += torch.bincount(experts.flatten(), minlength=len(self.seen))
+        return Routing(experts, weights, self._loss(logits, scores))
+
+    def _jitter(self, x: Tensor) -> Tensor:
+        with self.stream.rng.fork(self.stream.name, x.device, self.stream.split):
+            return 1 + self.config.router_jitter * (2 * torch.rand_like(x) - 1)
+
+    def _loss(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return the auxiliary loss and the z-loss, summed over all tokens of logits and scores [s, b, e], as [1].
+
+        The auxiliary loss of a token is the factor times e times the sum over experts of share x probability. It is
+        smallest, equal to the factor, if the shares are equal.
+        """
+        config, loss = self.config, logits.new_zeros(1)
+        if config.router_balance == "aux-loss" and config.router_aux_loss:
+            shares = self.tokens / self.tokens.sum().clamp(min=1)
+            shares = shares + (shares.sum() == 0) / len(shares)  # equal before the first step
+            probabilities = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
+            factor = config.router_aux_loss * len(shares)
+            loss = loss + factor * (probabilities.flatten(0, -2).sum(0) @ shares.to(scores.dtype))
+        if config.router_z_loss:
+            loss = loss + config.router_z_loss * logits.logsumexp(-1).square().sum()
+        return mpu.reduce_from_model_parallel_region(loss, self.sequence) if self.sequence.size > 1 else loss
+
+    def end_step(self, tokens: Tensor) -> None:
+        """Store `tokens` int64 [e], the tokens of each expert in this step's global batch, and change the biases."""
+        self.tokens.copy_(tokens)
+        if self.config.router_balance == "bias":
+            self.bias_steps += (tokens.sum() - tokens * len(tokens)).sign()
+        self.seen.zero_()
+
+
+@torch.no_grad()
+def update_routers(model: nn.Module) -> None:
+    """Give all routers of `model` the number of tokens that each expert had in this step. Call it after each step.
+
+    Collective over the ranks that hold the same layers and different tokens.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers:
+        return
+    seen = torch.cat([router.seen for router in routers])
+    for axis in (mpu.get_mesh().data, routers[0].sequence):
+        if axis.size > 1:
+            dist.all_reduce(seen, group=axis.group)
+    for router, tokens in zip(routers, torch.split(seen, [len(each.seen) for each in routers]), strict=True):
+        router.end_step(tokens)
