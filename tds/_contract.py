@@ -23,7 +23,7 @@ deepspeed.runtime.engine:DeepSpeedEngine  the training step
     uses      backward destroy scale step
     fields    device dp_world_size enable_backward_allreduce global_rank global_samples global_steps micro_steps module
     fields    monitor seq_data_parallel_group timers tput_timer
-    overrides set_train_batch_size
+    overrides _broadcast_model set_train_batch_size
 
 deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints
     fields    _global_grad_norm basic_optimizer lr_scheduler optimizer torch_autocast_z0_gradscaler

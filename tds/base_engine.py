@@ -7,10 +7,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, is_tested
 from .average import WeightAverage
 from .distributed_optimizer import DistributedOptimizer
+from .holders import by_holders, holders_of
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
 from .replaced import KnownModel
@@ -73,6 +75,16 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         )
         self.enable_backward_allreduce = False
         configure_compression(self)
+
+    def _broadcast_model(self) -> None:
+        """Broadcast the first replica's weights, but weights that only some replicas hold only among these."""
+        replicas = self.seq_data_parallel_group
+        if len(by_holders(self.module.parameters(), replicas)) == 1:
+            super()._broadcast_model()
+            return
+        for p in self.module.parameters():
+            group = holders_of(p, replicas)
+            dist.broadcast(p.data, dist.get_process_group_ranks(group)[0], group=group)
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed does, but leave a weight's `.grad` None if no replica has a gradient for it."""

@@ -63,6 +63,15 @@ def pack(
     return packed
 
 
+def sort_buckets(buckets: list[Any], parameters: Iterable[nn.Parameter], chunk_of: Mapping[nn.Parameter, int]) -> None:
+    """Sort buckets by the order in which their last gradients come: last chunk first, and in it last layer first.
+
+    parameters: all parameters, in the order of layers.
+    """
+    place = {p: at for at, p in enumerate(parameters)}
+    buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(place[p] for p in b.parameters)))
+
+
 class BucketLauncher:
     """Scheduler of bucket reductions: `arm()` before a step's last backward pass, `finish()` after it.
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
-from .bucket_launch import BucketLauncher, pack
+from .bucket_launch import BucketLauncher, pack, sort_buckets
 from .buckets import Bucket
 from .clip import counts_here, leave_out_unless_finite, squared_norm_of, steps_separately
 from .gathers import DeferredGathers, plain_layers
+from .holders import by_holders
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
 from .whole import Work, is_even
@@ -107,15 +108,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for settings in self.param_groups:
             mine = [p for p in settings["params"] if p in known]
             work = self._work_of_whole(mine)
-            even = partial(is_even, replicas=dist.get_world_size(group), work=work) if work else lambda _: True
-            for parameters in pack(mine, group, self.bucket_bytes, chunk_of, apart, even):
-                self.buckets.append(Bucket(parameters, group, work))
-                link_shares(self.buckets[-1], len(self.buckets))
+            for holders, own in by_holders(mine, group):
+                even = partial(is_even, replicas=dist.get_world_size(holders), work=work) if work else lambda _: True
+                for parameters in pack(own, holders, self.bucket_bytes, chunk_of, apart, even):
+                    self.buckets.append(Bucket(parameters, holders, work))
+                    link_shares(self.buckets[-1], len(self.buckets))
             self.bf16_groups.append(mine)
-        # Buckets are reduced in the order in which their last gradients come: last chunk first, and within a chunk
-        # last layer first.
-        place = {p: at for at, p in enumerate(module.parameters())}
-        self.buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(place[p] for p in b.parameters)))
+        sort_buckets(self.buckets, module.parameters(), chunk_of)
         for settings in self.param_groups:
             group_of = set(settings["params"])
             settings["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in group_of]
@@ -226,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return None if bucket is None else bucket.share_grad
 
     def squared_norm(self, model_rank: int, device: torch.device) -> Tensor:
-        """Return this rank's part of the squared global gradient norm, a scalar in fp64.
+        """Return this rank's part of the squared global gradient norm, a scalar in fp64, to be summed over replicas.
 
         The result is NaN or Inf if any gradient in this rank's shares contains NaN or Inf. This includes gradients
         that only another rank counts in the norm. model_rank: tensor-parallel rank.

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
-from .clip import clip_by_norm, squared_norm_here
+from .clip import clip_by_norm
+from .holders import squared_norm_of_replica
 from .losses import Losses
 from .reductions import Reduction
 from .saving import PipelineState
@@ -84,7 +85,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             square = self.distributed.squared_norm(model_rank, self.device)
             dist.all_reduce(square, group=self.grid.get_data_parallel_group())
             return square
-        return squared_norm_here(self.module.parameters(), model_rank, self.device)
+        replicas = self.grid.get_data_parallel_group()
+        return squared_norm_of_replica(self.module.parameters(), model_rank, self.device, replicas)
 
     def _take_norm(self) -> Tensor:
         """Return the global gradient norm, a scalar.

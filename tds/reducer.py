@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .bucket_launch import BucketLauncher, pack
+from .bucket_launch import BucketLauncher, pack, sort_buckets
+from .holders import by_holders
 from .sparse import sparse_weights, sum_sparse
 
 
@@ -59,7 +60,7 @@ class _GradBucket:
 class GradReducer:
     """Gradient reduction: call `arm()` before a step's last backward pass and `finish()` after it.
 
-    After `finish()`, each `.grad` is the sum over the replicas.
+    After `finish()`, each `.grad` is the sum over the replicas that hold the weight (see holders.py).
 
     module: its weights may be frozen, replaced or converted between steps. group: process group of the replicas.
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas. chunk_of: for a
@@ -89,9 +90,13 @@ class GradReducer:
             if self._launcher:
                 self._launcher.close()
             self._seen = seen
-            packed = pack(learns, self._group, self._bucket_bytes, self._chunk_of)
-            packed.sort(key=lambda bucket: -self._chunk_of.get(bucket[0], 0))  # the last chunk's gradients come first
-            self._launcher = BucketLauncher([_GradBucket(bucket, self._group) for bucket in packed], self._chunk_of)
+            buckets = [
+                _GradBucket(bucket, group)
+                for group, own in by_holders(learns, self._group)
+                for bucket in pack(own, group, self._bucket_bytes, self._chunk_of)
+            ]
+            sort_buckets(buckets, learns, self._chunk_of)
+            self._launcher = BucketLauncher(buckets, self._chunk_of)
         return self._launcher
 
     def arm(self, chunk: int = 0) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import Zero3Optimizer
 from ._torch import norms
+from .holders import is_first_holder
 from .optimizer_state import local_piece, owners
 
 
@@ -57,7 +58,9 @@ class StepNorms:
         """
         assert self._slices is not None, "begin() comes first"
         weights = self._sums([(each.layer, each.of(each.owner)) for each in self._slices])
-        frozen = [p for p in self._layers if not p.requires_grad and (self._first or hasattr(p, "ds_id"))]
+        frozen = [
+            p for p in self._layers if not p.requires_grad and (is_first_holder(p, self._first) or hasattr(p, "ds_id"))
+        ]
         weights += self._sums([(self._layers[p], local_piece(p).detach()) for p in frozen])
         self._slices = None
         return torch.stack([weights, self._gradients, self._updates])
@@ -89,7 +92,7 @@ class StepNorms:
                 if mapping is not None:  # else no element of it is in this rank's shards
                     owner = by_storage[mapping.hp_fragment.untyped_storage().data_ptr()]
                     yield _Slice(owner, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel, index)
-            elif self._first:
+            elif is_first_holder(parameter, self._first):
                 yield _Slice(parameter, 0, parameter.numel(), index)
 
     def _pre(self, inner: torch.optim.Optimizer) -> None:

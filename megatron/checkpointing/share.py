@@ -37,19 +37,22 @@ class Part(NamedTuple):
 def parts_of(engine: Any, moments: list[str]) -> list[Part]:
     """Return all parameters of this rank, and which of them this rank writes.
 
-    The ranks of a data-parallel group divide the parameters evenly by size.
+    The data-parallel ranks that hold a parameter divide such parameters evenly by size.
     """
     mesh = mpu.get_mesh()
     every = list(global_parameters(engine.module))
-    load = [0] * mesh.data.size
-    writer = {}
+    loads: dict[mpu.Axis, list[int]] = {}
+    writes = {}
     for name, parameter in sorted(every, key=lambda item: -math.prod(mpu.spec_of(item[1]).local_shape)):
-        writer[name] = load.index(min(load))
-        load[writer[name]] += math.prod(mpu.spec_of(parameter).local_shape)
+        axis = mpu.replicas_of(parameter)
+        load = loads.setdefault(axis, [0] * axis.size)
+        writer = load.index(min(load))
+        writes[name] = writer == axis.rank
+        load[writer] += math.prod(mpu.spec_of(parameter).local_shape)
     parts = []
     for name, parameter in every:
         _, begin, end = mpu.spec_of(parameter).rows  # begin == end if this shard is only vocabulary padding
-        mine = writer[name] == mesh.data.rank and mpu.counts_here(parameter, mesh.model.rank) and begin < end
+        mine = writes[name] and mpu.counts_here(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
             mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
         kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]

@@ -32,6 +32,11 @@ LATE_GATHER = (
     "--overlap-param-gather needs --zero-stage 1 in fp32 or bf16, --overlap-grad-reduce, and a --deepspeed-config "
     "without other keys in zero_optimization and bf16"
 )
+PARTIAL_REPLICAS = (
+    "--expert-parallel-size reduces experts over some replicas only, which DeepSpeed's optimizers cannot: use "
+    "--zero-stage 0 in fp32, or --zero-stage 1 in fp32 or bf16, with --overlap-grad-reduce and a --deepspeed-config "
+    "without other keys in zero_optimization and bf16"
+)
 WHOLE_MATRICES = (
     "--optimizer muon steps whole matrices, which DeepSpeed's ZeRO shards: use --zero-stage 0 in fp32, or "
     "--zero-stage 1 in fp32 or bf16 with --overlap-grad-reduce and a --deepspeed-config without other keys in "
@@ -125,6 +130,8 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
     refuse([LATE_GATHER] if p.overlap_param_gather and not own else [])
     refuse([WHOLE_MATRICES] if config.optim.optimizer == "muon" and zero and not own else [])
+    whole = overlap and zero == 0 and precision in ("fp32", "fp64")
+    refuse([PARTIAL_REPLICAS] if p.expert_parallel_size > 1 and not (own or whole) else [])
     overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
     rules = read_param_rules(config.optim.param_groups) if config.optim.param_groups else ()

@@ -32,6 +32,12 @@ class ParallelConfig(Section):
         at_least(1),
         family=("gpt2", "llama"),
     )
+    expert_parallel_size: int = opt(
+        1,
+        "number of consecutive data-parallel ranks that divide the experts of a layer among themselves (expert "
+        "parallelism); they send each other the tokens of their experts",
+        at_least(1),
+    )
     pipe_parallel_size: int = opt(
         0, "number of pipeline stages; 0 for no pipeline, 1 for a pipeline of one stage", at_least(0)
     )
@@ -129,5 +135,11 @@ class ParallelConfig(Section):
                 f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
                 f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}{context}; "
                 f"start a multiple of {cell} ranks"
+            )
+        ranks = world_size // cell * self.context_parallel_size
+        if ranks % self.expert_parallel_size:
+            raise ConfigError(
+                f"{ranks} data-parallel ranks cannot be divided into groups of --expert-parallel-size "
+                f"{self.expert_parallel_size}; choose a divisor"
             )
         return world_size // cell

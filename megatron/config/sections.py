@@ -44,6 +44,7 @@ class Config:
             self._stages_without_layers(),
             self._positions(),
             self._contexts(),
+            self._expert_parallelism(),
             self._object_storage(),
         )
 
@@ -222,6 +223,12 @@ class Config:
         for name, length in lengths.items():
             if positions is not None and length is not None and length > positions:
                 yield f"{name} {length} exceeds --max-position-embeddings {positions}; raise the latter"
+
+    def _expert_parallelism(self) -> Iterator[str]:
+        ranks, experts = self.parallel.expert_parallel_size, self.model.num_experts
+        if ranks > 1 and (experts is None or experts % ranks):
+            given = "(none)" if experts is None else experts
+            yield f"--num-experts {given} cannot be divided among --expert-parallel-size {ranks} ranks"
 
     def _contexts(self) -> Iterator[str]:
         c, t, s = self.parallel.context_parallel_size, self.parallel.model_parallel_size, self.data.seq_length

@@ -249,10 +249,15 @@ def init_weights(model: Any, seed: int) -> None:
 
 
 def count_parameters(model: Any) -> int:
-    """Return the number of parameters of the whole model over all stages, tied parameters once, without padding."""
-    line = mpu.get_mesh().pipe
-    sizes: list[Any] = [{name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}]
-    if line.group is not None:
-        mine, sizes = sizes[0], [None] * line.size
-        dist.all_gather_object(sizes, mine, line.group)
-    return sum(dict(item for stage in sizes for item in stage.items()).values())
+    """Return the number of parameters of the whole model, tied parameters once, without padding.
+
+    Collective over the stages and the expert-parallel ranks.
+    """
+    mesh = mpu.get_mesh()
+    sizes = {name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}
+    for axis in (mesh.pipe, mesh.expert):
+        if axis.group is not None:
+            every: list[Any] = [None] * axis.size
+            dist.all_gather_object(every, sizes, axis.group)
+            sizes = dict(item for each in every for item in each.items())
+    return sum(sizes.values())

@@ -1,13 +1,13 @@
 """Mixture of experts (Shazeer et al. 2017): an MLP for each expert, of which a router chooses a few for each token.
 
-The assignments of tokens to experts are sorted by expert once, so that each expert gets a contiguous range of rows. No
-token is dropped, whatever the router chooses.
+Each expert gets a contiguous range of rows, see dispatch.py. No token is dropped, whatever the router chooses. With
+expert parallelism, each rank has some of the experts, for the tokens of all ranks of its group.
 
 Shapes: s sequence, b batch, h hidden, n tokens, k experts of a token, e experts, t model-parallel ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
+from .dispatch import through_experts
 from .mlp import ParallelMLP
 from .router import Router
 
@@ -36,38 +37,6 @@ class Expert(ParallelMLP):
         return partial if bias is None else partial + bias / self.ranks
 
 
-class _Sort(torch.autograd.Function):
-    """Copy of each token's row for each of its experts, sorted by expert: [n, h] -> [n k, h].
-
-    order: index of each sorted row among the n k assignments. place: the inverse of `order`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, each: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.each = each
-        return x[order // each]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (place,) = ctx.saved_tensors
-        return grad[place].view(-1, ctx.each, grad.shape[-1]).sum(1), None, None, None
-
-
-class _Unsort(torch.autograd.Function):
-    """Rows in the order of tokens again: [n k, h] -> [n k, h]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return x[place]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        return grad[order], None, None
-
-
 class Mixture(nn.Module):
     """Router, experts, and shared experts, which all tokens use, as the MLP of a transformer layer.
 
@@ -79,8 +48,14 @@ class Mixture(nn.Module):
         assert config.num_experts
         self.model, self.sequence = mpu.get_mesh().model, mpu.sequence_axis()
         self.router = Router(config, f"{name}.router")
-        width, shared = config.expert_ff_size, config.num_shared_experts
-        self.experts = nn.ModuleDict({str(e): Expert(config, output_std, width) for e in range(config.num_experts)})
+        width, shared, mesh = config.expert_ff_size, config.num_shared_experts, mpu.get_mesh()
+        self.count, self.axis = config.num_experts, mesh.expert
+        here = self.count // self.axis.size
+        numbers = range(self.axis.rank * here, (self.axis.rank + 1) * here)
+        self.experts = nn.ModuleDict({str(number): Expert(config, output_std, width) for number in numbers})
+        if self.axis.size > 1:
+            for parameter in self.experts.parameters():  # tds sums their gradients over these ranks only
+                parameter.replica_group = mesh.expert_replicas.group  # type: ignore[attr-defined]
         self.shared_expert = Expert(config, output_std, shared * width) if shared else None
         self.shared_gate: nn.Parameter | None = None
         if config.shared_expert_gate:
@@ -97,8 +72,8 @@ class Mixture(nn.Module):
         s, b, h = x.shape
         experts = _whole(experts, self.sequence).view(s * b, -1)
         weights = self._enter(weights).to(x.dtype).view(s * b, 1, -1)
-        flat = x.view(-1, h)
-        found = torch.bmm(weights, self._apply_experts(flat, experts)).view(s, b, h)
+        outputs = through_experts(x.view(-1, h), experts, self.count, self._run_experts, self.axis)
+        found = torch.bmm(weights, outputs).view(s, b, h)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_gate is not None:
@@ -107,15 +82,10 @@ class Mixture(nn.Module):
             found = found + shared
         return self._leave(found), None, loss
 
-    def _apply_experts(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Return the outputs [n, k, h] of the experts [n, k] of tokens x [n, h], as this rank's partial sums."""
-        each, flat = experts.shape[1], experts.flatten()
-        order = flat.argsort(stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
-        rows = _Sort.apply(x, order, place, each).split(counts)  # type: ignore[no-untyped-call]
-        outputs = [expert(own) for expert, own in zip(self.experts.values(), rows, strict=True)]
-        return _Unsort.apply(torch.cat(outputs), order, place).view(-1, each, x.shape[-1])  # type: ignore[no-untyped-call,no-any-return]
+    def _run_experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Apply this rank's experts to their rows [m, h], sorted by expert; `counts` has each expert's number."""
+        parts = zip(self.experts.values(), rows.split(counts), strict=True)  # type: ignore[no-untyped-call]
+        return torch.cat([expert(own) for expert, own in parts])
 
     def _enter(self, x: Tensor) -> Tensor:
         """Return x [s, b, ...] of all tokens for all model-parallel ranks, whose gradients are summed."""

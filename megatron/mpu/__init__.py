@@ -15,6 +15,7 @@ from .context import all_gather_context, context_slices, gather_context, own_tok
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses, vocab_parallel_right
 from .data import broadcast_data
 from .dropout import Stream
+from .exchange import exchange_rows
 from .grads import clip_grad_norm, counts_here, grad_norm, is_split
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
 from .linear_cross_entropy import DeferredLogits, whole_logits
@@ -49,7 +50,7 @@ from .mesh import (
     parallel_context,
     skip_init,
 )
-from .parameters import FusedRows, InitMethod, ParamSpec, declare, normal, ones, spec_of, zeros
+from .parameters import FusedRows, InitMethod, ParamSpec, declare, normal, ones, replicas_of, spec_of, zeros
 from .random import RngStreams, derive_seed, seeded
 from .sequence import (
     gather_from_sequence_parallel_region,
@@ -69,12 +70,14 @@ def initialize_model_parallel(
     seed: int = 1234,
     options: Options | None = None,
     context_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
 ) -> Mesh:
     """Arrange the running ranks in a pipe x data x model grid, create the process groups and make the mesh current.
 
     seed: seed of the dropout streams.
     options: communication and kernel options of layers built from now on.
     context_parallel_size: number of data-parallel ranks over which the tokens of each sample are sharded.
+    expert_parallel_size: number of data-parallel ranks that divide the experts of a layer among themselves.
     Raises ValueError unless the product of the model-, pipeline- and context-parallel sizes divides the number of
     ranks.
     """
@@ -86,7 +89,7 @@ def initialize_model_parallel(
             f"pipeline-parallel size {max(pipe_parallel_size, 1)}{context} must divide the number of ranks"
         )
     stages, data = max(pipe_parallel_size, 1), world // cell
-    topology = Topology(pipe=stages, data=data, model=model_parallel_size, context=context_parallel_size)
+    topology = Topology(stages, data, model_parallel_size, context_parallel_size, expert_parallel_size)
     mesh = Mesh.build(topology)
     _mesh.enter(_mesh.context_on(mesh, options, seed))
     return mesh
@@ -267,6 +270,7 @@ __all__ = [
     "derive_seed",
     "destroy_model_parallel",
     "divide",
+    "exchange_rows",
     "gather_context",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
@@ -306,6 +310,7 @@ __all__ = [
     "reduce_from_model_parallel_region",
     "reduce_scatter_context",
     "reduce_scatter_to_sequence_parallel_region",
+    "replicas_of",
     "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region",
     "seeded",

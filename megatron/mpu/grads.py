@@ -39,12 +39,12 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     The gradients must already be reduced over the data-parallel ranks. The norm is NaN or Inf if any
     gradient on any rank of the model is NaN or Inf.
     """
-    from tds.clip import squared_norm_here
+    from tds.holders import squared_norm_of_replica
 
     mesh, parameters = mesh or current(), list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
-    total = squared_norm_here(parameters, mesh.model.rank, device)
+    total = squared_norm_of_replica(parameters, mesh.model.rank, device, mesh.data.group)
     if mesh.replica.size > 1:
         dist.all_reduce(total, group=mesh.replica.group)
     return total.sqrt().to(torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32)

@@ -104,6 +104,8 @@ class Mesh:
     replica: the ranks that together hold one copy of the model (pipe x model), over which norms of all
     parameters are summed.
     context: consecutive ranks of the data axis that hold different tokens of the same samples.
+    expert: consecutive ranks of the data axis that hold different experts. expert_replicas: the ranks of the data axis
+    that hold the same experts as this rank. With expert parallelism, their group exists even for one rank.
     """
 
     topology: Topology = Topology()
@@ -112,6 +114,8 @@ class Mesh:
     model: Axis = ALONE
     replica: Axis = ALONE
     context: Axis = ALONE
+    expert: Axis = ALONE
+    expert_replicas: Axis = ALONE
 
     @property
     def share(self) -> Share:
@@ -129,7 +133,12 @@ class Mesh:
         model = cls._line(topology.lines("model"), urgent=True)
         lines = {name: cls._line(topology.lines(name)) for name in ("pipe", "data")}
         replica = cls._line(topology.lines("pipe", "model"))
-        return cls(topology, **lines, model=model, replica=replica, context=cls._line(topology.context_lines()))
+        lines["context"] = cls._line(topology.context_lines())
+        if topology.expert > 1:
+            lines["expert"] = cls._line(topology.expert_lines())
+            same = cls._line(topology.expert_replicas())
+            lines["expert_replicas"] = replace(same, group=same.group or group_of_members(same.ranks))
+        return cls(topology, **lines, model=model, replica=replica)
 
     def streams(self, seed: int) -> RngStreams:
         """Return the dropout streams of this rank."""

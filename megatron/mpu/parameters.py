@@ -180,6 +180,12 @@ def spec_of(parameter: Tensor) -> ParamSpec:
     return ParamSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)))
 
 
+def replicas_of(parameter: Tensor) -> Axis:
+    """Return the ranks of the data axis that hold `parameter` [any shape]: all, or only some if it is of an expert."""
+    mesh = parallel_context().mesh
+    return mesh.expert_replicas if hasattr(parameter, "replica_group") else mesh.data
+
+
 def declare(
     parameter: nn.Parameter,
     init_method: InitMethod = zeros,

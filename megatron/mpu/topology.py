@@ -27,21 +27,26 @@ class Topology:
     context: number of consecutive data-parallel ranks that hold different tokens of the same samples (context
     parallelism). Context ranks hold the same weights and sum gradients with the other data-parallel ranks, so the grid
     has no separate context axis.
+    expert: number of consecutive data-parallel ranks that divide the experts of a layer (expert parallelism). All other
+    weights are the same on all data-parallel ranks.
     """
 
     pipe: int = 1
     data: int = 1
     model: int = 1
     context: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for axis in (*AXES, "context"):
+        for axis in (*AXES, "context", "expert"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"the {axis} axis of the grid has size {getattr(self, axis)}; it must be at least 1")
-        if self.data % self.context:
-            raise ValueError(
-                f"{self.data} ranks of the data axis cannot be divided into context-parallel groups of {self.context}"
-            )
+        for axis in ("context", "expert"):
+            if self.data % getattr(self, axis):
+                raise ValueError(
+                    f"{self.data} ranks of the data axis cannot be divided into {axis}-parallel groups of "
+                    f"{getattr(self, axis)}"
+                )
 
     @property
     def replicas(self) -> int:
@@ -56,6 +61,15 @@ class Topology:
         """Return the context-parallel groups, each a list of ranks."""
         c = self.context
         return [line[at : at + c] for line in self.lines("data") for at in range(0, self.data, c)]
+
+    def expert_lines(self) -> list[list[int]]:
+        """Return the expert-parallel groups, each a list of ranks that together hold all experts."""
+        e = self.expert
+        return [line[at : at + e] for line in self.lines("data") for at in range(0, self.data, e)]
+
+    def expert_replicas(self) -> list[list[int]]:
+        """Return the groups of ranks that hold the same experts."""
+        return [line[at :: self.expert] for line in self.lines("data") for at in range(self.expert)]
 
     def world_size(self) -> int:
         """Return the number of ranks in the grid."""

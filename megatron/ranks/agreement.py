@@ -124,8 +124,11 @@ def check_replicas(engine: Any) -> None:
         return
     mesh, model, device = mpu.get_mesh(), engine.module, engine.device
     mine = dict(_fingerprints(model, device))
-    whole, copies = _number(mine), _number({k: v for k, v in mine.items() if k[1] is None})
+    held = {name for name, p in global_parameters(model) if mpu.replicas_of(p) is not mesh.data}
+    whole = _number({k: v for k, v in mine.items() if k[0] not in held})
+    copies = _number({k: v for k, v in mine.items() if k[1] is None})
     same = _alike(whole, mesh.data, device) if not any(k[2] is not None for k in mine) else True
+    same = _alike(_number({k: v for k, v in mine.items() if k[0] in held}), mesh.expert_replicas, device) and same
     same = _alike(copies, mesh.model, device) and same
     ties = _ties(model)
     stages = gather_objects({name: mine[key] for name, key in ties.items()}, mesh.pipe)

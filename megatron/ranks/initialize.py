@@ -90,7 +90,9 @@ def initialize_megatron(config: Config) -> torch.device:
         overlap=p.async_tensor_model_parallel_allreduce,
         onednn=onednn,
     )
-    mpu.initialize_model_parallel(p.model_parallel_size, p.stages, seed, options, p.context_parallel_size)
+    mpu.initialize_model_parallel(
+        p.model_parallel_size, p.stages, seed, options, p.context_parallel_size, p.expert_parallel_size
+    )
     if p.tp_comm_overlap:
         _refuse_separate_memory(device)
     tds.use_rng_tracker(mpu.get_cuda_rng_tracker())

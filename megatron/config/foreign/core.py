@@ -33,11 +33,8 @@ ROWS = (
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         NoEffect("--partition-method balanced always counts the work of the embedding and the loss"),
     ),
-    Row(
-        "--expert-model-parallel-size --expert-tensor-parallel-size",
-        Refused("experts are split over --model-parallel-size ranks"),
-        int,
-    ),
+    Row("--expert-model-parallel-size", same("expert_parallel_size"), int),
+    Row("--expert-tensor-parallel-size", Refused("experts are split over --model-parallel-size ranks"), int),
     Row("--moe-router-topk", same("experts_per_token"), int),
     Row("--moe-ffn-hidden-size", same("expert_ff_hidden_size"), int),
     Row("--moe-shared-expert-intermediate-size", Refused("give --num-shared-experts, each as wide as an expert"), int),
