@@ -229,6 +229,11 @@ class Config:
         if ranks > 1 and (experts is None or experts % ranks):
             given = "(none)" if experts is None else experts
             yield f"--num-experts {given} cannot be divided among --expert-parallel-size {ranks} ranks"
+        if experts and self.is_t5 and self.parallel.sequence_parallel:
+            yield (
+                "--sequence-parallel pads the sequences of a T5, and routers would count the padding: with "
+                "--num-experts, use --no-sequence-parallel"
+            )
 
     def _contexts(self) -> Iterator[str]:
         c, t, s = self.parallel.context_parallel_size, self.parallel.model_parallel_size, self.data.seq_length
@@ -263,7 +268,8 @@ class Config:
         if asked is not None:
             return asked
         lengths = d.seq_length // self.parallel.context_parallel_size, d.enc_seq_length or 0, d.dec_seq_length or 0
-        return accelerated and ranks > 1 and self.model.family is not None and not any(n % ranks for n in lengths)
+        padded = any(n % ranks for n in lengths) or (self.is_t5 and self.model.num_experts is not None)
+        return accelerated and ranks > 1 and self.model.family is not None and not padded
 
     @property
     def positions(self) -> int:

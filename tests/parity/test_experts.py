@@ -49,7 +49,9 @@ def draw(seed: int) -> Case:
     layout = [f"--pipe-parallel-size {pp} --model-parallel-size {tp} --context-parallel-size {cp}"]
     layout += [f"--expert-parallel-size {ep} --batch-size 2 --gas {GLOBAL_BATCH // 2 // dp}"]
     zero = rng.choice([0, 1]) if dp * cp > 1 else 0
-    layout += [f"--zero-stage {zero}"] + rng.choice([[], ["--sequence-parallel"]] if tp > 1 and cp == 1 else [[]])
+    layout += [f"--zero-stage {zero}"] + rng.choice(
+        [[], ["--sequence-parallel"]] if tp > 1 and cp == 1 and "t5" not in model else [[]]
+    )
     schedules = ["1f1b", "gpipe", "zb-h1"]
     if not model.startswith("t5") and GLOBAL_BATCH // 2 // dp % 2 == 0:
         schedules.append("interleaved")
@@ -94,5 +96,8 @@ def test_random_settings(numbers: tuple[int, ...], tmp_path: Path, tiny_data: st
                 assert (found[key] == value).all(), (key, case)
             else:
                 np.testing.assert_allclose(
-                    found[key], value, atol=tolerance * 10 * max(1.0, float(np.abs(value).max())), err_msg=f"{key} {case}"
+                    found[key],
+                    value,
+                    atol=tolerance * 10 * max(1.0, float(np.abs(value).max())),
+                    err_msg=f"{key} {case}",
                 )

@@ -88,7 +88,7 @@ class _Scale(nn.Module):
 
 
 def _dispatch(kind: str, tokens: tuple[int, ...]) -> tuple[Any, ...]:
-    """Apply 4 experts, expert e multiplies by e + 1, to `tokens` tokens of each rank; compare with a loop over tokens."""
+    """Compare 4 experts, of which expert e multiplies by e + 1, with a loop over this rank's tokens."""
     mpu.initialize_model_parallel(expert_parallel_size=dist.get_world_size())
     axis, me = mpu.get_mesh().expert, dist.get_rank()
     here = 4 // axis.size

@@ -1,0 +1,157 @@
+"""Mixtures of experts in one process: equal to the dense MLP and to a loop over tokens, and refused settings."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.command_line import parse, with_values
+from megatron.config.fields import ConfigError
+from megatron.model import GPT2Model, T5Model
+from megatron.model.mixture import Mixture
+from megatron.model.router import Router, update_routers
+
+COMMON = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --seq-length 12 --hidden-dropout 0 "
+    "--attention-dropout 0 --init-method-std 0.2"
+)
+FAMILIES = {
+    "gpt2": f"--family gpt2 {COMMON}",
+    "llama": f"--family llama {COMMON} --normalization rmsnorm --activation swiglu --position-embedding rope "
+    "--no-hidden-bias",
+    "t5": f"--family t5 {COMMON} --num-decoder-layers 2 --enc-seq-length 12 --position-embedding relative "
+    "--activation gated-gelu --dec-seq-length 12",
+}
+VOCAB = 40
+
+
+def _model(family: str, more: str = "") -> nn.Module:
+    config = with_values(parse(f"{FAMILIES[family]} {more}".split()), {"vocab_size": VOCAB})
+    return (T5Model if family == "t5" else GPT2Model)(config).double().train()
+
+
+def _loss(model: nn.Module, family: str) -> Tensor:
+    tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    inputs = (tokens, tokens) if family == "t5" else (tokens,)
+    found: Tensor = model(*inputs, labels=tokens, loss_mask=torch.ones(tokens.shape))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_expert_is_the_dense_model(family: str) -> None:
+    dense, mixture = _model(family), _model(family, "--num-experts 1 --experts-per-token 1")
+    weights = {name.replace(".mlp.", ".mlp.experts.0."): p for name, p in dense.state_dict().items()}
+    missing, unexpected = mixture.load_state_dict(weights, strict=False)
+    assert not unexpected and all(".router." in name for name in missing)
+    losses = [_loss(model, family) for model in (dense, mixture)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    grads = dict(mixture.named_parameters())
+    for name, p in dense.named_parameters():
+        torch.testing.assert_close(grads[name.replace(".mlp.", ".mlp.experts.0.")].grad, p.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("balance", ["aux-loss", "bias"])
+def test_a_mixture_is_a_loop_over_tokens(score: str, normalize: bool, balance: str) -> None:
+    flags = f"--router-score {score} --router-balance {balance} --num-shared-experts 2 --shared-expert-gate"
+    flags += " --normalize-expert-weights" if normalize else " --no-normalize-expert-weights"
+    model = _model("llama", f"--num-experts 5 --experts-per-token 3 --router-bias-rate 0.5 {flags}")
+    mixture = next(module for module in model.modules() if isinstance(module, Mixture))
+    mixture.router.bias_steps += torch.tensor([2, -1, 0, 1, -2])
+    hidden = torch.randn(3, 2, 16, dtype=torch.float64)
+    found, bias, loss = mixture(hidden)
+    assert bias is None
+    expected, probabilities = torch.zeros_like(hidden), torch.zeros(5, dtype=torch.float64)
+    for at in [(s, b) for s in range(3) for b in range(2)]:
+        x = hidden[at]
+        logits = mixture.router.weight @ x
+        scores = logits.softmax(0) if score == "softmax" else logits.sigmoid()
+        liked = scores + (0.5 * mixture.router.bias_steps if balance == "bias" else 0)
+        chosen = sorted(range(5), key=lambda e: -liked[e].item())[:3]
+        total = sum(scores[e] for e in chosen) if normalize else 1.0
+        for e in chosen:
+            expected[at] += scores[e] / total * mixture.experts[str(e)](x.view(1, -1))[0]
+        shared = mixture.shared_expert(x.view(1, -1))[0]
+        expected[at] += torch.sigmoid(mixture.shared_gate[0] @ x) * shared
+        probabilities += scores / scores.sum()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    if balance == "aux-loss":  # before the first step all shares are 1 / 5
+        torch.testing.assert_close(loss, 0.01 * 5 * (probabilities / 5).sum().view(1))
+
+
+def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
+    model = _model("llama", "--num-experts 4 --router-aux-loss 1 --router-z-loss 0.5")
+    router = next(module for module in model.modules() if isinstance(module, Router))
+    hidden = torch.randn(6, 1, 16, dtype=torch.float64, requires_grad=True)
+    router(hidden)
+    update_routers(model)
+    assert router.tokens.sum() == 12 and not router.seen.any()
+    logits = hidden[:, 0] @ router.weight.t()
+    shares = router.tokens / 12
+    expected = 4 * (logits.softmax(-1) * shares).sum() + 0.5 * logits.logsumexp(-1).square().sum()
+    (own,) = torch.autograd.grad(router(hidden).loss.sum(), hidden)
+    (theirs,) = torch.autograd.grad(expected, hidden)
+    torch.testing.assert_close(own, theirs)
+
+
+def test_a_bias_rises_for_experts_with_few_tokens() -> None:
+    model = _model("llama", "--num-experts 4 --router-balance bias")
+    router = next(module for module in model.modules() if isinstance(module, Router))
+    router.end_step(torch.tensor([10, 2, 4, 0]))
+    assert router.bias_steps.tolist() == [-1, 1, 0, 1]
+
+
+def test_evaluation_counts_no_tokens_and_returns_only_logits() -> None:
+    model = _model("gpt2", "--num-experts 4").eval()
+    assert isinstance(model(torch.zeros(1, 5, dtype=torch.int64)), Tensor)
+    assert not any(module.seen.any() for module in model.modules() if isinstance(module, Router))
+
+
+@pytest.mark.parametrize("balance", ["aux-loss", "bias"])
+def test_balancing_evens_the_shares(balance: str) -> None:
+    """A router without preferences, which sends all tokens to the same two experts, learns to use all of them."""
+    model = _model("llama", f"--num-experts 4 --router-balance {balance} --router-aux-loss 1 --router-bias-rate 0.05")
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    with torch.no_grad():
+        for router in routers:
+            router.weight.zero_()
+    optimizer = torch.optim.Adam([p for router in routers for p in router.parameters()], lr=0.05)
+    largest = []
+    for step in range(60):
+        tokens = torch.randint(0, VOCAB, (8, 12), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(tokens, labels=tokens, loss_mask=torch.ones(tokens.shape)).div(tokens.numel()).backward()
+        optimizer.step()
+        update_routers(model)
+        largest.append(max(float(router.tokens.max() / router.tokens.sum()) for router in routers))
+    assert largest[0] > 0.4 and sum(largest[-10:]) / 10 < 0.36, largest
+
+
+REFUSED = [
+    ("--num-experts 2 --experts-per-token 3", "--experts-per-token"),
+    ("--num-shared-experts 1", "--num-experts"),
+    ("--num-experts 2 --shared-expert-gate", "--num-shared-experts"),
+    ("--num-experts 2 --moe-layer-frequency 0", "--moe-layer-frequency"),
+    ("--num-experts 2 --moe-layer-frequency 1 0 1", "--moe-layer-frequency"),
+    ("--num-experts 2 --moe-layer-frequency 2 1", "--moe-layer-frequency"),
+    ("--num-experts 3 --expert-parallel-size 2", "--num-experts"),
+    ("--expert-parallel-size 2", "--num-experts"),
+    ("--num-experts 4 --expert-ff-hidden-size 5 --model-parallel-size 2", "--expert-ff-hidden-size"),
+    ("--num-experts 4 --compile", "--num-experts"),
+    ("--num-experts 4 --precision fp8", "--num-experts"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), REFUSED)
+def test_refused(flags: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse(f"{FAMILIES['llama']} {flags}".split())
+
+
+def test_padding_of_sequences_would_reach_the_routers() -> None:
+    flags = f"{FAMILIES['t5']} --num-experts 4 --model-parallel-size 2"
+    with pytest.raises(ConfigError, match="--no-sequence-parallel"):
+        parse(f"{flags} --sequence-parallel".split())
+    assert not parse(flags.split()).splits_sequences(accelerated=True)
