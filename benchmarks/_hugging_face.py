@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, Llama and T5 without dropout, as baselines for this project's models."""
+"""Hugging Face's GPT-2, Llama, Mixtral and T5 without dropout, as baselines for this project's models."""
 
 from typing import Any
 
@@ -35,3 +35,17 @@ def llama(vocab: int, seq: int, hidden: int, ff: int, layers: int, heads: int, g
         use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
+
+
+def mixtral(
+    vocab: int, seq: int, hidden: int, ff: int, layers: int, heads: int, groups: int, experts: int, each: int
+) -> Any:
+    """Build a Mixtral with `each` of `experts` experts per token; calling it returns an object with `loss`."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=vocab, max_position_embeddings=seq, hidden_size=hidden, intermediate_size=ff,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups, num_local_experts=experts,
+        num_experts_per_tok=each, tie_word_embeddings=True, use_cache=False, output_router_logits=True,
+    )  # fmt: skip
+    return MixtralForCausalLM(config).train()

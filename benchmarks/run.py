@@ -35,11 +35,12 @@ def _flags(args: argparse.Namespace) -> str:
     )
     if args.model == "gpt2":
         return f"{common} --seq-length {args.seq}"
-    if args.model == "llama":
+    if args.model in ("llama", "mixtral"):
+        experts = f"--num-experts {args.experts} --experts-per-token {args.experts_per_token}"
         return (
             f"{common} --family llama --seq-length {args.seq} --num-key-value-heads {args.groups} "
             f"--ff-hidden-size {args.ff} --position-embedding rope --normalization rmsnorm --activation swiglu "
-            "--no-hidden-bias"
+            f"--no-hidden-bias {experts if args.model == 'mixtral' else ''}"
         )
     return (
         f"{common} --family t5 --enc-seq-length {args.seq} --dec-seq-length {args.dec_seq} --kv-hidden-size 64 "
@@ -90,6 +91,10 @@ def hugging_face(args: argparse.Namespace) -> Step:
         sizes = args.hidden, args.ff, args.layers, args.heads, args.groups
         llama = _hugging_face.llama(args.vocab, args.seq, *sizes)
         return _loop(args, llama, lambda: llama(text[:, :-1], labels=text[:, :-1]).loss)
+    if args.model == "mixtral":
+        sizes = args.hidden, args.ff, args.layers, args.heads, args.groups
+        mixtral = _hugging_face.mixtral(args.vocab, args.seq, *sizes, args.experts, args.experts_per_token)
+        return _loop(args, mixtral, lambda: mixtral(text[:, :-1], labels=text[:, :-1]).loss)
     t5 = _hugging_face.t5(args.vocab, args.hidden, args.ff, args.layers, args.heads)
     return _loop(args, t5, lambda: t5(text, decoder_input_ids=wanted[:, :-1], labels=wanted[:, 1:].contiguous()).loss)
 
@@ -189,7 +194,7 @@ def show(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
 def arguments(about: str | None) -> argparse.Namespace:
     """Parse the command line, and set OMP_NUM_THREADS to --threads for the child processes."""
     parser = new_parser(about)
-    parser.add_argument("--model", choices=("gpt2", "llama", "t5"), default="gpt2")
+    parser.add_argument("--model", choices=("gpt2", "llama", "mixtral", "t5"), default="gpt2")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     sizes = (
         ("layers", 12),
@@ -200,6 +205,8 @@ def arguments(about: str | None) -> argparse.Namespace:
         ("ff", 1024),
         ("groups", 4),
         ("vocab", 21248),
+        ("experts", 8),
+        ("experts-per-token", 2),
     )
     for name, default in (*sizes, ("batch", 2), ("rounds", 5), ("steps", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -24,6 +24,7 @@ from typing import Any
 from _alternate import ROOT, new_parser
 
 LLAMA_SMALL = "--model llama --ff 2048"
+MIXTRAL_SMALL = "--model mixtral --layers 4 --ff 1024 --no-compile"
 MEMORY = "--batch 8 --steps 1 --no-compile"
 PEERS = "--only Hugging_Face nanoGPT-style,_compiled"
 T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8"
@@ -46,6 +47,8 @@ SECTIONS = {
     "train-bf16": "run.py --precision bf16 --steps 1",
     "train-llama": f"run.py {LLAMA_SMALL} --steps 1",
     "train-llama-bf16": f"run.py {LLAMA_SMALL} --precision bf16 --steps 1 --no-compile",
+    "train-mixtral": f"run.py {MIXTRAL_SMALL} --steps 1",
+    "train-mixtral-bf16": f"run.py {MIXTRAL_SMALL} --precision bf16 --steps 1",
     "train-t5": f"run.py {T5_SMALL} --steps 1",
     "train-t5-bf16": f"run.py {T5_SMALL} --precision bf16 --steps 1 --no-compile",
     "memory-fp32": f"run.py --precision fp32 {MEMORY} {PEERS}",

@@ -3,7 +3,7 @@
 Shapes: n tokens, k experts of a token, e experts, h hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron import mpu
 
-# Function that applies this rank's experts: (rows [m, h] sorted by expert, number of rows of each expert) -> [m, h].
-Apply = Callable[[Tensor, Sequence[int]], Tensor]
+# Function that applies this rank's experts: (rows [m, h] sorted by expert, int64 [experts] rows of each) -> [m, h].
+Apply = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Copy(torch.autograd.Function):
@@ -55,7 +55,7 @@ def through_experts(x: Tensor, experts: Tensor, count: int, apply: Apply, axis: 
     order, place = _sorted(flat)
     counts = torch.bincount(flat, minlength=count)
     rows = _copy(x, order, place, each)
-    found = apply(rows, counts.tolist()) if axis.size == 1 else _exchanged(rows, counts, apply, axis)
+    found = apply(rows, counts) if axis.size == 1 else _exchanged(rows, counts, apply, axis)
     return _copy(found, place, order).view(-1, each, x.shape[-1])
 
 
@@ -65,7 +65,7 @@ def _exchanged(rows: Tensor, counts: Tensor, apply: Apply, axis: mpu.Axis) -> Te
     dist.all_to_all_single(here, counts, group=axis.group)
     here = here.view(axis.size, -1)  # [ranks, this rank's experts]: rows that each rank sends to each expert
     numbers = torch.arange(here.shape[1], device=here.device).repeat(axis.size).repeat_interleave(here.flatten())
-    sends, receives, own = counts.view(axis.size, -1).sum(1).tolist(), here.sum(1).tolist(), here.sum(0).tolist()
+    sends, receives = torch.stack([counts.view(axis.size, -1).sum(1), here.sum(1)]).tolist()
     order, place = _sorted(numbers)
     arrived = _copy(mpu.exchange_rows(rows, sends, receives, axis), order, place)
-    return mpu.exchange_rows(_copy(apply(arrived, own), place, order), receives, sends, axis)
+    return mpu.exchange_rows(_copy(apply(arrived, here.sum(0)), place, order), receives, sends, axis)

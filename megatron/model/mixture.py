@@ -8,8 +8,10 @@ Shapes: s sequence, b batch, h hidden, n tokens, k experts of a token, e experts
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -35,6 +37,23 @@ class Expert(ParallelMLP):
         """Apply the expert: [n, h] -> this rank's partial sums [n, h]."""
         partial, bias = super().forward(hidden)
         return partial if bias is None else partial + bias / self.ranks
+
+
+def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
+    """Return whether one grouped matmul multiplies rows [m, h] by the weights of all experts: in bf16 on CUDA devices.
+
+    Experts with biases, recomputed activations or weights that ZeRO 3 shards are applied one after another, as on CPUs.
+    """
+    first = experts[0]
+    plain = first.dense_4h_to_h.bias is None and not first.activation_again
+    whole = not hasattr(first.dense_h_to_4h.weight, "ds_id")
+    return plain and whole and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
+
+
+def _grouped(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Multiply each expert's rows of [m, i] by the transpose of its weight [o, i] -> [m, o]. ends: int32 [experts]."""
+    found: Tensor = F.grouped_mm(rows, torch.stack(list(weights)).transpose(1, 2), offs=ends)
+    return found
 
 
 class Mixture(nn.Module):
@@ -77,14 +96,19 @@ class Mixture(nn.Module):
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_gate is not None:
-                gate = torch.sigmoid(nn.functional.linear(hidden, self.shared_gate))
+                gate = torch.sigmoid(F.linear(hidden, self.shared_gate))
                 shared = shared * self._enter(gate)
             found = found + shared
         return self._leave(found), None, loss
 
-    def _run_experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Apply this rank's experts to their rows [m, h], sorted by expert; `counts` has each expert's number."""
-        parts = zip(self.experts.values(), rows.split(counts), strict=True)  # type: ignore[no-untyped-call]
+    def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Apply this rank's experts to their rows [m, h], sorted by expert; counts: int64 [experts], rows of each."""
+        experts = cast(list[Expert], list(self.experts.values()))
+        if multiplies_in_groups(rows, experts):
+            ends = counts.cumsum(0, dtype=torch.int32)
+            inner = _grouped(rows, [expert.dense_h_to_4h.weight for expert in experts], ends)
+            return _grouped(experts[0].activation(inner), [expert.dense_4h_to_h.weight for expert in experts], ends)
+        parts = zip(experts, rows.split(counts.tolist()), strict=True)  # type: ignore[no-untyped-call]
         return torch.cat([expert(own) for expert, own in parts])
 
     def _enter(self, x: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def _dispatch(kind: str, tokens: tuple[int, ...]) -> tuple[Any, ...]:
     mine = [_Scale(me * here + i) for i in range(here)]
 
     def apply(rows: Tensor, counts: Any) -> Tensor:
-        return torch.cat([own * each.factor for each, own in zip(mine, rows.split(counts), strict=True)])
+        return torch.cat([own * each.factor for each, own in zip(mine, rows.split(counts.tolist()), strict=True)])
 
     generator = torch.Generator().manual_seed(me)
     x = torch.randn(tokens[me], 3, generator=generator, dtype=torch.float64, requires_grad=True)

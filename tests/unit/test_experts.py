@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
+from megatron.model import mixture as mixture_module
 from megatron.model.mixture import Mixture
 from megatron.model.router import Router, update_routers
 
@@ -79,6 +80,26 @@ def test_a_mixture_is_a_loop_over_tokens(score: str, normalize: bool, balance: s
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     if balance == "aux-loss":  # before the first step all shares are 1 / 5
         torch.testing.assert_close(loss, 0.01 * 5 * (probabilities / 5).sum().view(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_grouped_matmul_equals_a_loop_over_experts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model("llama", "--num-experts 5 --experts-per-token 2").to(dtype)
+    mixture = next(module for module in model.modules() if isinstance(module, Mixture))
+    with torch.no_grad():
+        mixture.router.weight[3] -= 9 * mixture.router.weight.mean(0)  # expert 3 gets other numbers of tokens
+    found = []
+    for grouped in (False, True):
+        monkeypatch.setattr(mixture_module, "multiplies_in_groups", lambda *_, grouped=grouped: grouped)
+        hidden = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        output = mixture(hidden)[0]
+        output.float().square().sum().backward()
+        weights = [p for name, p in mixture.named_parameters() if "experts" in name]
+        found.append([output, hidden.grad, *(p.grad for p in weights)])
+        mixture.zero_grad()
+    for loop, grouped in zip(*found, strict=True):
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(grouped, loop, rtol=tolerance, atol=tolerance * float(loop.detach().abs().max()))
 
 
 def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
