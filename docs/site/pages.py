@@ -29,6 +29,7 @@ CHAPTERS = {
     ("Models and data", "模型与数据"): [
         "docs/own_model",
         "docs/llama",
+        "docs/experts",
         "docs/t5",
         "docs/data",
         "docs/objectives",

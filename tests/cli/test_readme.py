@@ -18,6 +18,7 @@ LONG = (
     "docs/layouts.md",
     "docs/checkpoints.md",
     "docs/howto.md",
+    "docs/experts.md",
     "docs/own_model.md",
     "docs/planning.md",
     "docs/reliability.md",

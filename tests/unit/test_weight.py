@@ -19,8 +19,9 @@ LIMITS = {
     # for gathers.py, 440 for the store of runs with thousands of ranks, 250 for settings that are wrong in some
     # releases of DeepSpeed, 100 for groups on high-priority streams, 130 for batch sizes that change, 850 for the
     # guard against loss spikes, 800 for whole matrices in buckets (whole.py), 400 for the moving average of the
-    # weights, 950 for norms by layer, and 280 for step counts of single weights.
-    "tds": (52_400, 1),
+    # weights, 950 for norms by layer, 280 for step counts of single weights, and 420 for weights that only
+    # some replicas hold (holders.py).
+    "tds": (52_850, 1),
     # This includes 250 for BLAKE3 checksums, 1,500 for reading certificates and putting them into checkpoints, 1,000
     # for functions that take one kernel on CUDA (fused.py and its callers), 500 for deciding whether layers are
     # compiled, 400 for weight gradients of compiled layers, 750 for matmuls in fp8, 1,250 for matmuls fused with
@@ -29,9 +30,9 @@ LIMITS = {
     # object storage (storage.py, remote_tokens.py, remote.py and their callers), 4,200 for evaluations on tasks while
     # training, 1,100 of which were in megatron_tools, 2,650 for training without some documents, 600 for
     # --skip-step-sigma, 1,650 for --param-groups, 3,000 for Muon (muon.py, whole_matrices.py and their callers), 450
-    # for --ema-decay, 2,450 for --log-layers, 700 for muP, and 3,500 for mixtures of experts (experts.py, router.py,
-    # mixture.py and their callers).
-    "megatron": (179_300, 14),
+    # for --ema-decay, 2,450 for --log-layers, 700 for muP, and 4,850 for mixtures of experts (experts.py, router.py,
+    # mixture.py, dispatch.py and their callers).
+    "megatron": (180_600, 14),
     # This includes 1,200 for the table and the plot of data stages, and 2,000 for finding documents in a run.
     "data_utils": (33_750, 1),
     # This includes 1,200 for certificates, 300 for charts of the loss by corpus, 1,400 for averages of checkpoints, 850
