@@ -248,8 +248,8 @@ def init_weights(model: Any, seed: int) -> None:
     _fill(global_parameters(model), seed)
 
 
-def count_parameters(model: Any) -> int:
-    """Return the number of parameters of the whole model, tied parameters once, without padding.
+def sizes_of_parameters(model: Any) -> dict[str, int]:
+    """Return name -> number of elements, without padding, of each parameter of the whole model, tied parameters once.
 
     Collective over the stages and the expert-parallel ranks.
     """
@@ -260,4 +260,9 @@ def count_parameters(model: Any) -> int:
             every: list[Any] = [None] * axis.size
             dist.all_gather_object(every, sizes, axis.group)
             sizes = dict(item for each in every for item in each.items())
-    return sum(sizes.values())
+    return sizes
+
+
+def count_parameters(model: Any) -> int:
+    """Return the number of parameters of the whole model. Collective, see `sizes_of_parameters`."""
+    return sum(sizes_of_parameters(model).values())

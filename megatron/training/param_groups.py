@@ -1,6 +1,5 @@
 """Parameter groups of a run: --param-groups applied to the whole model, over all pipeline stages."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +12,7 @@ from ..config import Config
 from ..config.ds_config import Resolved
 from ..config.param_groups import ParamRule, describe_rules, match_rules
 from ..model.embedding import embedding_weights, layer_lr_factors
-from ..model.layers import PLACEHOLDER, global_parameters
+from ..model.layers import PLACEHOLDER, global_parameters, sizes_of_parameters
 from ..optim import GroupKey, group_keys
 from ..ranks.agreement import all_ranks
 from ..ranks.objects import gather_objects
@@ -24,12 +23,11 @@ def freeze(model: nn.Module, path: str | None, rules: Sequence[ParamRule]) -> No
     """Freeze the weights that `rules` freeze, and print how many weights each rule matches. All ranks must call this.
 
     path: the file of --param-groups, which has the rules.
-    Raises RunError for rules that match no weight of any stage, and for rules that freeze all weights.
+    Raises RunError for rules that match no weight of the model, and for rules that freeze all weights.
     """
     if path is None:
         return
-    mine = {name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}
-    sizes = {name: size for stage in gather_objects(mine, mpu.get_mesh().pipe) for name, size in stage.items()}
+    sizes = sizes_of_parameters(model)
     with all_ranks():
         lines = describe_rules(path, rules, sizes)
     for line in lines:
