@@ -4,12 +4,13 @@
     python benchmarks/parallel.py --kind tp --rounds 7
     python benchmarks/parallel.py --kind pp --rounds 7
     python benchmarks/parallel.py --kind pp-dp --rounds 7
+    python benchmarks/parallel.py --kind ep --rounds 7
     python benchmarks/parallel.py --kind cp --rounds 7 --seq 4096 --batch 1 --layers 2
 
 All contenders run on the same two gloo processes, one thread each, and make their steps in turn. For pp-dp there are
 four processes: two replicas of two stages. "ours" is this project. "alone" is this project's model on each rank
-without communication, the ideal for dp. For tp, cp and pp, where both ranks share one batch, the ideal is half the
-time of "alone". For cp no other library is measured, and the script also prints the bytes of activations that a rank
+without communication, the ideal for dp and ep. For tp, cp and pp, where both ranks share one batch, the ideal is half
+the time of "alone". For ep the model has experts, and no other library is measured. For cp no other library is measured, and the script also prints the bytes of activations that a rank
 keeps for the backward pass. With pp a step has 8 micro-batches of one sample, and torch's schedule does not clip
 gradients. benchmarks/pipeline_layers.py runs identical layers in every pipeline engine.
 """
@@ -22,6 +23,7 @@ import _engine
 from _alternate import Step, alternate, leave, new_parser, on_ranks, spread
 
 MICROS = 8  # micro-batches per step of a pipeline
+EXPERTS = "--num-experts 8 --expert-ff-hidden-size 1024"  # of the model for ep
 PIPELINE = f"--pipe-parallel-size 2 --partition-method type:Block --gas {MICROS} --no-tie-embeddings"
 
 
@@ -29,7 +31,7 @@ def _flags(args: argparse.Namespace, more: str) -> str:
     return (
         f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 8 --seq-length {args.seq} "
         f"--vocab-size {args.vocab} --hidden-dropout 0 --attention-dropout 0 --batch-size {args.batch} "
-        f"--precision {args.precision} {more}"
+        f"--precision {args.precision} {EXPERTS if args.kind == 'ep' else ''} {more}"
     )
 
 
@@ -190,7 +192,7 @@ def deepspeed_pipeline(args: argparse.Namespace, text: Any) -> dict[str, Step]:
 
 
 def peers(args: argparse.Namespace, text: Any) -> dict[str, Step]:
-    if args.kind == "cp":
+    if args.kind in ("cp", "ep"):
         return {}
     if args.kind == "dp":
         return {"torch DDP": ddp(args, text), "DeepSpeed": deepspeed(args, text)}
@@ -226,7 +228,7 @@ def _kept(step: Step) -> int:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--kind", choices=("dp", "tp", "cp", "pp", "pp-dp"), default="dp")
+    parser.add_argument("--kind", choices=("dp", "tp", "cp", "ep", "pp", "pp-dp"), default="dp")
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument(
@@ -251,13 +253,18 @@ def main() -> None:
     from megatron.ranks import device as device_module
 
     dice = torch.Generator().manual_seed(1)
-    layouts = {"dp": "", "tp": "--model-parallel-size 2", "cp": "--context-parallel-size 2"}
+    layouts = {
+        "dp": "",
+        "ep": "--expert-parallel-size 2",
+        "tp": "--model-parallel-size 2",
+        "cp": "--context-parallel-size 2",
+    }
     layout = layouts.get(args.kind, PIPELINE)
     pipeline = args.kind.startswith("pp")
     if pipeline:
         args.batch = 1
     found_ours = {"ours": ours(args, layout)}
-    for flags in args.flags:
+    for flags in [*args.flags, *(["--expert-parallel-size 1"] if args.kind == "ep" else [])]:
         found_ours[f"ours, {flags}"] = ours(args, f"{layout} {flags}")
     samples = MICROS if pipeline else args.batch
     text = torch.randint(args.vocab, (samples, args.seq + 1), generator=dice)
@@ -268,8 +275,8 @@ def main() -> None:
     device_module.keep_freed_memory(torch.device("cpu"))
     found = alternate(steps, args.rounds)
     if dist.get_rank() == 0:
-        tokens = samples * args.seq * (2 if "dp" in args.kind else 1)
-        halves = 1.0 if args.kind == "dp" else 0.5
+        tokens = samples * args.seq * (2 if args.kind in ("dp", "pp-dp", "ep") else 1)
+        halves = 1.0 if args.kind in ("dp", "ep") else 0.5
         print("| contender | tokens/s, median (lowest to highest) | ours / it, by round | share of the ideal |")
         print("| --- | --- | --- | --- |")
         for name, rounds in found.items():

@@ -60,6 +60,7 @@ SECTIONS = {
     "switches-muon": "run.py --steps 1 --no-compile --only none --flags=--optimizer_muon "
     "--flags=--optimizer_muon_--muon-ns-dtype_bf16",
     "dp": "parallel.py --kind dp",
+    "ep": "parallel.py --kind ep",
     "switches-dp": "parallel.py --kind dp --ours-only --flags=--no-overlap-grad-reduce",
     "switches-dp-bf16": "parallel.py --kind dp --precision bf16 --ours-only --flags=--no-overlap-grad-reduce",
     "switches-pp-dp": "parallel.py --kind pp-dp --flags=--no-overlap-grad-reduce",
