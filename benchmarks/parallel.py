@@ -10,9 +10,10 @@
 All contenders run on the same two gloo processes, one thread each, and make their steps in turn. For pp-dp there are
 four processes: two replicas of two stages. "ours" is this project. "alone" is this project's model on each rank
 without communication, the ideal for dp and ep. For tp, cp and pp, where both ranks share one batch, the ideal is half
-the time of "alone". For ep the model has experts, and no other library is measured. For cp no other library is measured, and the script also prints the bytes of activations that a rank
-keeps for the backward pass. With pp a step has 8 micro-batches of one sample, and torch's schedule does not clip
-gradients. benchmarks/pipeline_layers.py runs identical layers in every pipeline engine.
+the time of "alone". For ep the model has experts. For ep and cp no other library is measured; for cp the script also
+prints the bytes of activations that a rank keeps for the backward pass. With pp a step has 8 micro-batches of one
+sample, and torch's schedule does not clip gradients. benchmarks/pipeline_layers.py runs identical layers in every
+pipeline engine.
 """
 
 import argparse

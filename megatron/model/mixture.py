@@ -91,7 +91,7 @@ class Mixture(nn.Module):
         s, b, h = x.shape
         experts = _whole(experts, self.sequence).view(s * b, -1)
         weights = self._enter(weights).to(x.dtype).view(s * b, 1, -1)
-        outputs = through_experts(x.view(-1, h), experts, self.count, self._run_experts, self.axis)
+        outputs = through_experts(x.flatten(0, 1), experts, self.count, self._run_experts, self.axis)
         found = torch.bmm(weights, outputs).view(s, b, h)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
