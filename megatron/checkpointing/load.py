@@ -1,6 +1,6 @@
 """Loading of checkpoints into an engine: the parallel layout may differ, the model and the data must match."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -286,7 +286,7 @@ Key = tuple[str, str, nn.Parameter]  # kind ("weight" or a moment's name), globa
 def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[Key]:
     """Yield the key of each weight and moment that this rank needs.
 
-    The order is the same on all ranks of a data-parallel group.
+    The order is the same on all data-parallel ranks that hold a parameter.
     """
     for name, parameter in global_parameters(engine.module):
         yield WEIGHT, name, parameter
@@ -302,18 +302,38 @@ def _read_once(
 ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
     """Yield (kind, parameter, value) for each key; a value is this rank's shard, in fp32 or fp64.
 
-    The ranks of a data-parallel group divide the keys: each value is read by one rank, which broadcasts the value to
-    the other ranks. A rank that cannot read a value still takes part in all broadcasts, so that no other rank hangs,
-    and raises its CheckpointError or OSError at the end. If any rank raises, the values on all ranks are invalid.
+    The data-parallel ranks that hold a parameter divide the keys: each value is read by one rank, which broadcasts the
+    value to the other ranks. A rank that cannot read a value still takes part in all broadcasts, so that no other rank
+    hangs, and raises its CheckpointError or OSError at the end. If any rank raises, the values on all ranks are invalid.
     If all ranks are on the CPUs of one machine, each rank reads all values itself: repeated reads come from the
     kernel's page cache, which is faster than a broadcast.
     device: device of the values, the one on which the model is trained.
     """
-    axis, problem = mpu.get_mesh().data, None
     if device.type == "cpu" and ranks_here(dist.get_world_size()) == dist.get_world_size():
         for kind, name, parameter in keys:
             yield kind, parameter, reader.local(_key(reader, kind, name), parameter).to(_dtype(parameter))
         return
+    by_axis: dict[mpu.Axis, list[Key]] = {mpu.get_mesh().data: []}
+    for key in keys:
+        by_axis.setdefault(mpu.replicas_of(key[2]), []).append(key)
+    problem: ValueError | OSError | None = None
+    for axis, own in by_axis.items():
+        problem = yield from _read_in_turn(reader, own, device, axis, problem)
+    if problem is not None:
+        raise problem
+
+
+def _read_in_turn(
+    reader: CheckpointReader,
+    keys: Sequence[Key],
+    device: torch.device,
+    axis: mpu.Axis,
+    problem: ValueError | OSError | None,
+) -> Generator[tuple[str, nn.Parameter, Tensor], None, ValueError | OSError | None]:
+    """Read the keys as `_read_once` does, all of parameters that the ranks of `axis` hold.
+
+    problem: error of an earlier call, after which this rank reads no more. Returns it, or the error of this call.
+    """
     for at in range(0, len(keys), axis.size):
         mine: Tensor | None = None
         if at + axis.rank < len(keys) and problem is None:
@@ -329,8 +349,7 @@ def _read_once(
             if axis.group is not None:
                 dist.broadcast(value, axis.ranks[turn], group=axis.group)
             yield kind, parameter, value
-    if problem is not None:
-        raise problem
+    return problem
 
 
 def _key(reader: CheckpointReader, kind: str, name: str) -> str:
