@@ -304,7 +304,8 @@ def _read_once(
 
     The data-parallel ranks that hold a parameter divide the keys: each value is read by one rank, which broadcasts the
     value to the other ranks. A rank that cannot read a value still takes part in all broadcasts, so that no other rank
-    hangs, and raises its CheckpointError or OSError at the end. If any rank raises, the values on all ranks are invalid.
+    hangs, and raises its CheckpointError or OSError at the end. If any rank raises, the values on all ranks are
+    invalid.
     If all ranks are on the CPUs of one machine, each rank reads all values itself: repeated reads come from the
     kernel's page cache, which is faster than a broadcast.
     device: device of the values, the one on which the model is trained.
