@@ -46,6 +46,7 @@ class SpikeGuard:
 
     recent: (loss, gradient norm) of these steps; fill it when a run resumes.
     found: what was wrong with the last step; None if it was not skipped by this guard.
+    norm: gradient norm of the last step, measured before the decision.
     """
 
     def __init__(self, engine: Any, sigma: float, window: int) -> None:
@@ -53,6 +54,7 @@ class SpikeGuard:
         self.recent: deque[tuple[float, float]] = deque(maxlen=window)
         self._least = max(window // 2, 2)
         self.found: Deviation | None = None
+        self.norm = 0.0
         self._loss, self._asked = torch.zeros(()), False
         self._held: list[tuple[Tensor, Tensor | None]] = []
         if isinstance(engine.optimizer, DeepSpeedOptimizer):
@@ -74,6 +76,7 @@ class SpikeGuard:
         numbers = torch.stack([self._loss.detach().double(), torch.as_tensor(norm).double().to(self._loss.device)])
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         self._asked, step = True, tuple(numbers.tolist())
+        self.norm = step[1]
         if all(map(math.isfinite, step)):
             columns = zip(("loss", "gradient norm"), step, zip(*self.recent, strict=True), strict=False)
             self.found = next(filter(None, (self._deviation(*column) for column in columns)), None)
