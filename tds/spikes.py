@@ -73,7 +73,8 @@ class SpikeGuard:
         The host waits for the device. A step with a NaN or Inf is not counted, as its norm makes the engine skip it.
         """
         # The maximum makes the numbers bitwise equal on all ranks, on which all decisions depend.
-        numbers = torch.stack([self._loss.detach().double(), torch.as_tensor(norm).double().to(self._loss.device)])
+        loss = self._loss.detach().double()
+        numbers = torch.stack([loss, torch.as_tensor(norm, dtype=torch.float64, device=loss.device)])
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         self._asked, step = True, tuple(numbers.tolist())
         self.norm = step[1]
@@ -96,7 +97,7 @@ class SpikeGuard:
 
     def _before(self, inner: torch.optim.Optimizer) -> None:
         """Make the step of DeepSpeed's optimizer a no-op if it must be skipped; it may step its groups separately."""
-        norm = torch.as_tensor(self._engine.optimizer._global_grad_norm)
+        norm = torch.as_tensor(self._engine.optimizer._global_grad_norm, dtype=torch.float64)
         if not self._asked:
             norm = self.checked(norm)
         elif self.found:

@@ -4,7 +4,7 @@ Names are global: `layers.3.attention.dense.weight` is the same parameter in eve
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -232,10 +232,13 @@ def init_weights(model: Any, seed: int) -> None:
     _fill(global_parameters(model), seed)
 
 
-def count_parameters(model: Any) -> int:
-    """Return the number of parameters of the whole model over all stages, tied parameters once, without padding."""
-    line = mpu.get_mesh().pipe
-    sizes: list[Any] = [{name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}]
+def count_parameters(model: Any, among: Collection[nn.Parameter] | None = None) -> int:
+    """Return the number of parameters of the whole model over all stages, tied parameters once, without padding.
+
+    among: count only these weights.
+    """
+    line, found = mpu.get_mesh().pipe, global_parameters(model)
+    sizes: list[Any] = [{n: math.prod(mpu.spec_of(p).full_shape) for n, p in found if among is None or p in among}]
     if line.group is not None:
         mine, sizes = sizes[0], [None] * line.size
         dist.all_gather_object(sizes, mine, line.group)

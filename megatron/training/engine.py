@@ -36,8 +36,8 @@ class Step(NamedTuple):
     """Result of one optimizer step.
 
     loss: mean loss over the global batch. grad_norm: gradient norm before clipping. Both may be tensors that the device
-    is still computing, so reading them may wait. If grad_norm is not finite, or --skip-step-sigma rejected the step, the
-    step was skipped: weights, moments and the optimizer's step count are unchanged on all ranks.
+    is still computing, so reading them may wait. If grad_norm is not finite, or there is a spike, the step was skipped:
+    weights, moments and the optimizer's step count are unchanged on all ranks.
     skipped: True if the host already knows that the step was skipped; False does not prove the opposite.
     aux: name -> additional loss of the model, averaged over targets.
     spike: what was wrong with the step if --skip-step-sigma skipped it, else None.

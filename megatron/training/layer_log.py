@@ -109,7 +109,7 @@ class LayerLog(Hook):
         self.found = self._row(sums, float(step.grad_norm))
 
     def _row(self, sums: Tensor, norm: float) -> dict[str, dict[str, float | None]]:
-        """Return layer -> metric -> value. norm: gradient norm of the model, infinite if the step was skipped."""
+        """Return layer -> metric -> value. norm: gradient norm of the model, infinite after a NaN or Inf."""
         weights, gradients, updates, activations, counts = sums.cpu()
         total = math.sqrt(float(gradients.sum()))
         # The optimizer may get scaled and clipped gradients, all by the same factor.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
-Settings = Mapping[str, float] | None  # lr_factor and weight_decay of a weight; None if it is frozen
+Settings = Mapping[str, float] | None  # lr_factor and AdamW's settings of a weight; None if frozen
 Multiply = Callable[[Tensor, Tensor], Tensor]  # the product of x [..., i] and the transpose of a weight [o, i]
 
 

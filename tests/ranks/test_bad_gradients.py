@@ -69,7 +69,16 @@ LAYOUTS = {
     ),
     "tp2-pipe1": Layout("--precision fp32 --model-parallel-size 2 --pipe-parallel-size 1"),
 }
-IN_CI = ["dp2", "dp2-zero1", "pp2", "tp2", "tp2-zero1-bf16", "pp2-zero1-fp16", "dp2-zero1-muon", "pp2-zero1-muon-vectors"]
+IN_CI = [
+    "dp2",
+    "dp2-zero1",
+    "pp2",
+    "tp2",
+    "tp2-zero1-bf16",
+    "pp2-zero1-fp16",
+    "dp2-zero1-muon",
+    "pp2-zero1-muon-vectors",
+]
 
 
 def spoil(run: Run, where: str, iterations: Iterable[int], added: float = float("nan")) -> None:
