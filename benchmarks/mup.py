@@ -33,9 +33,8 @@ def final_loss(
     flags += f" --vocab-size {args.vocab_size}" + (f" --mup-base-hidden-size {base}" if base else "")
     config = parse([*flags.split(), *args.flags])
     model = GPT2Model(config, parallel_output=False).eval()  # eval: without dropout
-    optimizer = build_optimizer(
-        group_keys(model, config.optim, factors=layer_lr_factors(model, config.model)), config.optim
-    )
+    keys = group_keys(model, config.optim, factors=layer_lr_factors(model, config.model))
+    optimizer = build_optimizer(keys, config.optim, width=config.model.width_factor)
     dice, losses = np.random.default_rng(seed), []
     for step in range(args.steps):
         starts = dice.integers(0, len(tokens) - SEQ - 1, BATCH)

@@ -79,7 +79,7 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
     optimizers include apex's Adam and torch's fused SGD. The kernel of fused SGD would leave the momentum uninitialised
     if it skipped the first step.
     """
-    if all(group.get("fused") for group in optimizer.param_groups) and not isinstance(optimizer, torch.optim.SGD):
+    if is_fused(optimizer) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     elif not norm.isfinite():
         for group in optimizer.param_groups:
@@ -87,6 +87,14 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
                 parameter.grad = None
             if not steps_separately(optimizer):  # apex's Adam counts a step even without gradients
                 group["step"] = group.get("step", 0) - 1
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether one of torch's fused kernels, which read the attribute `grad_scale`, steps all weights.
+
+    An optimizer that calls a fused optimizer, such as Muon, has groups that are fused, but its attributes are not read.
+    """
+    return isinstance(optimizer, ONE_BY_ONE) and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def steps_separately(wrapped: torch.optim.Optimizer) -> bool:

@@ -19,7 +19,7 @@ from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, pack, sort_buckets
 from .buckets import Bucket
-from .clip import counts_here, leave_out_unless_finite, squared_norm_of, steps_separately
+from .clip import counts_here, is_fused, leave_out_unless_finite, squared_norm_of, steps_separately
 from .gathers import DeferredGathers, plain_layers
 from .holders import by_holders
 from .messages import ways
@@ -304,7 +304,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             return
         too_long = ((norm + 1e-6) / self._limit).clamp(min=1.0)
-        if all(group.get("fused") for group in self.param_groups):
+        if is_fused(self.optimizer):
             self.optimizer.grad_scale = too_long.float()  # type: ignore[attr-defined]
             return
         for bucket in self.buckets:

@@ -46,6 +46,7 @@ class SpikeGuard:
 
     recent: (loss, gradient norm) of these steps; fill it when a run resumes.
     found: what was wrong with the last step; None if it was not skipped by this guard.
+    norm: gradient norm of the last step, measured before the decision.
     """
 
     def __init__(self, engine: Any, sigma: float, window: int) -> None:
@@ -53,6 +54,7 @@ class SpikeGuard:
         self.recent: deque[tuple[float, float]] = deque(maxlen=window)
         self._least = max(window // 2, 2)
         self.found: Deviation | None = None
+        self.norm = 0.0
         self._loss, self._asked = torch.zeros(()), False
         self._held: list[tuple[Tensor, Tensor | None]] = []
         if isinstance(engine.optimizer, DeepSpeedOptimizer):
@@ -71,9 +73,11 @@ class SpikeGuard:
         The host waits for the device. A step with a NaN or Inf is not counted, as its norm makes the engine skip it.
         """
         # The maximum makes the numbers bitwise equal on all ranks, on which all decisions depend.
-        numbers = torch.stack([self._loss.detach().double(), torch.as_tensor(norm).double().to(self._loss.device)])
+        loss = self._loss.detach().double()
+        numbers = torch.stack([loss, torch.as_tensor(norm, dtype=torch.float64, device=loss.device)])
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         self._asked, step = True, tuple(numbers.tolist())
+        self.norm = step[1]
         if all(map(math.isfinite, step)):
             columns = zip(("loss", "gradient norm"), step, zip(*self.recent, strict=True), strict=False)
             self.found = next(filter(None, (self._deviation(*column) for column in columns)), None)
@@ -93,7 +97,7 @@ class SpikeGuard:
 
     def _before(self, inner: torch.optim.Optimizer) -> None:
         """Make the step of DeepSpeed's optimizer a no-op if it must be skipped; it may step its groups separately."""
-        norm = torch.as_tensor(self._engine.optimizer._global_grad_norm)
+        norm = torch.as_tensor(self._engine.optimizer._global_grad_norm, dtype=torch.float64)
         if not self._asked:
             norm = self.checked(norm)
         elif self.found:

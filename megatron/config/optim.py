@@ -83,7 +83,9 @@ class OptimConfig(Section):
     )
     adam_beta1: float = opt(0.9, "Adam's beta1", between(0, 1))
     adam_beta2: float = opt(0.999, "Adam's beta2", between(0, 1))
-    adam_eps: float = opt(1e-8, "Adam's epsilon", at_least(0))
+    adam_eps: float = opt(
+        1e-8, "Adam's epsilon; muP divides it by the width of the model over the base width", at_least(0)
+    )
     muon_momentum: float = opt(0.95, "Muon's momentum", between(0, 1))
     muon_nesterov: bool = opt(True, "use Nesterov momentum in Muon")
     muon_ns_steps: int = opt(5, "number of Newton-Schulz iterations with which Muon orthogonalises", between(1, 99))

@@ -4,7 +4,7 @@ Names are global: `layers.3.attention.dense.weight` is the same parameter in eve
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -248,13 +248,13 @@ def init_weights(model: Any, seed: int) -> None:
     _fill(global_parameters(model), seed)
 
 
-def sizes_of_parameters(model: Any) -> dict[str, int]:
+def sizes_of_parameters(model: Any, among: Collection[nn.Parameter] | None = None) -> dict[str, int]:
     """Return name -> number of elements, without padding, of each parameter of the whole model, tied parameters once.
 
-    Collective over the stages and the expert-parallel ranks.
+    Collective over the stages and the expert-parallel ranks. among: count only these weights.
     """
-    mesh = mpu.get_mesh()
-    sizes = {name: math.prod(mpu.spec_of(p).full_shape) for name, p in global_parameters(model)}
+    mesh, found = mpu.get_mesh(), global_parameters(model)
+    sizes = {name: math.prod(mpu.spec_of(p).full_shape) for name, p in found if among is None or p in among}
     for axis in (mesh.pipe, mesh.expert):
         if axis.group is not None:
             every: list[Any] = [None] * axis.size
@@ -263,6 +263,6 @@ def sizes_of_parameters(model: Any) -> dict[str, int]:
     return sizes
 
 
-def count_parameters(model: Any) -> int:
+def count_parameters(model: Any, among: Collection[nn.Parameter] | None = None) -> int:
     """Return the number of parameters of the whole model. Collective, see `sizes_of_parameters`."""
-    return sum(sizes_of_parameters(model).values())
+    return sum(sizes_of_parameters(model, among).values())

@@ -64,12 +64,14 @@ def build_optimizer(
     kernels: str = "torch",
     hidden: Collection[nn.Parameter] = (),
     ns_dtype: torch.dtype | None = None,
+    width: float = 1.0,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of --optimizer: AdamW, SGD with momentum, or Muon.
 
     keys: the weights to train and the group of each; `lr_factor` of a group multiplies the learning rate of each step.
     kernels: the value of --kernels. hidden: matrices that Muon orthogonalises. ns_dtype: dtype in which it does so;
-    None: that of the weights.
+    None: that of the weights. width: width of the model over the width of muP's base model. It divides Adam's epsilon,
+    as it divides the gradients of all weights.
     """
     groups: list[dict[str, Any]] = [
         {"params": [p for p in keys if keys[p] == key], "weight_decay": key.weight_decay, "lr_factor": key.lr_factor}
@@ -80,5 +82,5 @@ def build_optimizer(
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
     betas = config.adam_beta1, config.adam_beta2
-    adam = partial(adamw, kernels=kernels, lr=config.lr, betas=betas, eps=config.adam_eps)
+    adam = partial(adamw, kernels=kernels, lr=config.lr, betas=betas, eps=config.adam_eps / width)
     return Muon(groups, hidden, config, adam, ns_dtype) if config.optimizer == "muon" else adam(groups)

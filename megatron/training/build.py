@@ -93,7 +93,7 @@ def build_engine(
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
     muon = _muon(model, config, resolved) if config.optim.optimizer == "muon" else {}
     keys = keys_of_groups(model, config, resolved, lags or {})
-    optimizer = build_optimizer(keys, config.optim, config.model.kernels, **muon)
+    optimizer = build_optimizer(keys, config.optim, config.model.kernels, **muon, width=config.model.width_factor)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)
     engine, *_ = tds.initialize(

@@ -37,8 +37,8 @@ class Step(NamedTuple):
     """Result of one optimizer step.
 
     loss: mean loss over the global batch. grad_norm: gradient norm before clipping. Both may be tensors that the device
-    is still computing, so reading them may wait. If grad_norm is not finite, the step was skipped: weights, moments and
-    the optimizer's step count are unchanged on all ranks.
+    is still computing, so reading them may wait. If grad_norm is not finite, or there is a spike, the step was skipped:
+    weights, moments and the optimizer's step count are unchanged on all ranks.
     skipped: True if the host already knows that the step was skipped; False does not prove the opposite.
     aux: name -> additional loss of the model, averaged over targets.
     spike: what was wrong with the step if --skip-step-sigma skipped it, else None.
@@ -105,7 +105,7 @@ def _set_lr(engine: Any, lr: float) -> None:
 def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
     spike = engine.spike_guard.found if engine.spike_guard else None
     skipped = spike is not None or zero_state.was_skipped(engine)
-    norm = math.inf if skipped else norm if norm is not None else 0.0
+    norm = engine.spike_guard.norm if spike else math.inf if skipped else norm if norm is not None else 0.0
     if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
         norm = norm.to(loss.device)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)

@@ -71,14 +71,17 @@ def _offloads(resolved: Resolved) -> bool:
     return any(name.startswith("offload") for name in section)
 
 
-def memory_advice(parameters: int, config: Config, precision: str) -> str:
-    """Return the part of an out-of-memory message that says what takes memory and which flags reduce it."""
+def memory_advice(parameters: int, config: Config, precision: str, of_muon: int = 0) -> str:
+    """Return the part of an out-of-memory message that says what takes memory and which flags reduce it.
+
+    of_muon: how many of the parameters Muon steps, for which it keeps one moment instead of two.
+    """
     moments = (1 if config.optim.optimizer == "sgd" else 2) + (config.optim.ema_decay is not None)
     width = {"fp64": 8, "fp32": 4}.get(precision)
-    # bytes per parameter for weight, gradient and moments; with fp16 and bf16 also for a 16-bit copy of the weight
-    each = width * (2 + moments) if width else 2 + 4 * (2 + moments)
+    # weight, gradient and moments; with fp16 and bf16 also a 16-bit copy of the weight
+    size = (width or 4) * ((2 + moments) * parameters - of_muon) + (0 if width else 2 * parameters)
     return (
-        f"weights, gradients and optimizer of the whole model take {each * parameters / 1e9:.3g} GB, sharded by "
+        f"weights, gradients and optimizer of the whole model take {size / 1e9:.3g} GB, sharded by "
         "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest of the memory: lower "
         f"--batch-size {config.train.batch_size} and raise --gas, or use --checkpoint-activations or "
         "--offload-activations"

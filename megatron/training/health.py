@@ -43,7 +43,7 @@ class Spike(NamedTuple):
 class Interval(NamedTuple):
     """Summary of the steps since the last call of `Health.read`.
 
-    losses: finite losses. norms: gradient norms of steps that were not skipped. skipped: number of skipped steps.
+    losses: finite losses. norms: finite gradient norms. skipped: number of skipped steps.
     guarded: steps that --skip-step-sigma skipped.
     """
 
@@ -128,9 +128,10 @@ class Health:
             self._update(step, samples, loss, applied)
             if math.isfinite(loss):
                 found.losses.append(loss)
+            if math.isfinite(norm):
+                found.norms.append(norm)
             if applied:
                 self._good = state
-                found.norms.append(norm)
                 found.spikes.extend(self._spikes(samples, loss))
             else:
                 found = found._replace(skipped=found.skipped + 1)

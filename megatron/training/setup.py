@@ -21,6 +21,7 @@ from ..checkpointing.load import step_lags
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
+from ..model.block import hidden_matrices
 from ..model.layers import count_parameters
 from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks, same_everywhere
@@ -71,7 +72,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         engine = build_engine(model, task, config, resolved, tokenizer, timers, lags)
         if isinstance(engine, NoPipeEngine) and dist.get_world_size() > 1:
             engine.watch = StepWatch(60 * config.parallel.distributed_timeout_minutes, device)
-        Watchdog.advice = memory_advice(parameters, config, resolved.precision)
+        of_muon = count_parameters(model, hidden_matrices(model)) if config.optim.muon_scale else 0
+        Watchdog.advice = memory_advice(parameters, config, resolved.precision, of_muon)
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
         if engine.deepspeed.spike_guard:

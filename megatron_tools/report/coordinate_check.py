@@ -74,7 +74,8 @@ def sizes_of(config: Config, steps: int) -> Sizes:
     """Train the model for `steps` steps on one random batch, and return how much its activations have changed."""
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
     keys = group_keys(model, config.optim, factors=layer_lr_factors(model, config.model, config.optim.muon_scale))
-    optimizer = build_optimizer(keys, config.optim, hidden=hidden_matrices(model) if config.optim.muon_scale else ())
+    hidden = hidden_matrices(model) if config.optim.muon_scale else ()
+    optimizer = build_optimizer(keys, config.optim, hidden=hidden, width=config.model.width_factor)
     for group in optimizer.param_groups:
         group["lr"] = config.optim.lr * group["lr_factor"]
     dice = torch.Generator().manual_seed(config.train.seed)

@@ -21,13 +21,17 @@ PER_DOCUMENT = ("--eod-mask-loss", "--reset-position-ids", "--reset-attention-ma
 
 
 class Layout(NamedTuple):
-    """Pipeline, data-, tensor- and context-parallel sizes of a layout, and its ZeRO stage; pp 0 means no pipeline."""
+    """Pipeline, data-, tensor- and context-parallel sizes of a layout, its ZeRO stage and pipeline schedule.
+
+    pp 0 means no pipeline.
+    """
 
     pp: int
     dp: int
     tp: int
     zero: int = 0
     cp: int = 1
+    schedule: str = "1f1b"
 
     @property
     def world(self) -> int:
@@ -35,6 +39,7 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         more = (f"-cp{self.cp}" if self.cp > 1 else "") + (f"-zero{self.zero}" if self.zero else "")
+        more += f"-{self.schedule}" if self.schedule != "1f1b" else ""
         return f"pp{self.pp}-dp{self.dp}-tp{self.tp}{more}"
 
 
@@ -47,6 +52,7 @@ LAYOUTS = [
     Layout(2, 2, 1),
     Layout(1, 2, 2),
     Layout(2, 2, 2),
+    Layout(2, 1, 1, schedule="zb-h1"),
     Layout(0, 2, 1, zero=1),
     Layout(0, 2, 1, zero=2),
     Layout(0, 2, 1, zero=3),
@@ -98,6 +104,7 @@ def ours(
         "--zero-stage": layout.zero,
         "--make-vocab-size-divisible-by": 64,
         "--partition-method": "type:Block",
+        "--pipeline-schedule": layout.schedule,
     }
     argv = [str(part) for pair in flags.items() for part in pair]
     rows = train_gpt2(layout.world, run_dir, *argv, "--no-tensorboard", *(PER_DOCUMENT if by_document else ()), *more)
@@ -127,11 +134,13 @@ def plain(
     multiply: reference.Multiply = reference.plain_product,
     settings: Callable[[str], reference.Settings] = reference.default_settings,
     scales: reference.Scales | None = None,
+    rejects: Callable[[float, float], bool] = reference.rejects_nothing,
+    watch: Callable[[reference.Weights], None] | None = None,
     **mup: int,
 ) -> list[float]:
     """Train in one process of plain torch, with the data and settings of `ours`; return the losses.
 
-    settings: settings of single weights by name, see `reference.learn`. mup: muP's settings of the initial weights.
+    settings, rejects, watch: see `reference.learn`. mup: muP's settings of the initial weights.
     """
     model = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS)
     tokenizer = load_tokenizer(vocab_file)
@@ -157,5 +166,5 @@ def plain(
         scales=scales,
         learn=partial(muon_reference.learn, model=model)
         if optimizer == "muon"
-        else partial(reference.learn, settings=settings),
+        else partial(reference.learn, settings=settings, rejects=rejects, watch=watch),
     )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
-Settings = Mapping[str, float] | None  # lr_factor and weight_decay of a weight; None if it is frozen
+Settings = Mapping[str, float] | None  # lr_factor and AdamW's settings of a weight; None if frozen
 Multiply = Callable[[Tensor, Tensor], Tensor]  # the product of x [..., i] and the transpose of a weight [o, i]
 
 
@@ -51,6 +51,11 @@ class Scales(NamedTuple):
 def default_settings(name: str) -> Settings:
     """Return no settings: the learning rate of the run, and weight decay for matrices."""
     return {}
+
+
+def rejects_nothing(loss: float, norm: float) -> bool:
+    """Return False for each step."""
+    return False
 
 
 def plain_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -158,11 +163,14 @@ def learn(
     clip: float,
     dtype: torch.dtype,
     settings: Callable[[str], Settings] = default_settings,
+    rejects: Callable[[float, float], bool] = rejects_nothing,
+    watch: Callable[[Weights], None] | None = None,
 ) -> list[float]:
     """Make one optimizer step for each function in `losses`; return the values of the losses.
 
     losses: functions from the weights to a scalar loss. lr: constant learning rate. clip: largest gradient norm.
-    settings: settings of a weight by its name; None freezes the weight.
+    settings: settings of a weight by its name; None freezes the weight. rejects: (loss, gradient norm) -> whether to
+    skip the step. watch: called with the initial weights, and after each step that is not skipped.
     """
     w = {name: value.detach().to(dtype).clone() for name, value in weights.items()}
     groups: list[dict[str, Any]] = []
@@ -180,11 +188,15 @@ def learn(
     else:
         steps = torch.optim.AdamW(groups, lr=lr, foreach=False)
     found = []
+    watch = watch or (lambda _: None)
+    watch(w)
     for loss_of in losses:
         loss = loss_of(w)
         steps.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(learning, clip)
-        steps.step()
+        norm = torch.nn.utils.clip_grad_norm_(learning, clip)
+        if not rejects(loss.item(), norm.item()):
+            steps.step()
+            watch(w)
         found.append(loss.item())
     return found

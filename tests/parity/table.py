@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.materials import random_corpus, small_tokenizer
 
+from .guard_and_average import DECAY, GUARD, STEPS, Average, Guard, averages, skipped
 from .layouts import LAYOUTS, Layout, ours, plain
 from .test_mup import FLAGS, MUP, SCALES, factors
 from .test_param_groups import MIXED, mixed
@@ -23,25 +24,39 @@ def row(name: str, found: list[float], expected: list[float]) -> str:
 
 
 def named(layout: Layout) -> str:
-    return f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}" + (f", ZeRO {layout.zero}" if layout.zero else "")
+    return (
+        f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}"
+        + (f", ZeRO {layout.zero}" if layout.zero else "")
+        + (f", {layout.schedule}" if layout.schedule != "1f1b" else "")
+    )
 
 
 def features(where: Path, data: str, vocab_file: str) -> None:
-    """Print the largest relative differences from plain torch with --param-groups and with muP, for Adam."""
+    """Print largest relative differences from plain torch for Adam, with a column for each feature.
+
+    With --ema-decay, these are differences of the average; with the other flags, differences of losses.
+    """
     groups = where / "groups.json"
     groups.write_text(json.dumps(MIXED))
+    guard, average = Guard(), Average()
     expected = {
         "--param-groups": plain(data, vocab_file, "adam", settings=mixed),
         "muP": plain(data, vocab_file, "adam", settings=factors, scales=SCALES, **MUP),
+        "--skip-step-sigma": plain(data, vocab_file, "adam", rejects=guard, steps=STEPS),
+        "--ema-decay": plain(data, vocab_file, "adam", watch=average),
     }
     flags = {"--param-groups": ["--param-groups", str(groups)], "muP": FLAGS}
-    print(f"| layout | {' | '.join(expected)} |\n| --- | --- | --- |")
+    flags |= {"--skip-step-sigma": [*GUARD], "--ema-decay": ["--ema-decay", str(DECAY)]}
+    print(f"| layout | {' | '.join(expected)} |\n| --- |" + " --- |" * len(expected))
     for layout in LAYOUTS:
-        found = {
-            name: ours(layout, where / f"{layout}{name}", data, vocab_file, *flags[name], optimizer="adam")
-            for name in expected
-        }
-        worst = [np.abs(np.array(found[name]) / np.array(expected[name]) - 1).max() for name in expected]
+        worst = []
+        for name, losses in expected.items():
+            run = where / f"{layout}{name}"
+            found = ours(layout, run, data, vocab_file, *flags[name], optimizer="adam", steps=len(losses))
+            worst.append(np.abs(np.array(found) / np.array(losses) - 1).max())
+            if name == "--skip-step-sigma" and skipped(run) != guard.skipped:
+                raise ValueError(f"{layout} skips the steps {skipped(run)}, plain torch {guard.skipped}")
+        worst[-1] = average.distance(averages(run))
         print(f"| Adam, {named(layout)} | " + " | ".join(f"{each:.1e}" for each in worst) + " |", flush=True)
 
 

@@ -1,6 +1,7 @@
 """With Muon, every layout has the losses of torch.optim.Muon and AdamW in one process of plain torch."""
 
 import functools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +65,13 @@ def test_other_models(model: str, grid: tuple[int, int, int], tmp_path: Path, ti
         on_ranks(max(pp, 1) * dp * tp, run_all, [start], tiny_data, vocab_file)
         losses.append(losses_of(start.run_dir))
     np.testing.assert_allclose(*losses, rtol=1e-10)
+
+
+def test_stages_without_matrices_clip_alike(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """A stage that trains only weights of AdamW clips its gradients, too."""
+    groups = tmp_path / "groups.json"
+    groups.write_text(json.dumps([{"pattern": "layers.[01].*", "frozen": True}]))
+    flags = ("--param-groups", str(groups), "--clip-grad", "0.3")
+    layouts = Layout(2, 1, 1, zero=1), Layout(0, 1, 1)
+    found = [ours(each, tmp_path / str(each), tiny_data, vocab_file, *flags, optimizer="muon") for each in layouts]
+    np.testing.assert_allclose(*found, rtol=1e-5)

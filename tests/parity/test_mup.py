@@ -25,11 +25,12 @@ SCALES = Scales(attention=math.sqrt(BASE_HEAD) / (HIDDEN // HEADS), logits=1 / W
 
 
 def factors(name: str) -> Settings:
-    """Return the learning-rate factor and the weight decay of each weight."""
-    if not name.startswith("layers."):
-        return {}
-    matrix = name.endswith("weight") and "layernorm" not in name
-    return {"lr_factor": DEPTH / WIDTH, "weight_decay": 0.01 * WIDTH / DEPTH} if matrix else {"lr_factor": DEPTH}
+    """Return the learning-rate factor, the weight decay and Adam's epsilon of each weight."""
+    found = {"eps": 1e-8 / WIDTH}
+    if name.startswith("layers."):
+        matrix = name.endswith("weight") and "layernorm" not in name
+        found |= {"lr_factor": DEPTH / WIDTH, "weight_decay": 0.01 * WIDTH / DEPTH} if matrix else {"lr_factor": DEPTH}
+    return found
 
 
 CASES: list[tuple[Layout, Sequence[str]]] = [

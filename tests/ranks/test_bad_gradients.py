@@ -62,9 +62,23 @@ LAYOUTS = {
     "tp2-zero1-bf16-muon": Layout("--precision bf16 --model-parallel-size 2 --optimizer muon"),
     "dp2-zero1-muon": Layout("--precision fp32 --zero-stage 1 --optimizer muon"),
     "pp2-muon": Layout("--precision fp64 --pipe-parallel-size 2 --optimizer muon", "embedding.word_embeddings.weight"),
+    # The first stage has weights of AdamW only.
+    "pp2-zero1-muon-vectors": Layout(
+        "--precision fp32 --pipe-parallel-size 2 --zero-stage 1 --optimizer muon --param-groups {folder}/vectors.json",
+        "embedding.word_embeddings.weight",
+    ),
     "tp2-pipe1": Layout("--precision fp32 --model-parallel-size 2 --pipe-parallel-size 1"),
 }
-IN_CI = ["dp2", "dp2-zero1", "pp2", "tp2", "tp2-zero1-bf16", "pp2-zero1-fp16", "dp2-zero1-muon"]
+IN_CI = [
+    "dp2",
+    "dp2-zero1",
+    "pp2",
+    "tp2",
+    "tp2-zero1-bf16",
+    "pp2-zero1-fp16",
+    "dp2-zero1-muon",
+    "pp2-zero1-muon-vectors",
+]
 
 
 def spoil(run: Run, where: str, iterations: Iterable[int], added: float = float("nan")) -> None:
@@ -138,6 +152,7 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
 ) -> None:
     """No rank changes its weights or moments in a step in which one rank has a NaN gradient or a very large one."""
     (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True, "initial_scale_power": 4}}))
+    (tmp_path / "vectors.json").write_text(json.dumps([{"pattern": "layers.0.*.weight", "frozen": True}]))
     chosen = {name: LAYOUTS[name] for name in names}
     found = on_ranks(2, _one_bad_step, chosen, str(tmp_path), tiny_data, vocab_file, timeout=500)
     for name in names:
@@ -149,6 +164,7 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
         rows = [json.loads(line) for line in text.splitlines()]
         assert [row["skipped_steps"] for row in rows] == [int(i in (BAD, SPIKE)) for i in range(8)], name
         assert rows[BAD]["grad_norm"] is None
+        assert rows[SPIKE]["grad_norm"] > 100
         assert "| 1 skipped step" in found[0][name][1], name
         (spike,) = [spike for row in rows for spike in row.get("skipped_spikes", [])]
         batch = 2 if name.startswith("tp2") else 4

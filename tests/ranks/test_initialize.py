@@ -111,3 +111,5 @@ def test_want_of_memory_has_a_sentence() -> None:
     advice = memory_advice(10**9, parse(["--batch-size", "3"]), "bf16")
     assert "take 18 GB" in advice
     assert "lower --batch-size 3" in advice
+    muon = memory_advice(10**9, parse(["--optimizer", "muon"]), "fp32", of_muon=75 * 10**7)
+    assert "take 13 GB" in muon  # 16 GB with two moments for all weights

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from megatron.model.block import TransformerLayer
 from megatron.model.layers import global_parameters
-from megatron.training.layer_log import METRICS
+from megatron.training.layer_log import METRICS, LayerLog
 from megatron.training.loop import train
 from tests.checkpoints.runs import Start, make, run_all
 from tests.support import FULL, on_ranks
@@ -23,6 +24,7 @@ LAYOUTS = {
     "dp2-zero1": "--batch-size 1 --gas 2 --zero-stage 1",
     "dp2-muon": "--batch-size 2 --optimizer muon",
     "dp2-muon-zero1": "--batch-size 2 --optimizer muon --zero-stage 1",
+    "tp2-muon-zero1": "--batch-size 4 --model-parallel-size 2 --optimizer muon --zero-stage 1",
     "dp2-zero2": "--batch-size 2 --zero-stage 2",
     "dp2-zero3": "--batch-size 2 --zero-stage 3",
     "pp2": "--batch-size 2 --gas 2 --pipe-parallel-size 2",
@@ -35,8 +37,9 @@ LAYOUTS = {
     "dp2-zero1-offload": "--batch-size 2 --zero-stage 1 --deepspeed-config {folder}/offload.json",
     "cp2": "--batch-size 4 --context-parallel-size 2",
 }
-CASES = [("gpt2", ["dp2-zero1", "dp2-zero3", "pp2", "tp2-sequence", "cp2"])]
+CASES = [("gpt2", ["dp2-zero1", "dp2-zero3", "dp2-muon-zero1", "pp2", "tp2-sequence", "cp2"])]
 MORE = [
+    ("gpt2", ["dp2-muon", "tp2-muon-zero1"]),
     ("gpt2", ["dp2", "dp2-zero2", "tp2-zero1"]),
     ("gpt2", ["pp2-bf16", "dp2-zero2-bf16", "dp2-zero3-bf16", "dp2-zero2-fp16", "dp2-zero1-offload"]),
     ("llama", ["dp2-zero1", "pp2", "tp2-sequence", "cp2"]),
@@ -54,26 +57,43 @@ def test_every_layout_logs_the_same(
     model: str, names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
     flags = FLAGS if model == "gpt2" else FLAGS.replace("--num-layers 2", "")
-    one = Start(model, tmp_path / "one", f"{flags} --precision fp64 --batch-size 4")
-    on_ranks(1, run_all, [one], tiny_data, vocab_file)
     (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True, "initial_scale_power": 4}}))
     offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     (tmp_path / "offload.json").write_text(json.dumps({"zero_optimization": offload}))
     half = {name: name[-4:] for name in names if name.endswith(("bf16", "fp16"))}
     # fp64 is for ZeRO stage 0 only.
     precision = {name: half.get(name, "fp32" if "zero" in name else "fp64") for name in names}
+    ones = {name: ("fp32" if name in half else precision[name], "muon" if "muon" in name else "adam") for name in names}
     layouts = {name: LAYOUTS[name].format(folder=tmp_path) for name in names}
+    starts = [
+        Start(model, tmp_path / "-".join(one), f"{flags} --precision {one[0]} --optimizer {one[1]} --batch-size 4")
+        for one in sorted(set(ones.values()))
+    ]
+    on_ranks(1, run_all, starts, tiny_data, vocab_file)
     starts = [Start(model, tmp_path / name, f"{flags} --precision {precision[name]} {layouts[name]}") for name in names]
     on_ranks(2, run_all, starts, tiny_data, vocab_file, timeout=300)
-    expected = _layers(tmp_path / "one")
-    assert len(expected) == 2
     for name in names:
-        for found, wanted in zip(_layers(tmp_path / name), expected, strict=True):
+        for found, wanted in zip(_layers(tmp_path / name), _layers(tmp_path / "-".join(ones[name])), strict=True):
             assert found.keys() == wanted.keys()
             for layer, metrics in wanted.items():
-                # In fp32, Adam's first updates of weights with tiny gradients are sensitive to rounding.
-                near = pytest.approx(metrics, rel={"fp64": 1e-8, "fp32": 1e-3}.get(precision[name], 0.05))
-                assert found[layer] == near, (name, layer)
+                # In fp32, the rounding of few numbers does not average out: the largest logit is one of them, and in
+                # these models an RMSNorm has 16 weights near 1, which can only change by multiples of 6e-8.
+                for metric, value in metrics.items():
+                    fp32 = 2e-5 if model != "gpt2" or metric == "attention_logit" else 1e-6
+                    exact = {"fp64": 1e-8, "fp32": fp32}.get(precision[name], 0.05)
+                    assert found[layer][metric] == pytest.approx(value, rel=exact), (name, layer, metric)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_of_large_tensors_are_exact(dtype: torch.dtype) -> None:
+    hidden = torch.randn(512, 4, 768, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums: Any = SimpleNamespace(
+        _model=SimpleNamespace(training=True), _at={"x": 0}, _activations=torch.zeros(2, 1).double()
+    )
+    layer: Any = SimpleNamespace(repeated=True, name="x")
+    LayerLog._observe(sums, layer, lambda inputs: inputs, (hidden,))
+    square, count = sums._activations[:, 0].tolist()
+    assert square / count == pytest.approx(hidden.double().square().mean().item(), rel=1e-6)
 
 
 def _plain(start: Start, data: str, vocab_file: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -123,4 +143,4 @@ def test_the_numbers_are_those_of_plain_torch(tmp_path: Path, tiny_data: str, vo
     ((expected, found),) = on_ranks(1, _plain, Start("gpt2", tmp_path / "run", flags), tiny_data, vocab_file)
     assert found.keys() == expected.keys()
     for layer, metrics in expected.items():
-        assert found[layer] == pytest.approx(metrics, rel=1e-5), layer
+        assert found[layer] == pytest.approx(metrics, rel=1e-6), layer

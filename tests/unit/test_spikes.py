@@ -42,6 +42,14 @@ def _decide(guard: SpikeGuard, loss: float, norm: float) -> bool:
     return math.isinf(guard.checked(torch.tensor(norm)))
 
 
+def test_numbers_are_not_rounded() -> None:
+    """A norm that a pipeline engine has read to the host is compared in fp64, as norms on the device are."""
+    guard, third = _guard(4.0, 16), 1 / 3
+    guard.begin(torch.tensor(third, dtype=torch.float64))
+    guard.checked(third)
+    assert guard.recent[-1] == (third, third)
+
+
 def test_decisions_are_those_of_plain_statistics() -> None:
     """A step is skipped if a number exceeds mean + sigma x std of the window, which has only steps that were taken."""
     guard, window, skipped = _guard(4.0, 16), deque[tuple[float, float]](maxlen=16), []
