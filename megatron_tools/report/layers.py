@@ -102,7 +102,7 @@ def sections(runs: Sequence[RunRead]) -> str:
         )
         shares = shares_of(run)
         if shares:
-            maps += f'<h3>Share of tokens by expert in the last logged step</h3><div class="wide">{heat_map(shares)}</div>'
+            maps += f'<h3>Share of tokens by expert in the last step</h3><div class="wide">{heat_map(shares)}</div>'
         of = f": {html.escape(run.name)}" if len(runs) > 1 else ""
         parts += [f"<section><h2>Layers{of}</h2>{maps}</section>"] if maps else []
     return "".join(parts)
