@@ -65,8 +65,8 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> t
 def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work of the layers in multiply-adds is half of the FLOPs that torch's FlopCounterMode counts.
 
-    Attention is replaced by matmuls, since torch does not count its fused CPU kernel. The weighted sum of the outputs of
-    a token's experts is no matmul of weights, so it is not counted, although torch has only `bmm` for it.
+    Attention is replaced by matmuls, since torch does not count its fused CPU kernel. The weighted sum of the outputs
+    of a token's experts does not multiply weights, so layers do not count it, but torch counts its `bmm`.
     """
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
     model, tokens, layers = _model(flags)
