@@ -42,11 +42,13 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
 
     A row gives the parallel sizes, the memory by kind on the stage that needs the most, and the speed.
     """
+    experts = any(layout.config.model.num_experts for layout in layouts)
     heads = [
         "",
         "dp",
         "tp",
         "pp",
+        *(["ep"] if experts else []),
         "vp",
         "zero",
         "recompute",
@@ -70,6 +72,7 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
             str(p.data_parallel_size(layout.devices)),
             str(p.model_parallel_size),
             str(p.stages),
+            *([str(p.expert_parallel_size)] if experts else []),
             str(p.virtual_pipeline_size),
         ]
         row += [
@@ -135,6 +138,13 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
         )
     if cost.collective_bytes:
         yield f"model-parallel all-reduces: {cost.collective_bytes / 1e6:,.1f} MB per micro-batch and rank"
+    if count := config.model.num_experts:
+        each, ranks = count // p.expert_parallel_size, p.expert_parallel_size
+        yield (
+            f"experts: {each} of {count} on each rank; {ranks} data-parallel ranks divide them and exchange "
+            f"{cost.expert_bytes / 1e6:,.1f} MB per micro-batch and rank; their gradients are reduced over "
+            f"{replicas * p.context_parallel_size // ranks} ranks"
+        )
     yield (
         f"gradient all-reduce over {replicas * p.context_parallel_size} ranks: {cost.gradient_bytes / 1e6:,.1f} MB, "
         f"{cost.gradients * 1e3:.3g} ms not overlapped; optimizer {cost.optimizer * 1e3:.3g} ms"

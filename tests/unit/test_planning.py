@@ -23,7 +23,7 @@ from megatron.training.memory.sizes import count_layers, layers_of, parameters, 
 from megatron_tools.plan import plan, published
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import pipeline_units
-from megatron_tools.plan.layouts import Batch, Wanted, candidates, search, solve_batch
+from megatron_tools.plan.layouts import Batch, Layout, Wanted, candidates, evaluate, search, solve_batch
 from tds.schedule import NAMES, schedule_of
 from tds.timetable import bubble, most_in_flight, times
 from tests.sentences import SENTENCES
@@ -186,6 +186,43 @@ def test_layouts_are_legal() -> None:
         assert p.model_parallel_size <= 4  # the model has 4 attention heads
         assert p.zero_stage and (p.zero_stage == 1 or not p.pipe_parallel_size)
         resolve(each, 16, True)
+
+
+def test_layouts_divide_experts() -> None:
+    """Sizes of expert-parallel groups are the divisors of experts and data ranks; ZeRO 2 and 3 do not go with them."""
+    config = with_values(parse([*TINY.split(), *EXPERTS.split()]), {"precision": "bf16"})
+    found = list(candidates(Wanted(config, load_cluster("a100"), 16, 64)))
+    assert {each.parallel.expert_parallel_size for each in found} == {1, 2, 4, 8}
+    divided = [each for each in found if each.parallel.expert_parallel_size > 1]
+    assert {each.parallel.zero_stage for each in divided} == {1}
+    for each in divided:
+        assert each.parallel.data_parallel_size(16) % each.parallel.expert_parallel_size == 0
+        resolve(each, 16, True)
+    fixed = with_values(config, {"expert_parallel_size": 4})
+    kept = candidates(Wanted(fixed, load_cluster("a100"), 16, 64, fixed=frozenset({"expert_parallel_size"})))
+    assert {each.parallel.expert_parallel_size for each in kept} == {4}
+
+
+def test_time_of_experts() -> None:
+    """Only the experts of a token count as work. Only all-to-alls over more than one rank take time."""
+    cluster = load_cluster("a100")
+
+    def plan_of(more: str) -> Layout:
+        flags = f"{TINY} {EXPERTS} --batch-size 2 --gas 1 --zero-stage 1 {more}"
+        return evaluate(with_values(parse(flags.split(), None, 4), {"precision": "bf16"}), 4, cluster)
+
+    three, two = plan_of("").cost, plan_of("--experts-per-token 2").cost
+    divided, both = plan_of("--expert-parallel-size 4"), plan_of("--expert-parallel-size 4 --moe-layer-frequency 2")
+    assert three is not None and two is not None and divided.cost is not None and both.cost is not None
+    tokens = 4 * 2 * 32
+    assert three.model_flops - two.model_flops == 6 * tokens * 4 * 2 * 64 * 48  # an expert less in 4 layers
+    assert three.stages[0].expert_parallel == 0 == three.expert_bytes
+    # Of each row, 3/4 go to other ranks, four times in each layer.
+    assert divided.cost.expert_bytes == 4 * 4 * (64 * 3) * 64 * 2 * 3 / 4
+    assert divided.cost.stages[0].expert_parallel == 2 * both.cost.stages[0].expert_parallel > 0
+    assert "ep 4" in divided.name
+    # The gradients of experts are reduced over one rank only, so their all-reduce takes no time.
+    assert divided.cost.gradients < three.gradients
 
 
 def test_the_search_finds_what_fits_and_says_what_does_not() -> None:

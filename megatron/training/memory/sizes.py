@@ -21,7 +21,8 @@ class Count:
     largest: parameters of the largest matrix on a rank. Memory estimates need this number, because the gradient of a
     matrix is temporarily a separate tensor.
     hidden: parameters on each rank of the matrices of transformer layers, for which Muon keeps one moment.
-    experts, expert_matrices: those of `held` and of `hidden` that belong to experts, which expert-parallel ranks divide.
+    experts, expert_matrices: those of `held` and of `hidden` that belong to experts, which expert-parallel ranks
+    divide.
     """
 
     whole: int
@@ -75,7 +76,7 @@ def _mlp(m: ModelConfig, ranks: int, width: int) -> list[Count]:
 
 
 def _mixture(config: Config, ranks: int) -> list[Count]:
-    """Return router, experts and shared experts of a layer; the ranks of the expert-parallel group divide the experts."""
+    """Return experts, shared experts, router and gate of a layer. Expert-parallel ranks divide the experts."""
     m, all_experts = config.model, config.model.num_experts or 0
     expert, here = _sum(_mlp(m, ranks, m.expert_ff_size)), all_experts // config.parallel.expert_parallel_size
     held = expert.held * here
