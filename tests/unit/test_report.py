@@ -68,6 +68,8 @@ def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     run = read_run(made(tmp_path / "a"))
     assert run.part("train")[-1]["iteration"] == 20, "a line that is still being written is left out"
     assert layout(run) == "no pipeline x data 2 x model 1"  # 8 samples a step / (--batch-size 2 x --gas 2) = 2
+    divided = read_run(made(tmp_path / "b", "--num-experts 4 --expert-parallel-size 2"))
+    assert layout(divided) == "no pipeline x data 2 x model 1, experts over 2"
     assert progress(run, run.written + 10) == ("running · iteration 20 of 40", 0.5)
     assert progress(run, run.written + 10_000)[0].startswith("stopped")
     assert ("training loss, first and last line", "7.000, 6.000 nats/token") in results(run)
