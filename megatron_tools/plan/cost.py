@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.config.ds_config import Resolved
 from megatron.model.layers import Layer
 from megatron.model.work import lengths
@@ -153,9 +153,33 @@ def expert_bytes(x: Shapes, layer: Layer) -> float:
     return rows * m.hidden_size * x.width * (ranks - 1) / ranks
 
 
-def _inner_width(m: ModelConfig, layer: Layer) -> int:
-    """Return the number of inner activations of a token in the layer's MLP or in all of its experts."""
-    return m.expert_ff_size * (m.experts_per_token + m.num_shared_experts) if layer.routes else m.ff_size
+def _exchange_seconds(x: Shapes, layer: Layer, link: Link, e: Efficiency) -> float:
+    """Return the seconds of one all-to-all of a layer; 0 without experts and without expert parallelism."""
+    if not expert_bytes(x, layer):
+        return 0.0
+    others = x.config.parallel.expert_parallel_size - 1
+    sent = expert_bytes(x, layer) / (link.gigabytes_per_second * 1e9 * e.link)
+    return sent + others * min(link.latency_seconds, 1e-5)
+
+
+def _inner_bytes(x: Shapes, layer: Layer) -> float:
+    """Return the bytes of a micro-batch's inner activations in the layer's MLP, or in all experts of its tokens."""
+    m = x.config.model
+    width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts) if layer.routes else m.ff_size
+    return x.of_layer(layer) * width / x.ranks * x.width
+
+
+def _touched(x: Shapes, layer: Layer, e: Efficiency) -> float:
+    """Return the bytes that the forward pass of a transformer layer reads and writes, apart from matmuls."""
+    m, tokens, batch = x.config.model, x.of_layer(layer), x.config.train.batch_size
+    found = e.hidden_passes * x.hidden(tokens) + e.inner_passes * _inner_bytes(x, layer)
+    if layer.routes:
+        # Rows are sorted by expert, and their outputs back, with a read and a write each. The ranks of the experts sort
+        # what arrives, too.
+        copies = 4 if x.config.parallel.expert_parallel_size == 1 else 8
+        found += copies * tokens * m.experts_per_token * m.hidden_size * x.width
+    scores = batch * m.num_attention_heads / x.ranks * (tokens / batch) ** 2 * x.width
+    return found + e.score_passes * scores
 
 
 def _width_factor(x: Shapes, e: Efficiency) -> float:
@@ -209,22 +233,10 @@ def stage_seconds(
                 )
                 extra = qkv if "qkv" in m.recompute_modules else 0.0
                 done, matmuls = done + extra, matmuls + extra / (peak * e.matmul * _width_factor(x, e))
-                memory += (
-                    len(m.recompute_modules) * 2 * (x.hidden(tokens) + tokens * m.ff_size / x.ranks * x.width / 3) / hbm
-                )
+                memory += len(m.recompute_modules) * 2 * (x.hidden(tokens) + _inner_bytes(x, layer) / 3) / hbm
             attention += (repeats + more) * scores / (peak * (e.attention if not e.score_passes else e.matmul / 2))
-            heads, length = m.num_attention_heads / x.ranks, tokens / x.config.train.batch_size
-            inner = tokens * _inner_width(m, layer) / x.ranks * x.width
-            touched = e.hidden_passes * x.hidden(tokens) + e.inner_passes * inner
-            if layer.routes:  # rows are sorted by expert, their outputs are put back, and both are sorted once more
-                copies = 4 if p.expert_parallel_size == 1 else 8
-                touched += copies * tokens * m.experts_per_token * m.hidden_size * x.width
-                sent = expert_bytes(x, layer) / (group.gigabytes_per_second * 1e9 * e.link)
-                experts += (6 if again else 4) * (
-                    sent + (p.expert_parallel_size - 1) * min(group.latency_seconds, 1e-5)
-                )
-            touched += e.score_passes * x.config.train.batch_size * heads * length**2 * x.width
-            memory += repeats * touched / hbm
+            memory += repeats * _touched(x, layer, e) / hbm
+            experts += (6 if again else 4) * _exchange_seconds(x, layer, group, e)
             whole = tokens * m.hidden_size * x.width
             sums = (2 if again else 0) + 4 + (2 if layer.cls.__name__ == "DecoderBlock" else 0)
             tensor += sums * all_reduce_seconds(whole, x.ranks, link, e)

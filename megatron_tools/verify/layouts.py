@@ -73,11 +73,7 @@ def read_layout(text: str) -> Layout:
             values["sp"] = True
         elif name == "schedule" and value in NAMES:
             values["schedule"] = value
-        elif (
-            name in WORDS[:7]
-            and value.isdecimal()
-            and (int(value) or name in ("pp", "zero"))
-        ):
+        elif name in WORDS[:7] and value.isdecimal() and (int(value) or name in ("pp", "zero")):
             values[name] = int(value)
         else:
             raise ConfigError(
