@@ -32,6 +32,10 @@ T5 = (
     "--seq-length 256 --vocab-size 2000 --batch-size 4 --hidden-dropout 0 --attention-dropout 0"
 )
 LLAMA = f"--config {ROOT}/configs/models/llama_tiny.json --vocab-size 2000 --seq-length 256 --batch-size 4"
+EXPERTS = (
+    f"{GPT2} --num-experts 8 --experts-per-token 2 --expert-ff-hidden-size 256 --num-shared-experts 1 --activation "
+    "swiglu --normalization rmsnorm --no-hidden-bias"
+)
 CASES: dict[str, tuple[int, str]] = {
     "gpt2-fp32": (1, f"{GPT2} --precision fp32"),
     "gpt2-fp32-dropout": (1, f"{GPT2} --precision fp32 --hidden-dropout 0.1 --attention-dropout 0.1"),
@@ -58,6 +62,14 @@ CASES: dict[str, tuple[int, str]] = {
     "t5-fp32-pp2-recompute": (2, f"{T5} --precision fp32 --pipe-parallel-size 2 --gas 4 --checkpoint-activations"),
     "t5-fp32-pp4": (4, f"{T5} --precision fp32 --pipe-parallel-size 4 --gas 4"),
     "llama-fp32-zero1": (2, f"{LLAMA} --precision fp32 --zero-stage 1"),
+    "experts-fp32": (1, f"{EXPERTS} --precision fp32"),
+    "experts-fp32-recompute": (1, f"{EXPERTS} --precision fp32 --checkpoint-activations"),
+    "experts-fp32-ep2": (2, f"{EXPERTS} --precision fp32 --expert-parallel-size 2"),
+    "experts-fp32-ep2-zero1": (4, f"{EXPERTS} --precision fp32 --expert-parallel-size 2 --zero-stage 1"),
+    "experts-bf16-ep2-zero1": (2, f"{EXPERTS} --precision bf16 --expert-parallel-size 2 --zero-stage 1"),
+    "experts-fp32-tp2": (2, f"{EXPERTS} --precision fp32 --model-parallel-size 2"),
+    "experts-fp32-pp2": (2, f"{EXPERTS} --precision fp32 --pipe-parallel-size 2 --gas 4"),
+    "experts-t5-fp32": (1, f"{T5} --num-experts 4 --experts-per-token 1 --precision fp32"),
 }  # fmt: skip
 BUCKET = 10**6  # elements in DeepSpeed's reduce bucket
 

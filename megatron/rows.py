@@ -5,8 +5,8 @@ from typing import Any
 
 NUMBERS = (
     "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm",
-    "loss_scale", "skipped_steps", "passed_over", "z_loss", "target_share", "tokens_per_second", "tflops", "mfu",
-    "memory_mb", "global_batch", "accuracy", "questions",
+    "loss_scale", "skipped_steps", "passed_over", "z_loss", "router_loss", "target_share", "tokens_per_second",
+    "tflops", "mfu", "memory_mb", "global_batch", "accuracy", "questions",
 )  # fmt: skip
 
 
@@ -19,6 +19,12 @@ def _are_layers(value: Any) -> bool:
     return all(
         isinstance(each, dict) and all(type(x) in (int, float, type(None)) for x in each.values()) for each in values
     )
+
+
+def _are_counts(value: Any) -> bool:
+    """Return whether `value` is an object of lists, one for each layer, with a count for each of its experts."""
+    lists = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(each, list) and all(type(x) is int and x >= 0 for x in each) for each in lists)
 
 
 def row_of(line: str) -> dict[str, Any] | None:
@@ -38,6 +44,8 @@ def row_of(line: str) -> dict[str, Any] | None:
             raise RowError(f'"{name}" is {json.dumps(value)[:40]}, not a number')
     if not _are_layers(row.get("layers", {})):
         raise RowError('"layers" is not an object of objects of numbers')
+    if not _are_counts(row.get("expert_tokens", {})):
+        raise RowError('"expert_tokens" is not an object of lists of whole numbers')
     if row.get("split") == "train":
         lacking = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
         if lacking or not iteration:

@@ -8,18 +8,23 @@ from megatron.config import Config, ModelConfig
 
 
 def mlp_work(m: ModelConfig, layer: int) -> int:
-    """Return the multiply-adds of the MLP, or of the experts, of layer number `layer` of a stack for one token."""
+    """Return the multiply-adds of layer number `layer` of a stack for one token in its MLP, or in its mixture.
+
+    Those of a mixture are of the router, of a token's experts, of the shared experts and of their gate.
+    """
     matrices, width = 3 if m.gated else 2, m.ff_size
-    if m.has_experts(layer):
-        width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts)
-    return m.hidden_size * width * matrices
+    if not m.has_experts(layer):
+        return m.hidden_size * width * matrices
+    width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts)
+    return m.hidden_size * (width * matrices + (m.num_experts or 0) + m.shared_expert_gate)
 
 
 def idle_weights(m: ModelConfig) -> int:
-    """Return the number of weights of a decoder-only model's experts that do not multiply a given token."""
-    layers = sum(map(m.has_experts, range(m.num_layers)))
+    """Return the number of parameters of a decoder-only model's experts to which a given token is not sent."""
+    layers, gates = sum(map(m.has_experts, range(m.num_layers))), 2 if m.gated else 1
     idle = (m.num_experts or 0) - m.experts_per_token if layers else 0
-    return layers * idle * m.hidden_size * m.expert_ff_size * (3 if m.gated else 2)
+    biases = (gates * m.expert_ff_size + m.hidden_size) * m.hidden_bias
+    return layers * idle * (m.hidden_size * m.expert_ff_size * (gates + 1) + biases)
 
 
 def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int:

@@ -60,14 +60,20 @@ def training_line(
     seconds: time per iteration.
     left: estimated remaining seconds of the run.
     details: True to add more columns, such as TFLOP/s and memory.
-    The line has no column for a value that the run does not have, such as loss scale or MFU.
+    The line has no column for a value that the run does not have, such as loss scale or MFU. With experts, it has the
+    largest imbalance of all layers, and the number of experts of all layers without tokens if there are any.
     """
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
+    layers = row.get("layers", {}).values()
+    imbalances = [each["imbalance"] for each in layers if each.get("imbalance") is not None]
+    dead = sum(each.get("dead_experts", 0) for each in layers)
     columns = [
         time.strftime("%m-%d %H:%M:%S" if details else "%H:%M:%S", time.localtime(when)),
         f"iteration {row['iteration']:{len(str(last))}d}/{last}",
         f"loss {row['lm_loss']:7.4f}",
         *([f"z loss {row['z_loss']:.2e}"] if "z_loss" in row else []),
+        *([f"router loss {row['router_loss']:.2e}"] if "router_loss" in row else []),
+        *([f"imbalance {max(imbalances):5.2f}"] if imbalances else []),
         f"lr {row['lr']:.2e}",
         f"grad norm {norm:7.3f}",
         *([] if row["loss_scale"] is None else [f"loss scale {row['loss_scale']:8g}"]),
@@ -78,6 +84,8 @@ def training_line(
     ]
     if row["skipped_steps"]:
         columns.append(f"{row['skipped_steps']} skipped step{'s' if row['skipped_steps'] > 1 else ''}")
+    if dead:
+        columns.append(f"{dead} dead expert{'s' if dead > 1 else ''}")
     return " | ".join(columns)
 
 

@@ -16,6 +16,7 @@ from ..ranks.stragglers import straggler
 from .console import TimeLeft, training_line
 from .corpus_losses import CorpusLosses
 from .engine import Step
+from .expert_log import balance_of, expert_tokens
 from .find_nonfinite import explain
 from .health import Health, SampleRange
 from .hooks import Hook, due
@@ -53,7 +54,7 @@ class TrainingLog(Hook):
         self.loss_scale: float | None = None
         self.spikes: list[dict[str, Any]] = []
         self.guarded: list[dict[str, Any]] = []
-        self.z_losses: list[Any] = []
+        self.added: dict[str, list[Any]] = {"z_loss": [], "router_loss": []}  # losses besides the cross entropy
 
     def before_step(self, iteration: int) -> None:
         first = self.run.state.consumed_samples
@@ -74,7 +75,8 @@ class TrainingLog(Hook):
         else:
             self.health.add(step, samples, self.run.state)
             self.loss_scale = step.loss_scale
-            self.z_losses += [step.aux["z_loss"]] if "z_loss" in step.aux else []
+            for name, values in self.added.items():
+                values += [step.aux[name]] if name in step.aux else []
             self.corpora.add(step)
             self.timed += 1
             self.timed_samples += samples.samples
@@ -110,6 +112,15 @@ class TrainingLog(Hook):
                 self.run.saver.finish()
             raise RunError(explain(self.run, self.health.fault))
 
+    def _of_layers(self) -> dict[str, Any]:
+        """Return the entries of a row that have numbers of layers and experts. Collective over the pipeline stages."""
+        layers: dict[str, Any] = dict(self.layers.found) if self.layers else {}
+        if self.run.config.model.num_experts is None:
+            return {"layers": layers} if layers else {}
+        tokens = expert_tokens(self.run.engine.deepspeed.module)
+        layers |= {name: layers.get(name, {}) | balance_of(each) for name, each in tokens.items()}
+        return {"layers": layers, "expert_tokens": tokens}
+
     def report(self) -> None:
         """Print a log line and write a row of metrics.jsonl. A collective that waits for the device."""
         run, config = self.run, self.run.config
@@ -137,11 +148,10 @@ class TrainingLog(Hook):
             "mfu": tflops / peak if peak else None,
             "memory_mb": device_module.peak_memory_mb(run.device),
         }
-        z_loss = torch.stack(self.z_losses).mean().item() if self.z_losses else None
-        row |= {} if z_loss is None else {"z_loss": z_loss}
+        row |= {name: torch.stack(values).mean().item() for name, values in self.added.items() if values}
         row |= {"global_batch": self.batch} if len(run.batches.sizes) > 1 else {}
         row |= {"spikes": self.spikes} if self.spikes else {}
-        row |= {"layers": self.layers.found} if self.layers and self.layers.found else {}
+        row |= self._of_layers()
         row |= {"skipped_spikes": self.guarded} if self.guarded else {}
         row |= {"passed_over": self.left_out} if self.left_out else {}
         timed = run.timers.take()

@@ -126,8 +126,8 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     Each parameter that multiplies a token counts 6 FLOPs (2 forward, 4 backward; Kaplan et al. 2020). The attention
     matmuls count in addition, without savings by the causal mask (Chowdhery et al. 2022). Embedding look-ups count 0.
     GPT-2 and Llama: 6 N + 12 x layers x sequence length x heads x head size. N is the number of parameters without
-    position embeddings, without an untied word embedding, and of each mixture with only the experts of a token. A tied
-    word embedding counts as the output layer.
+    position embeddings, without an untied word embedding, and of each mixture with only its router, the experts of a
+    token and the shared experts. A tied word embedding counts as the output layer.
     T5: encoder tokens pass through the encoder layers and the key and value projections of cross-attention. Decoder
     tokens pass through all other matmuls.
     """

@@ -7,6 +7,7 @@ code is 1 if any check failed.
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,8 @@ class Examination:
         if self.config is None:
             return 1
         p = self.config.parallel
-        return p.stages * p.model_parallel_size * p.context_parallel_size
+        data = math.lcm(p.context_parallel_size, p.expert_parallel_size)
+        return p.stages * p.model_parallel_size * data
 
     @property
     def ranks_here(self) -> int:

@@ -55,10 +55,11 @@ def layout(config: Config, ranks: int) -> Iterator[Finding]:
         yield failed("layout", str(error), "change --ranks (or the hostfile), or the sizes that the message names")
         return
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
+    experts = f", experts divided over {p.expert_parallel_size} ranks" if p.expert_parallel_size > 1 else ""
     yield ok(
         "layout",
-        f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context} x {replicas} replicas, "
-        f"global batch {config.batches(ranks)}",
+        f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context} x {replicas} replicas"
+        f"{experts}, global batch {config.batches(ranks)}",
     )
 
 

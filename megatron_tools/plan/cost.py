@@ -15,7 +15,7 @@ from megatron.config.ds_config import Resolved
 from megatron.model.layers import Layer
 from megatron.model.work import lengths
 from megatron.training.memory.activations import Shapes
-from megatron.training.memory.sizes import Stage, padded_vocabulary
+from megatron.training.memory.sizes import Count, Stage, padded_vocabulary
 from tds.schedule import schedule_of
 from tds.timetable import times
 
@@ -61,6 +61,7 @@ class Seconds:
     memory: float
     tensor_parallel: float
     context_parallel: float
+    expert_parallel: float
     weights: float  # ZeRO 3's all-gathers of weights
     boundary: float
 
@@ -90,6 +91,7 @@ class Cost:
     boundary_bytes: float
     gradient_bytes: float
     collective_bytes: float
+    expert_bytes: float  # that a rank sends in all-to-alls per micro-batch
 
     @property
     def tokens_per_second(self) -> float:
@@ -141,10 +143,50 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
     )
 
 
+def expert_bytes(x: Shapes, layer: Layer) -> float:
+    """Return the bytes of rows that a rank sends to other ranks in one all-to-all of a layer with evenly used experts.
+
+    A micro-batch needs two all-to-alls in its forward pass, and two in its backward pass.
+    """
+    m, ranks = x.config.model, x.config.parallel.expert_parallel_size
+    rows = x.of_layer(layer) * m.experts_per_token if layer.routes else 0
+    return rows * m.hidden_size * x.width * (ranks - 1) / ranks
+
+
+def _exchange_seconds(x: Shapes, layer: Layer, link: Link, e: Efficiency) -> float:
+    """Return the seconds of one all-to-all of a layer; 0 without experts and without expert parallelism."""
+    if not expert_bytes(x, layer):
+        return 0.0
+    others = x.config.parallel.expert_parallel_size - 1
+    sent = expert_bytes(x, layer) / (link.gigabytes_per_second * 1e9 * e.link)
+    return sent + others * min(link.latency_seconds, 1e-5)
+
+
+def _inner_bytes(x: Shapes, layer: Layer) -> float:
+    """Return the bytes of a micro-batch's inner activations in the layer's MLP, or in all experts of its tokens."""
+    m = x.config.model
+    width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts) if layer.routes else m.ff_size
+    return x.of_layer(layer) * width / x.ranks * x.width
+
+
+def _touched(x: Shapes, layer: Layer, e: Efficiency) -> float:
+    """Return the bytes that the forward pass of a transformer layer reads and writes, apart from matmuls."""
+    m, tokens, batch = x.config.model, x.of_layer(layer), x.config.train.batch_size
+    found = e.hidden_passes * x.hidden(tokens) + e.inner_passes * _inner_bytes(x, layer)
+    if layer.routes:
+        # Rows are sorted by expert, and their outputs back, with a read and a write each. The ranks of the experts sort
+        # what arrives, too.
+        copies = 4 if x.config.parallel.expert_parallel_size == 1 else 8
+        found += copies * tokens * m.experts_per_token * m.hidden_size * x.width
+    scores = batch * m.num_attention_heads / x.ranks * (tokens / batch) ** 2 * x.width
+    return found + e.score_passes * scores
+
+
 def _width_factor(x: Shapes, e: Efficiency) -> float:
     """Return which fraction of `e.matmul` a rank's matmuls reach. The fraction is smaller for narrower matrices."""
     m = x.config.model
-    narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, m.ff_size / x.ranks)
+    inner = m.expert_ff_size if m.num_experts else m.ff_size
+    narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, inner / x.ranks)
     return narrowest / (narrowest + e.narrow)
 
 
@@ -170,8 +212,8 @@ def stage_seconds(
     m, p = x.config.model, x.config.parallel
     peak, hbm = cluster.peak(resolved.precision), cluster.memory_bandwidth * 1e9 * e.memory
     again = bool(x.config.recomputed_layers)
-    matmuls = attention = memory = tensor = context = model = done = 0.0
-    link = cluster.link(x.ranks, 1)
+    matmuls = attention = memory = tensor = context = experts = model = done = 0.0
+    link, group = cluster.link(x.ranks, 1), cluster.link(p.expert_parallel_size, x.ranks)
     for layer in stage.layers:
         dense, scores = layer_flops(x, layer)
         repeats = 4 if again and layer.repeated else 3
@@ -191,14 +233,10 @@ def stage_seconds(
                 )
                 extra = qkv if "qkv" in m.recompute_modules else 0.0
                 done, matmuls = done + extra, matmuls + extra / (peak * e.matmul * _width_factor(x, e))
-                memory += (
-                    len(m.recompute_modules) * 2 * (x.hidden(tokens) + tokens * m.ff_size / x.ranks * x.width / 3) / hbm
-                )
+                memory += len(m.recompute_modules) * 2 * (x.hidden(tokens) + _inner_bytes(x, layer) / 3) / hbm
             attention += (repeats + more) * scores / (peak * (e.attention if not e.score_passes else e.matmul / 2))
-            heads, length = m.num_attention_heads / x.ranks, tokens / x.config.train.batch_size
-            touched = e.hidden_passes * x.hidden(tokens) + e.inner_passes * tokens * m.ff_size / x.ranks * x.width
-            touched += e.score_passes * x.config.train.batch_size * heads * length**2 * x.width
-            memory += repeats * touched / hbm
+            memory += repeats * _touched(x, layer, e) / hbm
+            experts += (6 if again else 4) * _exchange_seconds(x, layer, group, e)
             whole = tokens * m.hidden_size * x.width
             sums = (2 if again else 0) + 4 + (2 if layer.cls.__name__ == "DecoderBlock" else 0)
             tensor += sums * all_reduce_seconds(whole, x.ranks, link, e)
@@ -216,7 +254,7 @@ def stage_seconds(
         wire = cluster.link(p.stages, x.ranks * replicas)
         one = boundary_bytes(stage, x) / (wire.gigabytes_per_second * 1e9 * e.link) + wire.latency_seconds
         boundary = 2 * one * p.virtual_pipeline_size
-    return Seconds(matmuls, attention, memory, tensor, context, gathered, boundary), model, done
+    return Seconds(matmuls, attention, memory, tensor, context, experts, gathered, boundary), model, done
 
 
 def boundary_bytes(stage: Stage, x: Shapes) -> float:
@@ -242,11 +280,13 @@ def cost_of(
     slowest = max(seconds.total for seconds, _, _ in found)
     held = max(stage.count.held for stage in stages)
     exact = 4 if resolved.zero_stage <= 1 else x.width
-    sums = all_reduce_seconds(held * exact, replicas, cluster.link(replicas, x.ranks), e)
+    parts = [stage.count.by_replicas(replicas, p.expert_parallel_size) for stage in stages]
+    sums, share = (
+        max(each) for each in zip(*(_updates(part, x, exact, resolved, cluster, e) for part in parts), strict=True)
+    )
     hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
     if resolved.zero_stage >= 2:  # DeepSpeed's ZeRO 2 and 3 reduce gradients after every micro-batch.
         sums, hidden = sums * config.train.gas, hidden * config.train.gas
-    share = held / (replicas if resolved.zero_stage else 1)
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
     samples = config.train_batch_size(world)
     step = units * slowest + sums - hidden + stepped + e.step_seconds
@@ -266,4 +306,19 @@ def cost_of(
         boundary_bytes=max(boundary_bytes(stage, x) for stage in stages) if p.stages > 1 else 0.0,
         gradient_bytes=held * float(exact),
         collective_bytes=collective if x.ranks > 1 else 0.0,
+        expert_bytes=max(4 * sum(expert_bytes(x, layer) for layer in stage.layers) for stage in stages),
     )
+
+
+def _updates(
+    parts: Sequence[tuple[Count, int]], x: Shapes, exact: int, resolved: Resolved, cluster: Cluster, e: Efficiency
+) -> tuple[float, float]:
+    """Return (seconds of the gradients' all-reduces, number of parameters that a rank's optimizer updates).
+
+    parts: result of `Count.by_replicas`. exact: bytes of an element of a gradient.
+    """
+    sums = share = 0.0
+    for count, replicas in parts:
+        sums += all_reduce_seconds(count.held * exact, replicas, cluster.link(replicas, x.ranks), e)
+        share += count.held / (replicas if resolved.zero_stage else 1)
+    return sums, share

@@ -20,8 +20,8 @@ USABLE = 0.9  # usable fraction of a device's memory; driver, libraries and frag
 MICROS = (1, 2, 4, 8, 16, 32)
 MODULES = ("norm", "qkv", "activation")
 AXES = {
-    "model_parallel_size", "pipe_parallel_size", "context_parallel_size", "virtual_pipeline_size", "pipeline_schedule",
-    "zero_stage",
+    "model_parallel_size", "pipe_parallel_size", "context_parallel_size", "expert_parallel_size",
+    "virtual_pipeline_size", "pipeline_schedule", "zero_stage",
     "checkpoint_activations", "recompute_modules", "sequence_parallel",
 }  # fmt: skip
 
@@ -87,6 +87,7 @@ class Layout:
         p = self.config.parallel
         words = [f"dp {p.data_parallel_size(self.devices)}", f"tp {p.model_parallel_size}", f"pp {p.stages}"]
         words += [f"cp {p.context_parallel_size}"] if p.context_parallel_size > 1 else []
+        words += [f"ep {p.expert_parallel_size}"] if p.expert_parallel_size > 1 else []
         words += [f"vp {p.virtual_pipeline_size}"] if p.virtual_pipeline_size > 1 else []
         return " x ".join(words)
 
@@ -129,11 +130,13 @@ def _choices(wanted: Wanted) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {
         "model_parallel_size": [d for d in divisors if d <= cluster.devices_per_node],
         "pipe_parallel_size": [0, *(d for d in divisors if 1 < d <= layers)],
-        "zero_stage": [1, 2, 3] if mixed else [0, 1, 2, 3],
         "virtual_pipeline_size": [1, 2, 4],
+        "zero_stage": [1, 2, 3] if mixed else [0, 1, 2, 3],
+        "expert_parallel_size": [d for d in divisors if (c.model.num_experts or 1) % d == 0],
         "again": again,
     }
-    for name in ("model_parallel_size", "pipe_parallel_size", "zero_stage", "virtual_pipeline_size"):
+    sizes = "model_parallel_size", "pipe_parallel_size", "zero_stage", "virtual_pipeline_size", "expert_parallel_size"
+    for name in sizes:
         value = getattr(c.parallel, name)
         if name in wanted.fixed and value is not None:
             found[name] = [value]
@@ -145,23 +148,19 @@ def _choices(wanted: Wanted) -> dict[str, list[Any]]:
 def candidates(wanted: Wanted) -> Iterator[Config]:
     """Yield the settings of every valid layout that the search considers."""
     choices, c = _choices(wanted), wanted.config
-    grids = product(
-        *(
-            choices[name]
-            for name in ("model_parallel_size", "pipe_parallel_size", "virtual_pipeline_size", "zero_stage", "again")
-        )
-    )
-    for tp, pp, chunks, zero, (whole, modules) in grids:
+    for tp, pp, chunks, zero, ep, (whole, modules) in product(*choices.values()):
         cell = tp * max(pp, 1) * c.parallel.context_parallel_size
         replicas = wanted.devices // cell
         if wanted.devices % cell or (pp and zero > 1) or (chunks > 1 and not pp):
+            continue
+        if replicas * c.parallel.context_parallel_size % ep or (ep > 1 and zero > 1):
             continue
         # Without replicas ZeRO has nothing to shard, so only the lowest stage that the precision allows is tried.
         if replicas * c.parallel.context_parallel_size == 1 and zero > 1:
             continue
         values = {
             "model_parallel_size": tp, "pipe_parallel_size": pp, "virtual_pipeline_size": chunks, "zero_stage": zero,
-            "checkpoint_activations": whole, "recompute_modules": modules,
+            "expert_parallel_size": ep, "checkpoint_activations": whole, "recompute_modules": modules,
         }  # fmt: skip
         if "pipeline_schedule" not in wanted.fixed:
             values["pipeline_schedule"] = "interleaved" if chunks > 1 else "1f1b"

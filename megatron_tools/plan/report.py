@@ -10,6 +10,7 @@ from tds.schedule import schedule_of
 from tds.timetable import most_in_flight
 
 from .cluster import Cluster
+from .cost import Cost
 from .layouts import USABLE, Layout, shapes_of
 
 KINDS = tuple(f.name for f in fields(Memory))
@@ -42,11 +43,13 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
 
     A row gives the parallel sizes, the memory by kind on the stage that needs the most, and the speed.
     """
+    experts = any(layout.config.model.num_experts for layout in layouts)
     heads = [
         "",
         "dp",
         "tp",
         "pp",
+        *(["ep"] if experts else []),
         "vp",
         "zero",
         "recompute",
@@ -70,6 +73,7 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
             str(p.data_parallel_size(layout.devices)),
             str(p.model_parallel_size),
             str(p.stages),
+            *([str(p.expert_parallel_size)] if experts else []),
             str(p.virtual_pipeline_size),
         ]
         row += [
@@ -135,10 +139,7 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
         )
     if cost.collective_bytes:
         yield f"model-parallel all-reduces: {cost.collective_bytes / 1e6:,.1f} MB per micro-batch and rank"
-    yield (
-        f"gradient all-reduce over {replicas * p.context_parallel_size} ranks: {cost.gradient_bytes / 1e6:,.1f} MB, "
-        f"{cost.gradients * 1e3:.3g} ms not overlapped; optimizer {cost.optimizer * 1e3:.3g} ms"
-    )
+    yield from _reductions(layout, cost)
     whole = t.gas * slowest.total / (1 - cost.bubble)
     passes = f"{t.gas} x {slowest.total * 1e3:.4g} ms / (1 - {cost.bubble:.3f})"
     yield f"step: {passes} + {(cost.step - whole) * 1e3:.3g} ms = {cost.step:.4g} s"
@@ -151,6 +152,22 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
         days = cost.days(tokens)
         spent = f"{duration(days)}, {days * 24 * layout.devices:,.0f} device-hours"
         yield f"{in_words(tokens)} tokens: {tokens / cost.tokens:,.0f} steps, {spent}"
+
+
+def _reductions(layout: Layout, cost: Cost) -> Iterator[str]:
+    """Yield lines about the reduction of gradients, and about the distribution of experts if the model has any."""
+    p, count = layout.config.parallel, layout.config.model.num_experts
+    copies, ranks = p.data_parallel_size(layout.devices) * p.context_parallel_size, p.expert_parallel_size
+    yield (
+        f"gradient all-reduce over {copies} ranks: {cost.gradient_bytes / 1e6:,.1f} MB, "
+        f"{cost.gradients * 1e3:.3g} ms not overlapped; optimizer {cost.optimizer * 1e3:.3g} ms"
+    )
+    if count:
+        yield (
+            f"experts: {count // ranks} of {count} on each rank; groups of {ranks} data-parallel ranks divide them and "
+            f"exchange {cost.expert_bytes / 1e6:,.1f} MB per micro-batch and rank; their gradients are reduced over "
+            f"{copies // ranks} ranks"
+        )
 
 
 def stage_table(layout: Layout) -> Iterator[str]:

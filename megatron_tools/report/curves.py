@@ -6,7 +6,7 @@ from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
 
-from .layers import LINEAR, TITLES, values_of
+from .layers import EVEN, LINEAR, TITLES, values_of
 from .runs import Row, RunRead, named_splits
 
 MOST = 1500  # maximum number of points in a line; `thinned` shortens longer lines
@@ -143,6 +143,7 @@ OF_TRAINING = (
     ("loss_scale", "Loss scale", "", True, 1.0),
     ("skipped_steps", "Skipped steps", "", False, 1.0),
     ("z_loss", "z-loss", "", True, 1.0),
+    ("router_loss", "Loss of the routers", "", True, 1.0),
 )
 SHOWN_AT_ZERO = {"lr", "grad_norm", "tokens_per_second", "memory_mb"}
 
@@ -174,13 +175,14 @@ def _timers(runs: Sequence[RunRead]) -> list[Chart]:
 
 
 def _by_layer(runs: Sequence[RunRead]) -> list[Chart]:
-    """Return one chart per run and metric of --log-layers, with a line for each layer."""
+    """Return one chart per run and metric of layers, with a line for each layer."""
     found = []
     for i, run in enumerate(runs):
-        for metric, iterations, layers in values_of(run):
+        for metric, iterations, layers, _ in values_of(run):
             lines = [line(i, name, "parts", zip(iterations, values, strict=True)) for name, values in layers.items()]
             title = TITLES[metric] + (f": {run.name}" if len(runs) > 1 else "")
-            found.append(Chart(f"{metric}{i}", title, "", metric not in LINEAR, lines, [], []))
+            levels = [{"run": i, "label": "equal shares", "y": EVEN[metric]}] if metric in EVEN else []
+            found.append(Chart(f"{metric}{i}", title, "", metric not in LINEAR, lines, levels, []))
     return found
 
 

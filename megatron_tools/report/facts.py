@@ -63,7 +63,7 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
 
 
 def layout(run: RunRead) -> str:
-    """Return the run's parallel sizes, such as "pipe 2 x data 4 x model 1".
+    """Return the run's parallel sizes, such as "pipe 2 x data 4 x model 1, experts over 2".
 
     The number of replicas (data) is the number of samples in an iteration, divided by --batch-size and --gas.
     """
@@ -74,7 +74,8 @@ def layout(run: RunRead) -> str:
     words.append(f"model {p.model_parallel_size}")
     if p.context_parallel_size > 1:
         words.append(f"context {p.context_parallel_size}")
-    return " x ".join(words)
+    experts = f", experts over {p.expert_parallel_size}" if p.expert_parallel_size > 1 else ""
+    return " x ".join(words) + experts
 
 
 def progress(run: RunRead, now: float | None = None) -> tuple[str, float]:

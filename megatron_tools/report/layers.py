@@ -14,19 +14,27 @@ TITLES = {
     "update_ratio": "Update-to-weight ratio by layer",
     "activation_rms": "RMS of activations by layer",
     "attention_logit": "Largest attention logit by layer",
+    "imbalance": "Imbalance of experts by layer (largest share times number of experts)",
+    "dead_experts": "Experts without tokens by layer",
 }
-LINEAR = {"attention_logit"}  # may be negative, so its axis and colours are not logarithmic
+EVEN = {"imbalance": 1.0}  # metric -> its value if a layer's experts have equal numbers of tokens
+# Metrics that may be negative or zero, so their axes and colours are not logarithmic.
+LINEAR = {"attention_logit", "imbalance", "dead_experts", "share"}
 WIDTH, LEFT, HEIGHT = 860, 190, 16  # pixels: total width, width of a layer's name, height of a row
 COLUMNS = 120  # maximum number of columns of a heat map
 SCALE = (68, 1, 84), (33, 145, 140), (253, 231, 37)  # colours of the lowest, the middle and the highest value
 
 
 class LayerValues(NamedTuple):
-    """Values of one metric: for each layer, a list with one value for each of `iterations`, None if unknown."""
+    """Values of one metric: for each layer, a list with one value for each of `iterations`, None if unknown.
+
+    axis: what the numbers `iterations` count; the name of the columns of a heat map.
+    """
 
     metric: str
     iterations: list[int]
     layers: dict[str, list[float | None]]
+    axis: str = "iteration"
 
 
 def values_of(run: RunRead) -> list[LayerValues]:
@@ -41,12 +49,26 @@ def values_of(run: RunRead) -> list[LayerValues]:
     return found
 
 
+def shares_of(run: RunRead) -> LayerValues | None:
+    """Return each expert's share of a layer's tokens in the last logged step, below the even share of all experts.
+
+    The numbers `iterations` are those of the experts. Returns None if the run has no experts.
+    """
+    rows = [row for row in run.part("train") if row.get("expert_tokens")]
+    layers = rows[-1]["expert_tokens"] if rows else {}
+    shares = {name: [n / sum(tokens) for n in tokens] for name, tokens in layers.items() if sum(tokens)}
+    if not shares:
+        return None
+    count = max(map(len, shares.values()))
+    return LayerValues("share", list(range(count)), {f"even share, 1/{count}": [1 / count] * count, **shares}, "expert")
+
+
 def heat_map(values: LayerValues) -> str:
     """Return an SVG with a row for each layer and a column for each iteration, or for some of them if there are many.
 
-    Colours are logarithmic, except for attention logits.
+    Colours are logarithmic, except for the metrics in `LINEAR`. Experts are columns, too, and all of them are shown.
     """
-    step = math.ceil(len(values.iterations) / COLUMNS)
+    step = math.ceil(len(values.iterations) / COLUMNS) if values.axis == "iteration" else 1
     columns = range(0, len(values.iterations), step)
     shown = {name: [_height(values.metric, of[at]) for at in columns] for name, of in values.layers.items()}
     known = [each for of in shown.values() for each in of if each is not None]
@@ -59,14 +81,14 @@ def heat_map(values: LayerValues) -> str:
         for column, (at, height) in enumerate(zip(columns, heights, strict=True)):
             if height is None:
                 continue
-            words = f"{name}, iteration {values.iterations[at]:,}: {values.layers[name][at]:.4g}"
+            words = f"{name}, {values.axis} {values.iterations[at]:,}: {values.layers[name][at]:.4g}"
             parts.append(
                 f'<rect x="{LEFT + column * wide:.1f}" y="{y}" width="{wide + 0.3:.1f}" height="{HEIGHT - 1}" '
                 f'fill="{_colour((height - low) / span)}"><title>{html.escape(words)}</title></rect>'
             )
     first, last = values.iterations[0], values.iterations[columns[-1]]
     axis = HEIGHT * len(shown) + 14
-    parts.append(f'<text x="{LEFT}" y="{axis}" fill="currentColor">iteration {first:,}</text>')
+    parts.append(f'<text x="{LEFT}" y="{axis}" fill="currentColor">{values.axis} {first:,}</text>')
     parts.append(f'<text x="{WIDTH}" y="{axis}" fill="currentColor" text-anchor="end">{last:,}</text></svg>')
     return "".join(parts)
 
@@ -78,6 +100,9 @@ def sections(runs: Sequence[RunRead]) -> str:
         maps = "".join(
             f'<h3>{TITLES[values.metric]}</h3><div class="wide">{heat_map(values)}</div>' for values in values_of(run)
         )
+        shares = shares_of(run)
+        if shares:
+            maps += f'<h3>Share of tokens by expert in the last step</h3><div class="wide">{heat_map(shares)}</div>'
         of = f": {html.escape(run.name)}" if len(runs) > 1 else ""
         parts += [f"<section><h2>Layers{of}</h2>{maps}</section>"] if maps else []
     return "".join(parts)

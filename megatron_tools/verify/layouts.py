@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.fields import ConfigError
 from tds.schedule import NAMES
 
-WORDS = ("pp", "tp", "dp", "cp", "vpp", "zero", "sp", "schedule")
+WORDS = ("pp", "tp", "dp", "cp", "ep", "vpp", "zero", "sp", "schedule")
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,15 @@ class Layout:
     """A parallel layout.
 
     pp, tp, dp, cp: numbers of pipeline stages (0: no pipeline), model-parallel ranks, replicas and context-parallel
-    ranks. vpp: layer chunks per stage. zero: ZeRO stage. sp: sequence parallelism over the model-parallel ranks.
+    ranks. ep: number of data-parallel ranks that divide the experts; they are some of the dp x cp ranks. vpp: layer
+    chunks per stage. zero: ZeRO stage. sp: sequence parallelism over the model-parallel ranks.
     """
 
     pp: int = 0
     tp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
     vpp: int = 1
     zero: int = 0
     sp: bool = False
@@ -51,8 +53,8 @@ class Layout:
         context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # a T5 rejects this flag
         return [
             "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context, *sequence,
-            "--pipeline-schedule", self.schedule, "--virtual-pipeline-size", str(self.vpp), "--zero-stage",
-            str(self.zero),
+            "--expert-parallel-size", str(self.ep), "--pipeline-schedule", self.schedule,
+            "--virtual-pipeline-size", str(self.vpp), "--zero-stage", str(self.zero),
             "--gas", str(micros // self.dp),
         ]  # fmt: skip
 
@@ -71,15 +73,11 @@ def read_layout(text: str) -> Layout:
             values["sp"] = True
         elif name == "schedule" and value in NAMES:
             values["schedule"] = value
-        elif (
-            name in ("pp", "tp", "dp", "cp", "vpp", "zero")
-            and value.isdecimal()
-            and (int(value) or name in ("pp", "zero"))
-        ):
+        elif name in WORDS[:7] and value.isdecimal() and (int(value) or name in ("pp", "zero")):
             values[name] = int(value)
         else:
             raise ConfigError(
-                f"layout {text!r}: cannot parse {part!r}; write pp, tp, dp, cp, vpp or zero with a number, sp, or "
+                f"layout {text!r}: cannot parse {part!r}; write pp, tp, dp, cp, ep, vpp or zero with a number, sp, or "
                 f"schedule with one of {', '.join(NAMES)}, as in 'pp 2, tp 2, dp 2, zero 1'"
             )
     if values.get("vpp", 1) != 1:

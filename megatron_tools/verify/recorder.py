@@ -77,7 +77,7 @@ class Recorder:
         mesh = mpu.get_mesh()
         self.record: dict[str, Any] = {
             "rank": dist.get_rank(), "pipe": mesh.pipe.rank, "data": mesh.data.rank, "model": mesh.model.rank,
-            "share": tuple(mesh.share), "context": mesh.context.size,
+            "share": tuple(mesh.share), "context": mesh.context.size, "expert": mesh.expert.size,
             "layers": [name for name, _ in named_layers(self._model)],
             "kinds": {name: type(module).__name__ for name, module in _modules(named_layers(self._model))},
             "specs": {name: _plain(parameter) for name, parameter in global_parameters(self._model)},

@@ -13,6 +13,7 @@ import torch
 
 from megatron.model.block import TransformerLayer
 from megatron.model.layers import global_parameters
+from megatron.model.router import Router, Routing
 from megatron.training.layer_log import METRICS, LayerLog
 from megatron.training.loop import train
 from tests.checkpoints.runs import Start, make, run_all
@@ -36,27 +37,40 @@ LAYOUTS = {
     "dp2-zero2-fp16": "--batch-size 2 --zero-stage 2 --deepspeed-config {folder}/fp16.json",
     "dp2-zero1-offload": "--batch-size 2 --zero-stage 1 --deepspeed-config {folder}/offload.json",
     "cp2": "--batch-size 4 --context-parallel-size 2",
+    "dp2-ep2": "--batch-size 2 --expert-parallel-size 2",
+    "dp2-ep2-zero1": "--batch-size 1 --gas 2 --expert-parallel-size 2 --zero-stage 1",
 }
-CASES = [("gpt2", ["dp2-zero1", "dp2-zero3", "dp2-muon-zero1", "pp2", "tp2-sequence", "cp2"])]
+EXPERTS = "--num-experts 4 --experts-per-token 2 --num-shared-experts 1 --router-z-loss 0.01"
+CASES = [
+    ("gpt2", ["dp2-zero1", "dp2-zero3", "dp2-muon-zero1", "pp2", "tp2-sequence", "cp2"]),
+    ("gpt2 experts", ["dp2-ep2", "dp2-ep2-zero1", "pp2"]),
+]
 MORE = [
     ("gpt2", ["dp2-muon", "tp2-muon-zero1"]),
     ("gpt2", ["dp2", "dp2-zero2", "tp2-zero1"]),
     ("gpt2", ["pp2-bf16", "dp2-zero2-bf16", "dp2-zero3-bf16", "dp2-zero2-fp16", "dp2-zero1-offload"]),
     ("llama", ["dp2-zero1", "pp2", "tp2-sequence", "cp2"]),
     ("t5-v1.1", ["dp2-zero1", "pp2", "tp2-sequence", "tp2-zero1"]),
+    ("t5-v1.1 experts", ["dp2-ep2", "dp2-ep2-zero1", "pp2", "tp2-sequence"]),
 ]
 
 
-def _layers(run_dir: Path) -> list[dict[str, dict[str, float]]]:
+def _rows(run_dir: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row["layers"] for row in rows if row["split"] == "train"]
+    return [row for row in rows if row["split"] == "train"]
+
+
+def _layers(run_dir: Path) -> list[dict[str, dict[str, float]]]:
+    return [row["layers"] for row in _rows(run_dir)]
 
 
 @pytest.mark.parametrize(("model", "names"), [*CASES, *(pytest.param(*each, marks=FULL) for each in MORE)])
 def test_every_layout_logs_the_same(
     model: str, names: list[str], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
+    model, _, experts = model.partition(" ")
     flags = FLAGS if model == "gpt2" else FLAGS.replace("--num-layers 2", "")
+    flags = f"{flags} {EXPERTS}" if experts else flags
     (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True, "initial_scale_power": 4}}))
     offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     (tmp_path / "offload.json").write_text(json.dumps({"zero_optimization": offload}))
@@ -73,7 +87,11 @@ def test_every_layout_logs_the_same(
     starts = [Start(model, tmp_path / name, f"{flags} --precision {precision[name]} {layouts[name]}") for name in names]
     on_ranks(2, run_all, starts, tiny_data, vocab_file, timeout=300)
     for name in names:
-        for found, wanted in zip(_layers(tmp_path / name), _layers(tmp_path / "-".join(ones[name])), strict=True):
+        one = tmp_path / "-".join(ones[name])
+        of_experts = [row.get("expert_tokens") for row in _rows(one)]
+        assert bool(experts) == all(of_experts)
+        assert [row.get("expert_tokens") for row in _rows(tmp_path / name)] == of_experts, name
+        for found, wanted in zip(_layers(tmp_path / name), _layers(one), strict=True):
             assert found.keys() == wanted.keys()
             for layer, metrics in wanted.items():
                 # In fp32, the rounding of few numbers does not average out: the largest logit is one of them, and in
@@ -144,3 +162,39 @@ def test_the_numbers_are_those_of_plain_torch(tmp_path: Path, tiny_data: str, vo
     assert found.keys() == expected.keys()
     for layer, metrics in expected.items():
         assert found[layer] == pytest.approx(metrics, rel=1e-6), layer
+
+
+def _routed(start: Start, data: str, vocab_file: str) -> dict[str, list[int]]:
+    """Train; return layer -> tokens of each of the 4 experts in the last iteration, counted from routers' outputs."""
+    counts: dict[str, list[int]] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = make(start, data, vocab_file)
+        model: Any = run.engine.deepspeed.module
+
+        def count(name: str, routing: Routing) -> None:
+            chosen = routing.experts.flatten().tolist()
+            counts[name] = [counts.get(name, [0] * 4)[i] + chosen.count(i) for i in range(4)]
+
+        for name, layer in model.named_layers():
+            for module in layer.modules():
+                if isinstance(module, Router):
+                    module.register_forward_hook(lambda _m, _i, out, name=name: count(name, out))
+        train(run)
+        run.__exit__()
+    return counts
+
+
+def test_tokens_of_experts_are_those_that_the_routers_chose(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """A layer without experts has no such numbers. Large initial weights make the shares unequal."""
+    flags = f"--num-layers 3 {EXPERTS} --moe-layer-frequency 2 --init-method-std 1 --train-iters 1 --log-interval 1"
+    flags += " --precision fp32 --batch-size 2 --gas 2 --eval-interval 0"
+    (expected,) = on_ranks(1, _routed, Start("gpt2", tmp_path / "run", flags), tiny_data, vocab_file)
+    (row,) = _rows(tmp_path / "run")
+    assert row["expert_tokens"] == expected
+    assert expected.keys() == row["layers"].keys() == {"layers.0", "layers.2"}
+    for name, tokens in expected.items():
+        assert sum(tokens) == 2 * 4 * 24, "2 experts for each of 4 samples of 24 tokens"
+        assert row["layers"][name]["imbalance"] == pytest.approx(max(tokens) / (2 * 4 * 24 / 4))
+        assert row["layers"][name]["dead_experts"] == sum(n == 0 for n in tokens)
+    # In the first step the auxiliary loss of each layer is its factor, 0.01. The z-loss is positive.
+    assert row["router_loss"] > 2 * 0.01

@@ -136,6 +136,17 @@ class NormForgets(GPT2):
         return model
 
 
+class OwnExpert(GPT2):
+    """A GPT-2 in which the last expert of layer 1 has other initial values on each rank."""
+
+    def model(self, config: Any, tokenizer: Any) -> nn.Module:
+        model = super().model(config, tokenizer)
+        for name, parameter in model.named_parameters():
+            if "1.mlp.experts.3.dense_4h_to_h.weight" in name:
+                parameter.data += 0.01 * dist.get_rank()
+        return model
+
+
 def _train(what: Any, folder: str, argv: list[str]) -> None:
     undo = record_run(Path(folder), STEPS)
     try:
@@ -192,6 +203,7 @@ def _verdict(what: Any, layout: Layout, tmp_path: Path, data: str, vocab: str, *
     return Comparison(one, other, TOLERANCE["fp32"]).verdict(str(layout))
 
 
+EXPERTS = ("--num-experts", "4", "--expert-ff-hidden-size", "8", "--num-shared-experts", "1", "--router-z-loss", "0.1")
 FORWARD = [(NoGather, ""), (NoSum, ""), (OwnDropout, "")]
 
 
@@ -223,6 +235,14 @@ def test_a_gradient_of_a_share_is_named(tmp_path: Path, tiny_data: str, vocab_fi
     assert found.forward is None and found.backward and found.backward.name == f"{AT}.extra.head"
 
 
+def test_an_expert_of_another_rank_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """With expert parallelism, only the second rank has this expert, so it is the only copy to compare."""
+    found = _verdict(OwnExpert, Layout(dp=2, ep=2), tmp_path, tiny_data, vocab_file, *EXPERTS)
+    wrong = {name for name, error in found.weights.items() if error}
+    assert wrong == {"layers.1.mlp.experts.3.dense_4h_to_h.weight"}
+    assert found.forward and found.forward.layer == "layers.1"
+
+
 @pytest.mark.full
 def test_initial_values_by_rank_are_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(OwnValues, Layout(tp=2), tmp_path, tiny_data, vocab_file)
@@ -239,6 +259,11 @@ def test_a_buffer_that_differs_is_named(tmp_path: Path, tiny_data: str, vocab_fi
 
 T5_FLAGS = ("--num-decoder-layers", "2", "--enc-seq-length", "24", "--dec-seq-length", "12", "--seq-length", "24")
 RIGHT = [
+    (GPT2, Layout(dp=2, ep=2), EXPERTS),
+    (GPT2, Layout(pp=2, dp=2, ep=2, zero=1), EXPERTS),
+    (GPT2, Layout(cp=2, ep=2), EXPERTS),
+    (GPT2, Layout(tp=2), EXPERTS),
+    (T5, Layout(dp=2, ep=2, zero=1), (*T5_FLAGS, *EXPERTS)),
     (None, Layout(pp=2, tp=2), ()),
     (None, Layout(dp=2, zero=2), ()),
     (GPT2, Layout(pp=2, dp=2, zero=1), ()),
@@ -252,7 +277,8 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(
-    "what, layout, more", covering(RIGHT, lambda case: case[0] is None and case[1].pp == 2, several=True)
+    "what, layout, more",
+    covering(RIGHT, lambda case: (case[0] is None and case[1].pp == 2) or case[1] == Layout(dp=2, ep=2), several=True),
 )
 def test_a_right_model_agrees(
     what: Any, layout: Layout, more: Any, tmp_path: Path, tiny_data: str, vocab_file: str
@@ -261,3 +287,5 @@ def test_a_right_model_agrees(
     assert found.agrees, as_table([found], TOLERANCE["fp32"])
     assert found.gradient_error is not None and found.gradient_error < 1e-5
     assert (found.forward_error is None) == (layout.cp > 1)
+    assert ("--num-experts" in more) == any(".experts.0." in name for name in found.gradients)
+    assert all("experts" in words or layout.ep == 1 for words in found.not_compared) or layout.cp > 1

@@ -32,6 +32,9 @@ def test_the_line_has_what_a_run_is_watched_by() -> None:
     assert {"loss scale    65536", "MFU 41.2%", "z loss 1.00e-04", "grad norm     inf", "2 skipped steps"} <= set(
         columns
     )
+    layers = {"layers.0": {"imbalance": 1.5, "dead_experts": 0}, "layers.1": {"imbalance": 2.25, "dead_experts": 3}}
+    routed = training_line(ROW | {"router_loss": 0.02, "layers": layers}, 500, 0.503, 246.4).split(" | ")
+    assert {"router loss 2.00e-02", "imbalance  2.25", "3 dead experts"} <= set(routed)
     details = set(training_line(ROW, 500, 0.503, 246.4, details=True).split(" | ")) - set(line.split(" | "))
     assert {"  2.0%", "20.5K tokens", "   503 ms", "  0.0173 TFLOP/s", "  0.46 GB"} <= details
 

@@ -313,6 +313,15 @@ def test_what_a_shell_exported_long_ago(
     assert found[check]["state"] == "failed" and "unset it" in found[check]["remedy"]
 
 
+def test_ranks_of_expert_parallelism(examined: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --ranks, the smallest run is examined: with --expert-parallel-size 4 it has four data-parallel ranks."""
+    found = examined("--num-experts", "4", "--expert-parallel-size", "4", "--zero-stage", "0")["layout"]
+    assert found.state == "ok"
+    assert "4 ranks" in found.words and "4 replicas, experts divided over 4 ranks" in found.words
+    wrong = examined("--num-experts", "4", "--expert-parallel-size", "4", "--ranks", "6", "--zero-stage", "0")
+    assert wrong["layout"].state == "failed" and "6 data-parallel ranks" in wrong["layout"].words
+
+
 def test_a_wrong_layout_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main([*MODEL, "--pipe-parallel-size", "2", "--ranks", "3", "--quick", "--json"])
     states = {each["check"]: each["state"] for each in json.loads(capsys.readouterr().out)}

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron import mpu
 from megatron.config import Config
 from megatron.config.command_line import parse, with_values
 from megatron.config.ds_config import resolve
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import count_parameters
 from megatron.training.memory.activations import Shapes, kept_by
-from megatron.training.memory.per_rank import in_flight
+from megatron.training.memory.per_rank import in_flight, states
 from megatron.training.memory.sizes import count_layers, layers_of, parameters, stages_of
 from megatron_tools.plan import plan, published
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import pipeline_units
-from megatron_tools.plan.layouts import Batch, Wanted, candidates, search, solve_batch
+from megatron_tools.plan.layouts import Batch, Layout, Wanted, candidates, evaluate, search, solve_batch
 from tds.schedule import NAMES, schedule_of
 from tds.timetable import bubble, most_in_flight, times
 from tests.sentences import SENTENCES
@@ -33,6 +34,7 @@ TINY = (
     "--family gpt2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500 "
     "--precision fp32"
 )
+EXPERTS = "--num-experts 8 --experts-per-token 3 --expert-ff-hidden-size 48"
 
 
 def _config(name: str, vocabulary: int = 50257) -> Config:
@@ -65,6 +67,31 @@ def test_model_parallel_ranks_hold_their_share() -> None:
     copies = layers * (2 * 2 * h + 2 * h) + 2 * h + 32 * h
     split = sum(p for p in (count_layers(layers_of(one), one).held - 512 * h - copies,))
     assert count_layers(layers_of(four), four).held == split // 4 + copies + 512 * h // 4
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--activation swiglu --no-hidden-bias --num-shared-experts 2 --shared-expert-gate"]
+)
+def test_expert_parallel_ranks_hold_their_experts(more: str) -> None:
+    """A rank of two holds 4 of the 8 experts of layers 0 and 2, and all other parameters."""
+    flags = f"{TINY} {EXPERTS} {more} --moe-layer-frequency 2 --make-vocab-size-divisible-by 1 --zero-stage 1".split()
+    whole, halved = parse(flags), parse([*flags, "--expert-parallel-size", "2"])
+    mesh = mpu.Mesh(expert=mpu.Axis(None, (0, 1), 1))
+    with torch.device("meta"):
+        model = GPT2Model(whole)
+        with mpu.built_with(mesh):
+            half = GPT2Model(halved)
+    found = count_layers(layers_of(halved), halved)
+    assert found.whole == sum(p.numel() for p in model.parameters()) == parameters(whole)
+    assert found.held == sum(p.numel() for p in half.parameters())
+    experts = {name: p for name, p in half.named_parameters() if ".experts." in name}
+    assert found.experts == sum(p.numel() for p in experts.values())
+    assert found.expert_matrices == sum(p.numel() for p in experts.values() if p.dim() == 2)
+    assert {name.split(".")[1] for name in experts} == {"0", "2"}
+    weights, _, optimizer = states(found, halved, resolve(halved, 4, False), 4)
+    # On four ranks, ZeRO 1 shards the two moments of experts over two ranks, and those of other parameters over four.
+    assert weights == 4 * found.held
+    assert optimizer == 8 * (found.experts / 2 + (found.held - found.experts) / 4)
 
 
 def test_stages_hold_every_layer_once() -> None:
@@ -122,6 +149,9 @@ def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int)
         "",
         "--hidden-dropout 0 --attention-dropout 0",
         "--normalization rmsnorm --activation swiglu --attention-dropout 0",
+        f"{EXPERTS} --attention-dropout 0",
+        f"{EXPERTS} --normalization rmsnorm --activation swiglu --attention-dropout 0 --num-shared-experts 1 "
+        "--shared-expert-gate --router-z-loss 0.01 --router-score sigmoid --moe-layer-frequency 2",
     ],
 )
 def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
@@ -156,6 +186,43 @@ def test_layouts_are_legal() -> None:
         assert p.model_parallel_size <= 4  # the model has 4 attention heads
         assert p.zero_stage and (p.zero_stage == 1 or not p.pipe_parallel_size)
         resolve(each, 16, True)
+
+
+def test_layouts_divide_experts() -> None:
+    """Sizes of expert-parallel groups are the divisors of experts and data ranks; ZeRO 2 and 3 do not go with them."""
+    config = with_values(parse([*TINY.split(), *EXPERTS.split()]), {"precision": "bf16"})
+    found = list(candidates(Wanted(config, load_cluster("a100"), 16, 64)))
+    assert {each.parallel.expert_parallel_size for each in found} == {1, 2, 4, 8}
+    divided = [each for each in found if each.parallel.expert_parallel_size > 1]
+    assert {each.parallel.zero_stage for each in divided} == {1}
+    for each in divided:
+        assert each.parallel.data_parallel_size(16) % each.parallel.expert_parallel_size == 0
+        resolve(each, 16, True)
+    fixed = with_values(config, {"expert_parallel_size": 4})
+    kept = candidates(Wanted(fixed, load_cluster("a100"), 16, 64, fixed=frozenset({"expert_parallel_size"})))
+    assert {each.parallel.expert_parallel_size for each in kept} == {4}
+
+
+def test_time_of_experts() -> None:
+    """Only the experts of a token count as work. Only all-to-alls over more than one rank take time."""
+    cluster = load_cluster("a100")
+
+    def plan_of(more: str) -> Layout:
+        flags = f"{TINY} {EXPERTS} --batch-size 2 --gas 1 --zero-stage 1 {more}"
+        return evaluate(with_values(parse(flags.split(), None, 4), {"precision": "bf16"}), 4, cluster)
+
+    three, two = plan_of("").cost, plan_of("--experts-per-token 2").cost
+    divided, both = plan_of("--expert-parallel-size 4"), plan_of("--expert-parallel-size 4 --moe-layer-frequency 2")
+    assert three is not None and two is not None and divided.cost is not None and both.cost is not None
+    tokens = 4 * 2 * 32
+    assert three.model_flops - two.model_flops == 6 * tokens * 4 * 2 * 64 * 48  # an expert less in 4 layers
+    assert three.stages[0].expert_parallel == 0 == three.expert_bytes
+    # Of each row, 3/4 go to other ranks, four times in each layer.
+    assert divided.cost.expert_bytes == 4 * 4 * (64 * 3) * 64 * 2 * 3 / 4
+    assert divided.cost.stages[0].expert_parallel == 2 * both.cost.stages[0].expert_parallel > 0
+    assert "ep 4" in divided.name
+    # The gradients of experts are reduced over one rank only, so their all-reduce takes no time.
+    assert divided.cost.gradients < three.gradients
 
 
 def test_the_search_finds_what_fits_and_says_what_does_not() -> None:

@@ -14,7 +14,7 @@ from megatron_tools.report import report
 from megatron_tools.report.curves import charts, thinned
 from megatron_tools.report.differences import settings
 from megatron_tools.report.facts import as_text, layout, progress, results
-from megatron_tools.report.layers import heat_map, values_of
+from megatron_tools.report.layers import heat_map, shares_of, values_of
 from megatron_tools.report.page import as_data
 from megatron_tools.report.runs import names_of, read_run, tokens_at
 from tests.sentences import SENTENCES
@@ -68,6 +68,8 @@ def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     run = read_run(made(tmp_path / "a"))
     assert run.part("train")[-1]["iteration"] == 20, "a line that is still being written is left out"
     assert layout(run) == "no pipeline x data 2 x model 1"  # 8 samples a step / (--batch-size 2 x --gas 2) = 2
+    divided = read_run(made(tmp_path / "b", "--num-experts 4 --expert-parallel-size 2"))
+    assert layout(divided) == "no pipeline x data 2 x model 1, experts over 2"
     assert progress(run, run.written + 10) == ("running · iteration 20 of 40", 0.5)
     assert progress(run, run.written + 10_000)[0].startswith("stopped")
     assert ("training loss, first and last line", "7.000, 6.000 nats/token") in results(run)
@@ -171,6 +173,28 @@ def test_layers_have_a_chart_and_a_heat_map(tmp_path: Path) -> None:
     assert '#440154"><title>embedding, iteration 10: 2<' in maps["weight_norm"]
     assert '#fde725"><title>layers.&lt;0&gt;, iteration 20: 200<' in maps["weight_norm"]
     assert "Weight norm by layer" in page_of([tmp_path / "a"])
+
+
+def test_experts_have_a_curve_of_imbalance_and_a_heat_map_of_shares(tmp_path: Path) -> None:
+    """Both show what equal shares would be: an imbalance of 1, and a share of 1/4 in the first row."""
+    layers = {"layers.0": {"imbalance": 2.0, "dead_experts": 1}, "layers.1": {"imbalance": 1.0, "dead_experts": 0}}
+    tokens = {"layers.0": [4, 2, 2, 0], "layers.1": [2, 2, 2, 2]}
+    run = read_run(made(tmp_path / "a", layers=layers, expert_tokens=tokens, router_loss=0.02))
+    found = {chart.name: chart for chart in charts([run])}
+    assert [line["y"] for line in found["imbalance0"].lines] == [[2.0, 2.0], [1.0, 1.0]]
+    assert [level["y"] for level in found["imbalance0"].levels] == [1.0]
+    assert not found["imbalance0"].log
+    assert [line["y"] for line in found["dead_experts0"].lines] == [[1.0, 1.0], [0.0, 0.0]]
+    assert found["router_loss"].lines[0]["y"] == [0.02, 0.02]
+    shares = shares_of(run)
+    assert shares is not None
+    assert list(shares.layers.values()) == [[0.25] * 4, [0.5, 0.25, 0.25, 0.0], [0.25] * 4]
+    figure = heat_map(shares)
+    assert figure.count("<rect") == 12
+    assert '#440154"><title>layers.0, expert 3: 0<' in figure
+    assert '#fde725"><title>layers.0, expert 0: 0.5<' in figure
+    assert "even share, 1/4" in page_of([tmp_path / "a"])
+    assert shares_of(read_run(made(tmp_path / "b"))) is None
 
 
 def test_skipped_spikes_are_marked(tmp_path: Path) -> None:

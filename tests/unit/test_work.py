@@ -24,6 +24,8 @@ LLAMA = (
     "--no-tie-embeddings "
     "--num-key-value-heads 2"
 )
+EXPERTS = "--num-experts 5 --experts-per-token 2 --expert-ff-hidden-size 20 --moe-layer-frequency 2"
+SHARED = "--num-shared-experts 2 --shared-expert-gate"
 T5 = (
     "--family t5 --num-layers 2 --num-decoder-layers 3 --hidden-size 32 --num-attention-heads 4 --ff-hidden-size 40 "
     "--enc-seq-length 20 "
@@ -55,19 +57,25 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> t
         "--qk-norm --qkv-bias --rotary-percent 0.7",
         T5,
         f"{T5} --activation gated-gelu --kv-hidden-size 6 --no-tie-embeddings",
+        f"{GPT2} {EXPERTS}",
+        f"{LLAMA} {EXPERTS} {SHARED}",
+        f"{T5} {EXPERTS} {SHARED}",
     ],
 )
 def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work of the layers in multiply-adds is half of the FLOPs that torch's FlopCounterMode counts.
 
-    Attention is replaced by matmuls, since torch does not count its fused CPU kernel.
+    Attention is replaced by matmuls, since torch does not count its fused CPU kernel. The weighted sum of the outputs
+    of a token's experts does not multiply weights, so layers do not count it, but torch counts its `bmm`.
     """
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
     model, tokens, layers = _model(flags)
     model.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*tokens)
-    assert counter.get_total_flops() == 2 * sum(layer.work for layer in layers)
+    hidden = [tokens[-1 if layer.name.startswith("decoder.") else 0].numel() * 32 for layer in layers if layer.routes]
+    assert counter.get_total_flops() == 2 * (sum(layer.work for layer in layers) + 2 * sum(hidden))
+    assert len(hidden) == (0 if EXPERTS not in flags else 3 if "t5" in flags else 1)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +85,23 @@ def test_what_is_counted_is_what_torch_counts(flags: str, monkeypatch: pytest.Mo
         f"{GPT2} --no-tie-embeddings",
         LLAMA,
         f"{LLAMA} --tie-embeddings --num-key-value-heads 1 --kv-hidden-size 6 --ff-hidden-size 50",
+        f"{GPT2} {EXPERTS}",
+        f"{GPT2} {EXPERTS} {SHARED} --no-tie-embeddings",
+        f"{LLAMA} {EXPERTS} {SHARED}",
+        f"{LLAMA} {EXPERTS} --tie-embeddings",
+        f"{T5} {EXPERTS} {SHARED}",
     ],
 )
 def test_operations_of_a_step(flags: str) -> None:
     """`flops_per_token` counts 6 FLOPs of a training step for each multiply-add of the forward pass."""
     config = parse(flags.split())
     model, _, layers = _model(flags)
-    few = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    found = flops_per_token(count_parameters(model) - few, config, 24)
-    assert found == 6 * sum(layer.work for layer in layers) / 24
+    vectors = {name: p.numel() for name, p in model.named_parameters() if p.dim() == 1}
+    # Biases of the 3 of 5 experts to which a token is not sent are left out anyway.
+    few = sum(vectors.values()) - 3 * sum(n for name, n in vectors.items() if ".experts.0." in name)
+    lengths = (20, 12) if config.is_t5 else (24,)
+    found = flops_per_token(count_parameters(model) - few, config, *lengths)
+    assert found == 6 * sum(layer.work for layer in layers) / sum(lengths)
 
 
 def _shares(layers: list[Layer], cuts: list[int]) -> list[float]:

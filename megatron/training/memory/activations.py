@@ -101,7 +101,7 @@ def transformer_kept(x: Shapes, layer: Layer) -> float:
     state = x.hidden(tokens)
     statistics = tokens / x.shared * 4 * (1 if m.normalization == "rmsnorm" else 2)
     sub_layers = 3 if layer.cls.__name__ == "DecoderBlock" else 2
-    kept = sub_layers * (state + statistics + (0 if norm_again else state))
+    kept = sub_layers * (state + statistics) + (sub_layers - layer.routes) * (0 if norm_again else state)
     if m.hidden_dropout:
         kept += sub_layers * state / e * x.mask
     seen = first if x.config.parallel.context_parallel_size > 1 and not x.config.is_t5 else length
@@ -109,15 +109,45 @@ def transformer_kept(x: Shapes, layer: Layer) -> float:
     if sub_layers == 3:
         encoded = x.tokens[0]
         kept += _attention(x, tokens, encoded, second, first, False, qkv_again)
-    kept += (
-        tokens * m.ff_size / x.ranks * e * ((2 if m.gated else 1) + (0 if "activation" in m.recompute_modules else 1))
-    )
+    return kept + (_mixture_kept(x, tokens) if layer.routes else _inner_kept(x, tokens * m.ff_size))
+
+
+def _inner_kept(x: Shapes, numbers: float) -> float:
+    """Return the bytes that an MLP keeps of `numbers` inner activations, before and after the activation function."""
+    m = x.config.model
+    return numbers / x.ranks * x.width * ((2 if m.gated else 1) + (0 if "activation" in m.recompute_modules else 1))
+
+
+def _mixture_kept(x: Shapes, tokens: int) -> float:
+    """Return the bytes that a mixture of experts keeps, with its input, if each rank gets equally many rows.
+
+    The router keeps its input, scores, and numbers and weights of the experts. Each of a token's experts has a row of
+    input, of inner activations and of output. The orders of rows are kept as int64.
+    """
+    m, e, k = x.config.model, x.width, x.config.model.experts_per_token
+    wide, rows, h = max(e, 4), tokens * k, m.hidden_size
+    state = x.hidden(tokens)
+    # fp32 and fp64 inputs are those of the router, shared experts and norm alike.
+    kept = 0.0 if "norm" in m.recompute_modules and wide == e else state / e * wide
+    tables = 1 + (m.router_z_loss > 0)
+    kept += tokens / x.shared * (m.num_experts or 0) * wide * tables
+    kept += rows / x.shared * (16 + wide) + rows * (16 + e)
+    kept += 2 * rows * h * e + _inner_kept(x, rows * m.expert_ff_size)
+    if x.config.parallel.expert_parallel_size > 1:
+        kept += 16 * rows
+    if m.num_shared_experts:
+        kept += tokens * h * e if x.shared > 1 or wide > e else 0.0
+        kept += _inner_kept(x, tokens * m.num_shared_experts * m.expert_ff_size)
+        kept += tokens * h * e if m.shared_expert_gate else 0.0
     return kept
 
 
 def inner_working(x: Shapes, layer: Layer) -> float:
     """Return the bytes of activation gradients during a transformer layer's backward pass."""
     m, tokens = x.config.model, x.of_layer(layer)
+    if layer.routes:
+        rows = tokens * m.experts_per_token
+        return 2 * x.hidden(tokens) + 3 * rows * m.hidden_size * x.width
     return 2 * x.hidden(tokens) + tokens * m.ff_size * (2 if m.gated else 1) / x.ranks * x.width
 
 

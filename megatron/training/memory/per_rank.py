@@ -71,8 +71,14 @@ def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> t
 
     The bytes of gradients are those that a rank keeps after one micro-batch, for the later micro-batches of the step.
     count: number of parameters of the rank before ZeRO shards them.
-    replicas: number of ranks over which ZeRO shards.
+    replicas: number of ranks over which ZeRO shards; it shards experts over those with the same experts.
     """
+    parts = count.by_replicas(replicas, config.parallel.expert_parallel_size)
+    weights, gradients, moments = map(sum, zip(*(_states(*part, config, resolved) for part in parts), strict=True))
+    return weights, gradients, moments
+
+
+def _states(count: Count, replicas: int, config: Config, resolved: Resolved) -> tuple[float, float, float]:
     width = WIDTHS[resolved.precision]
     exact, zero = max(width, 4), resolved.zero_stage
     numbers, moments = count.held, float(moments_of(count, config) * exact)

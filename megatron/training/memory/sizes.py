@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ...config import Config, ModelConfig
 from ...model.gpt2 import gpt2_layers, vocab_size_of
@@ -21,17 +21,31 @@ class Count:
     largest: parameters of the largest matrix on a rank. Memory estimates need this number, because the gradient of a
     matrix is temporarily a separate tensor.
     hidden: parameters on each rank of the matrices of transformer layers, for which Muon keeps one moment.
+    experts, expert_matrices: those of `held` and of `hidden` that belong to experts, which expert-parallel ranks
+    divide.
     """
 
     whole: int
     held: int
     largest: int = 0
     hidden: int = 0
+    experts: int = 0
+    expert_matrices: int = 0
+
+    def by_replicas(self, replicas: int, expert_ranks: int) -> list[tuple["Count", int]]:
+        """Return the parameters without experts, and those of experts, each with the number of ranks that have copies.
+
+        replicas: data-parallel size x context-parallel size. expert_ranks: --expert-parallel-size.
+        """
+        experts = Count(0, self.experts, hidden=self.expert_matrices)
+        common = Count(self.whole, self.held - self.experts, hidden=self.hidden - self.expert_matrices)
+        return [(common, replicas), (experts, replicas // expert_ranks)]
 
 
 def _sum(counts: Sequence[Count]) -> Count:
-    whole, held, hidden = (sum(getattr(c, name) for c in counts) for name in ("whole", "held", "hidden"))
-    return Count(whole, held, max((c.largest for c in counts), default=0), hidden)
+    names = "whole", "held", "hidden", "experts", "expert_matrices"
+    sums = {name: sum(getattr(c, name) for c in counts) for name in names}
+    return Count(**sums, largest=max((c.largest for c in counts), default=0))
 
 
 def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
@@ -53,7 +67,28 @@ def _norm(m: ModelConfig) -> Count:
     return _copy(m.hidden_size * (1 if m.normalization == "rmsnorm" else 2))
 
 
-def _transformer(m: ModelConfig, ranks: int, cross: bool = False) -> Count:
+def _mlp(m: ModelConfig, ranks: int, width: int) -> list[Count]:
+    """Return the two linear layers of an MLP or an expert with an inner width of `width`."""
+    return [
+        _linear(width * (2 if m.gated else 1), m.hidden_size, m.hidden_bias, ranks),
+        _linear(m.hidden_size, width, m.hidden_bias, ranks, by_rows=True),
+    ]
+
+
+def _mixture(config: Config, ranks: int) -> list[Count]:
+    """Return experts, shared experts, router and gate of a layer. Expert-parallel ranks divide the experts."""
+    m, all_experts = config.model, config.model.num_experts or 0
+    expert, here = _sum(_mlp(m, ranks, m.expert_ff_size)), all_experts // config.parallel.expert_parallel_size
+    held = expert.held * here
+    matrices = expert.hidden * here
+    found = [Count(expert.whole * all_experts, held, expert.largest, matrices, held, matrices)]
+    if m.num_shared_experts:
+        found += _mlp(m, ranks, m.num_shared_experts * m.expert_ff_size)
+    return [*found, _copy(all_experts * m.hidden_size), _copy(m.shared_expert_gate * m.hidden_size)]
+
+
+def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) -> Count:
+    m = config.model
     h, inner, keys = m.hidden_size, m.num_attention_heads * m.head_size, m.key_value_heads * m.head_size
     bias = m.hidden_bias
     parts = [
@@ -61,8 +96,7 @@ def _transformer(m: ModelConfig, ranks: int, cross: bool = False) -> Count:
         _linear(inner + 2 * keys, h, m.has_qkv_bias, ranks),
         _linear(h, inner, bias, ranks, by_rows=True),
         _norm(m),
-        _linear(m.ff_size * (2 if m.gated else 1), h, bias, ranks),
-        _linear(h, m.ff_size, bias, ranks, by_rows=True),
+        *(_mixture(config, ranks) if layer.routes else _mlp(m, ranks, m.ff_size)),
     ]
     if m.qk_norm:
         parts += [_copy(m.head_size)] * 2
@@ -82,32 +116,32 @@ def padded_vocabulary(config: Config, ranks: int) -> int:
     return -(-vocab_size_of(config) // unit) * unit
 
 
-def _table(config: Config, ranks: int) -> Count:
+def _table(config: Config, ranks: int, layer: Layer) -> Count:
     h, rows = config.model.hidden_size, padded_vocabulary(config, ranks) // ranks
     return Count(vocab_size_of(config) * h, rows * h, rows * h)
 
 
-def _positions(config: Config, ranks: int) -> Count:
+def _positions(config: Config, ranks: int, layer: Layer) -> Count:
     learned = config.model.position_embedding == "learned"
     return _copy(config.positions * config.model.hidden_size) if learned else Count(0, 0)
 
 
-def _relative(config: Config, ranks: int) -> Count:
+def _relative(config: Config, ranks: int, layer: Layer) -> Count:
     m = config.model
     whole = m.relative_attention_num_buckets * m.num_attention_heads
     return Count(whole, whole // ranks, whole // ranks)
 
 
-COUNTS: dict[str, Callable[[Config, int], Count]] = {
+COUNTS: dict[str, Callable[[Config, int, Layer], Count]] = {
     "WordEmbedding": _table,
     "DecoderStart": _positions,
     "StackStart": _positions,
     "RelativePositions": _relative,
-    "Block": lambda config, ranks: _transformer(config.model, ranks),
-    "EncoderBlock": lambda config, ranks: _transformer(config.model, ranks),
-    "DecoderBlock": lambda config, ranks: _transformer(config.model, ranks, cross=True),
-    "StackNorm": lambda config, ranks: _norm(config.model),
-    "DecoderNorm": lambda config, ranks: _norm(config.model),
+    "Block": _transformer,
+    "EncoderBlock": _transformer,
+    "DecoderBlock": partial(_transformer, cross=True),
+    "StackNorm": lambda config, ranks, layer: _norm(config.model),
+    "DecoderNorm": lambda config, ranks, layer: _norm(config.model),
 }
 
 
@@ -127,7 +161,7 @@ def count_layers(layers: Sequence[Layer], config: Config) -> Count:
     counts = []
     for layer in layers:
         if layer.tied is None or layer.tied not in seen:
-            counts.append(COUNTS[layer.cls.__name__](config, ranks))
+            counts.append(COUNTS[layer.cls.__name__](config, ranks, layer))
         if layer.tied is not None:
             seen.add(layer.tied)
     return _sum(counts)

@@ -1,0 +1,32 @@
+"""How evenly each layer of a model uses its experts, from the numbers that the routers keep of the last step."""
+
+from typing import Any
+
+from .. import mpu
+from ..model.layers import global_buffers
+from ..ranks.objects import gather_objects
+
+TOKENS = ".mlp.router.tokens"  # end of the global name of a router's buffer `tokens`
+
+
+def expert_tokens(model: Any) -> dict[str, list[int]]:
+    """Return layer -> number of tokens that each expert had in the last step of training, in network order.
+
+    Collective over the pipeline stages.
+    """
+    here = {
+        name.removesuffix(TOKENS): tokens.tolist() for name, tokens in global_buffers(model) if name.endswith(TOKENS)
+    }
+    found = {name: tokens for each in gather_objects(here, mpu.get_mesh().pipe) for name, tokens in each.items()}
+    order = getattr(model, "layer_names", [])
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def balance_of(tokens: list[int]) -> dict[str, float | None]:
+    """Return the metrics of a layer whose experts had these numbers of tokens.
+
+    imbalance: largest share of an expert times the number of experts; 1 if all shares are equal, None without tokens.
+    dead_experts: number of experts without tokens.
+    """
+    total = sum(tokens)
+    return {"imbalance": max(tokens) * len(tokens) / total if total else None, "dead_experts": tokens.count(0)}
