@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Train Llama, Qwen3 or Mistral, from raw text to generated text. Run it again to resume; flags override the defaults:
+# Train Llama, Qwen3, Mistral or a mixture of experts, from raw text to generated text. Run it again to resume; flags override the defaults:
 #   bash scripts/run_llama.sh                                       the bundled corpus, about five minutes on 2 cores
 #   bash scripts/run_llama.sh --train-iters 1000 --override-lr-schedule then train for longer
 #   CORPUS=my.jsonl RUN_DIR=runs/mine bash scripts/run_llama.sh     your text (.jsonl, .csv, .parquet, .txt) or a folder
 #   GPUS_PER_NODE=8 MP_SIZE=2 PP_SIZE=2 MODEL_SIZE=8b bash scripts/run_llama.sh
 #   GPUS_PER_NODE=8 VARIANT=qwen3 MODEL_SIZE=0.6b SEQ_LENGTH=2048 bash scripts/run_llama.sh
 #   GPUS_PER_NODE=8 MP_SIZE=4 VARIANT=mistral MODEL_SIZE=7b bash scripts/run_llama.sh
+#   VARIANT=qwen3-moe bash scripts/run_llama.sh                     a small mixture of experts on the bundled corpus
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=llama
@@ -15,8 +16,8 @@ source "$ROOT/scripts/_run.sh"
 VARIANT=${VARIANT:-llama}
 MODEL_SIZE=${MODEL_SIZE:-}
 case "$VARIANT" in
-    llama | qwen3 | mistral) ;;
-    *) echo "run_llama.sh: VARIANT=$VARIANT is not one of llama, qwen3, mistral" >&2; exit 2 ;;
+    llama | qwen3 | mistral | mixtral | qwen3-moe) ;;
+    *) echo "run_llama.sh: VARIANT=$VARIANT is not one of llama, qwen3, mistral, mixtral, qwen3-moe" >&2; exit 2 ;;
 esac
 preset_of "$VARIANT" "${MODEL_SIZE:-tiny}"
 NLAYERS=${NLAYERS:-} NHIDDEN=${NHIDDEN:-} NHEADS=${NHEADS:-} NKVHEADS=${NKVHEADS:-} SEQ_LENGTH=${SEQ_LENGTH:-}

@@ -12,10 +12,12 @@ SIZES = (
     "hidden_size", "ff_hidden_size", "num_attention_heads", "num_key_value_heads", "kv_hidden_size", "vocab_size",
     "relative_attention_num_buckets", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff", "num_heads",
     "intermediate_size",
-    "head_dim",
+    "head_dim", "expert_ff_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
-# Up to FEW_LAYERS layers and sizes up to SMALL_SIZE are accepted without a comparison with the stored tensors: if they
-# are wrong, loading the tensors later raises an error that names the tensor. Values above MOST are always refused.
+EXPERTS = ("num_experts", "num_local_experts", "num_shared_experts")  # keys of numbers of experts
+# Up to FEW_LAYERS layers or experts, and sizes up to SMALL_SIZE are accepted without a comparison with the stored
+# tensors: if they are wrong, loading the tensors later raises an error that names the tensor. Values above MOST are
+# always refused.
 FEW_LAYERS, SMALL_SIZE, MOST = 512, 1 << 20, 1 << 40
 
 
@@ -23,7 +25,8 @@ def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int
     """Raise CheckpointError if a setting of the model is too large for the stored tensors.
 
     A number of layers is too large if it exceeds both the number of tensors and 512. A size is too large if it exceeds
-    both the largest tensor dimension and 2**20. Any number above 2**40 is too large.
+    both the largest tensor dimension and 2**20, a number of experts if it exceeds this dimension and 512. Any number
+    above 2**40 is too large.
     values: settings of the model. shapes: shapes of the stored tensors. where: file of the settings, for the message.
     """
     dims = [list(shape) for shape in shapes]
@@ -33,7 +36,7 @@ def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int
             continue
         if key in LAYERS and value > max(len(dims), FEW_LAYERS):
             raise CheckpointError(f"{where}: {key} is {_shown(value)}, but only {len(dims)} tensors are stored")
-        if key in SIZES and value > max(largest, SMALL_SIZE):
+        if key in SIZES and value > max(largest, SMALL_SIZE) or key in EXPERTS and value > max(largest, FEW_LAYERS):
             raise CheckpointError(
                 f"{where}: {key} is {_shown(value)}, but the largest dimension of the stored tensors is {largest}"
             )

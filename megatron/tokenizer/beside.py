@@ -13,7 +13,7 @@ ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id
 # end-of-text token even without a tokenizer_config.json.
 CLASSES = {
     "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer",
-    "mt5": "T5Tokenizer",
+    "mt5": "T5Tokenizer", "qwen2_moe": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer",
 }  # fmt: skip
 PLACEHOLDER = "placeholder_for"
 TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")

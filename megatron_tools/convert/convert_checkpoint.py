@@ -1,10 +1,12 @@
-"""Convert checkpoints to and from Hugging Face (GPT-2, T5, Llama, Qwen, Mistral), and from CPM-1 and Megatron-LM."""
+"""Convert checkpoints to and from Hugging Face, from CPM-1 and Megatron-LM, and from dense models to mixtures.
+
+The models of Hugging Face are GPT-2, T5, Llama, Qwen, Mistral, Mixtral and the mixtures of Qwen.
+"""
 
 import argparse
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +19,29 @@ from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_conf
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.certificate import FILE as CERTIFICATE
 from megatron.checkpointing.files import WEIGHT
-from megatron.checkpointing.relocation import keep_roles, kept_beside
+from megatron.checkpointing.relocation import keep_roles, keep_tokenizer, kept_beside, with_kept_tokenizer
 from megatron.checkpointing.stream import Entry
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import with_values
-from megatron.model import global_parameters
-from megatron.model.gpt2 import GPT2Model
-from megatron.model.t5 import T5Model
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
-from megatron.tokenizer.beside import GENERATION, ROLES, SETTINGS, generation_beside
+from megatron.tokenizer.beside import GENERATION, ROLES, generation_beside
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
 from megatron_tools.shapes import check_model
 
 from .export_roles import bare_roles, generation_settings, model_ids
 from .export_tokenizer import Chat, chat_of, write_tokenizer
-from .hf_config import FAMILIES, check_tokenizer, gpt2_config, t5_config
+from .hf_compare import compare, compare_ids, compare_ours
+from .hf_config import check_tokenizer, gpt2_config, t5_config
+from .hf_experts import left_out
 from .hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
 from .hf_llama import llama_config
 from .hf_names import Match, matches_of
-from .hf_tokenizer import texts_of
 from .megatron_lm import ORDERS, RankFiles
 from .megatron_settings import check_complete, settings_of
+from .upcycle import read_whole, router_buffers, upcycled_config, upcycled_entries
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -49,7 +50,8 @@ EXAMPLES = """\
   python tools/convert_checkpoint.py --from-hf downloaded/ --output runs/mine/checkpoints
       then: the command that it prints: python pretrain_gpt2.py --config runs/mine/checkpoints/settings.json ...
   python tools/convert_checkpoint.py --from-megatron CPM-large --num-attention-heads 32 --output runs/cpm/checkpoints \\
-      --vocab-file bpe_3w_new/"""
+      --vocab-file bpe_3w_new/
+  python tools/convert_checkpoint.py --load runs/llama --upcycle 8 --output runs/experts/checkpoints --verify"""
 
 
 def export(args: argparse.Namespace) -> None:
@@ -63,17 +65,14 @@ def export(args: argparse.Namespace) -> None:
     vocab_file = str(args.vocab_file or config.data.vocab_file)
     chat = chat_of(config, tokenizer, vocab_file) if tokenizer else Chat(None, None)
     described, generation = _described(reader, config, tokenizer, vocab_file, chat, args.dtype)
-    if config.model.family == "llama" and config.model.hidden_dropout:
-        print(
-            f"note: --hidden-dropout {config.model.hidden_dropout} is not exported: Llama's config.json has no dropout"
-        )
+    for note in left_out(config.model) if config.model.family == "llama" else ():
+        print(f"note: {note}")
 
     def shape(name: str) -> list[int]:
         return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
 
     def read(name: str) -> Tensor:
-        entry = reader.tensors[f"{WEIGHT}.{name}"]
-        return reader.read(f"{WEIGHT}.{name}", entry["dim"], 0, entry["shape"][entry["dim"]])
+        return read_whole(reader, f"{WEIGHT}.{name}")
 
     by_name = {match.ours: match for match in matches_of(config.model)}
     entries = entries_of(by_name.values(), read, shape, args.dtype)
@@ -148,11 +147,12 @@ def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None)
 
 
 def import_checkpoint(args: argparse.Namespace) -> None:
-    """Import a foreign checkpoint (--from-hf or --from-megatron) as a checkpoint of this project at iteration 0."""
+    """Write a foreign checkpoint (--from-hf or --from-megatron), or one with experts (--upcycle), at iteration 0."""
     output = Path(args.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} exists and is not empty; choose another --output")
-    config, fingerprint, entries = from_megatron(args) if args.from_megatron else from_hf(args)
+    read = from_dense if args.upcycle is not None else from_megatron if args.from_megatron else from_hf
+    config, fingerprint, entries = read(args)
     if args.verify and args.from_hf:
         by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
         compare(config, lambda name: by_name[name].make(), Path(args.from_hf))
@@ -160,6 +160,9 @@ def import_checkpoint(args: argparse.Namespace) -> None:
     write_checkpoint(final, entries, config, fingerprint)
     if args.from_hf and config.data.vocab_file is None:
         keep_roles(Path(args.from_hf) / "config.json", output)
+    if args.upcycle is not None and config.data.vocab_file and Path(config.data.vocab_file).exists():
+        keep_tokenizer(config.data.vocab_file, output)
+        config = with_kept_tokenizer(config, final)
     print(f"{len(entries)} tensors -> {final}")
     settings = output / "settings.json"
     _write_settings(settings, config)
@@ -187,11 +190,27 @@ def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
         print(f"note: {note}")
     generation_beside(theirs.path / "config.json")  # raises an error now if the file is malformed
     settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
-    return (
-        with_values(theirs.config, settings),
-        fingerprint,
-        [_entry(match, theirs.tensors) for match in theirs.matches],
-    )
+    config, entries = with_values(theirs.config, settings), [_entry(match, theirs.tensors) for match in theirs.matches]
+    routers = [match.ours.removesuffix(".weight") for match in theirs.matches if match.ours.endswith(".router.weight")]
+    for name in routers:
+        entries += router_buffers(name, config.model.num_experts or 0)
+    return config, fingerprint, entries
+
+
+def from_dense(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+    """Return (settings, tokenizer fingerprint, tensors to write) of the checkpoint --load with --upcycle experts."""
+    path = find_checkpoint(args.load)
+    reader = CheckpointReader(path, args.ema)
+    reader.verify()
+    dense = plain_config(reader)
+    check_model(reader, dense)
+    config = upcycled_config(reader, args.upcycle, args.experts_per_token, args.moe_layer_frequency)
+    entries = list(upcycled_entries(reader, config))
+    if args.verify:
+        by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
+        weights = lambda name: by_name[name].make(), lambda name: read_whole(reader, f"{WEIGHT}.{name}")  # noqa: E731
+        compare_ours(config, weights[0], dense, weights[1], path)
+    return config, reader.tokenizer or "", entries
 
 
 def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, Any], str]:
@@ -286,58 +305,20 @@ def _entry(match: Any, theirs: FolderReader) -> Entry:
     return Entry(f"{WEIGHT}.{match.ours}", tuple(shape), torch.float32, make)
 
 
-@torch.no_grad()
-def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
-    """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
-
-    weight: function that takes a parameter's global name and returns our weight. Prints the largest difference between
-    the logits, and raises ValueError if it exceeds 1e-5 times the range of the logits.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("--verify needs the package transformers: pip install transformers") from None
-    kind = read_object(folder / "config.json")["model_type"]
-    other: Any = getattr(transformers, FAMILIES[kind].class_name).from_pretrained(folder, dtype=torch.float32).eval()
-    model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
-    for name, parameter in global_parameters(model):
-        parameter.zero_().narrow(0, 0, len(whole := weight(name))).copy_(whole)
-    shape = 2, min(64, config.positions)
-    tokens = torch.randint(config.model.vocab_size or 0, shape, generator=torch.Generator().manual_seed(0))
-    if config.is_t5:
-        wanted = tokens[:, :17].contiguous()
-        found, expected = model(tokens, wanted), other(input_ids=tokens, decoder_input_ids=wanted).logits
-    else:
-        found, expected = model(tokens), other(tokens).logits
-    worst, spread = float((found - expected).abs().max()), float(expected.max() - expected.min())
-    print(f"largest logit difference: {worst:.1e} (range of the logits: {spread:.1e})")
-    if not worst <= 1e-5 * spread:
-        raise ValueError(
-            f"{folder} is not the same model: its logits differ by {worst:.1e} "
-            f"(the range of the logits is {spread:.1e})"
-        )
-
-
-def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise ValueError if AutoTokenizer, reading `folder`, encodes any test text differently than `tokenizer`."""
-    from transformers import AutoTokenizer
-
-    # Without tokenizer_config.json, the folder's tokenizer.json is a placeholder that AutoTokenizer rejects.
-    if not (folder / SETTINGS).is_file():
-        return
-    theirs: Any = AutoTokenizer.from_pretrained(folder)
-    for text in texts_of(tokenizer):
-        ours, found = tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]
-        if ours != found:
-            raise ValueError(f"{folder}: AutoTokenizer encodes {text[:40]!r} as {found[:8]}, not {ours[:8]}")
-
-
 def main(args: argparse.Namespace) -> None:
     if sum(map(bool, (args.load, args.from_hf, args.from_megatron))) != 1:
-        raise ValueError("give one of --load (a run to export), --from-hf and --from-megatron (a folder to import)")
-    for flag in ("checkpoint_version", "num_layers", "num_attention_heads"):
-        if getattr(args, flag) is not None and not args.from_megatron:
-            raise ValueError(f"--{flag.replace('_', '-')} needs --from-megatron")
+        raise ValueError(
+            "give one of --load (a run to export or upcycle), --from-hf and --from-megatron (a folder to import)"
+        )
+    only_with = {
+        "from_megatron": ("checkpoint_version", "num_layers", "num_attention_heads"),
+        "load": ("upcycle",),
+        "upcycle": ("experts_per_token", "moe_layer_frequency"),
+    }
+    for needed, flags in only_with.items():
+        for flag in flags:
+            if getattr(args, flag) is not None and not getattr(args, needed):
+                raise ValueError(f"--{flag.replace('_', '-')} needs --{needed.replace('_', '-')}")
     if args.ema and not args.load:
         raise ValueError("--ema needs --load, a run with --ema-decay")
     if args.verify and args.from_megatron:
@@ -346,7 +327,7 @@ def main(args: argparse.Namespace) -> None:
         )
     if not 0 < args.max_shard_size < math.inf:
         raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a positive number of GB")
-    if args.load:
+    if args.load and args.upcycle is None:
         export(args)
     else:
         import_checkpoint(args)
@@ -355,7 +336,7 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--load", help="run directory or checkpoint to export")
+    add("--load", help="run directory or checkpoint to export or upcycle")
     add("--from-hf", help="folder with config.json and safetensors to import as a checkpoint")
     add(
         "--from-megatron",
@@ -378,7 +359,14 @@ def build_parser() -> Parser:
         help="order of query, key and value in the --from-megatron files, if they do not record it: "
         f"{ORDERS}; for CPM-Pretrain, 2 if the run was never resumed, else 0",
     )
-    add("--output", required=True, help="new folder, for the exported model (--load) or the imported checkpoint")
+    add(
+        "--upcycle",
+        type=int,
+        help="number of experts of a new checkpoint, each a copy of the MLP of --load; without optimizer state",
+    )
+    add("--experts-per-token", type=int, help="number of experts of a token with --upcycle (default: 2)")
+    add("--moe-layer-frequency", nargs="+", help="layers that get experts with --upcycle (default: 1, all layers)")
+    add("--output", required=True, help="new folder, for the exported model (--load) or the new checkpoint")
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of the run or of the imported folder)")
     add("--dtype", choices=DTYPES, default="fp32", help="dtype of the exported weights (default: fp32)")

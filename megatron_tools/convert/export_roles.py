@@ -27,8 +27,8 @@ CLASS_ROLES: dict[str, dict[str, str]] = {
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# auto_map of an exported tokenizer_config.json. For Qwen2 and Mistral, AutoTokenizer ignores tokenizer_class unless
-# auto_map refers to Python code. The code that this entry refers to does not exist and is never run.
+# auto_map of an exported tokenizer_config.json. For Qwen2, Mistral and Mixtral, AutoTokenizer ignores tokenizer_class
+# unless auto_map refers to Python code. The code that this entry refers to does not exist and is never run.
 NO_CODE = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
 
 
@@ -94,7 +94,7 @@ def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
     """
     if model_type == "qwen2" and class_beside(source) == "Qwen2Tokenizer" and is_json and _cuts_as_qwen2(source):
         return {"tokenizer_class": "Qwen2Tokenizer"}
-    overruled = model_type == "qwen2" or (model_type == "mistral" and not is_json)
+    overruled = model_type == "qwen2" or (model_type in ("mistral", "mixtral") and not is_json)
     return {"auto_map": NO_CODE} if overruled else {}
 
 

@@ -249,6 +249,7 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
 def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
     """Return the config.json for GPT2LMHeadModel. Raises ConfigError for settings that this class does not support."""
     refuse([
+        (m.num_experts is not None, f"--num-experts {m.num_experts}"),
         (m.normalization != "layernorm", f"--normalization {m.normalization}"),
         (m.gated, f"--activation {m.activation}"),
         (m.position_embedding != "learned", f"--position-embedding {m.position_embedding}"),
@@ -276,6 +277,7 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
     Raises ConfigError for settings that these classes do not support.
     """
     refuse([
+        (m.num_experts is not None, f"--num-experts {m.num_experts}"),
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.activation == "swiglu", "--activation swiglu"),

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,11 @@ PREFIX = re.compile(r"^(transformer|model)\.")  # files saved from a model witho
 CONSTANT = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
+Place = tuple[int, slice]  # number of an expert, and rows of its matrix
+# Tensors of transformers 5 that hold the matrices of all experts: [e, 2f, h] and [e, h, f]
+FUSED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
+# Mixtral's names of tensors -> names in transformers 5, which its files have if they hold FUSED tensors.
+NEW_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 
 def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
@@ -75,7 +80,7 @@ class FolderReader:
         index = folder / "model.safetensors.index.json"
         single = (folder / "model.safetensors").is_file()
         if index.is_file():
-            self._where: Mapping[str, str] = _weight_map(index)
+            self._where = _weight_map(index)
             if single and set(self._where.values()) != {"model.safetensors"}:
                 raise ValueError(
                     f"{folder} contains model.safetensors and a model.safetensors.index.json that lists other files; "
@@ -88,6 +93,25 @@ class FolderReader:
                 f"{folder} contains no model.safetensors; pickled weights are not read, so save them with "
                 f"save_pretrained(..., safe_serialization=True)"
             )
+        # name of an expert's matrix -> (FUSED tensor that holds it, its place in the tensor)
+        self._parts: dict[str, tuple[str, Place]] = {}
+        for name in list(self._where):
+            if match := FUSED.fullmatch(name):
+                self._add_experts(name, *match.groups())
+
+    def _add_experts(self, fused: str, at: str, kind: str) -> None:
+        """Add the matrices of each expert to the known tensors, and remove the tensor `fused`, which holds them."""
+        file = self._open(self._where[fused])
+        shape = file.get_slice(fused).get_shape() if fused in file.keys() else []  # noqa: SIM118
+        if len(shape) != 3 or 0 in shape:
+            return
+        half = shape[1] // 2
+        rows = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
+        where = self._where.pop(fused)
+        for e in range(shape[0]):
+            for name, place in rows.items() if kind == "gate_up_proj" else [(kind, slice(None))]:
+                self._where[f"{at}{e}.{name}.weight"] = where
+                self._parts[f"{at}{e}.{name}.weight"] = fused, (e, place)
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
@@ -97,9 +121,13 @@ class FolderReader:
     def _name(self, name: str) -> str | None:
         """Return the name that the files use for tensor `name`, or None if they do not contain this tensor.
 
-        Files may omit the prefix `transformer.` or `model.`, and may use any name in EMBEDDINGS for the embedding.
+        Files may omit the prefix `transformer.` or `model.`, may use any name in EMBEDDINGS for the embedding, and may
+        have either of two names for the tensors of Mixtral's experts.
         """
-        for each in (name, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
+        new = name
+        for old, other in NEW_NAMES.items() if ".block_sparse_moe." in name else ():
+            new = new.replace(old, other)
+        for each in (name, new, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
             for found in (str(each), PREFIX.sub("", each)):
                 if found in self._where:
                     return found
@@ -124,36 +152,37 @@ class FolderReader:
         left = sorted(set(self._where) - self._asked - known)
         return [name for name in left if not CONSTANT.fullmatch(name) and not any(re.search(p, name) for p in ignored)]
 
-    def _find(self, name: str) -> tuple[Any, str]:
-        """Return the open file that holds a tensor, and the tensor's name in it."""
+    def _find(self, name: str) -> tuple[Any, str, Place | None]:
+        """Return the file that holds a tensor, the name of the stored tensor, and the place of a part of it."""
         found = self._name(name)
         if found is None:
             raise ValueError(f"{self.folder} contains no tensor {name}")
         self._asked.add(found)
-        file = self._open(self._where[found])
-        if found not in file.keys():  # noqa: SIM118
+        where = self._where[found]
+        file = self._open(where)
+        stored, place = self._parts.get(found, (found, None))
+        if stored not in file.keys():  # noqa: SIM118
             raise ValueError(
-                f"{self.folder / self._where[found]} lacks {found}, which "
-                "model.safetensors.index.json places in this file"
+                f"{self.folder / where} lacks {stored}, which model.safetensors.index.json places in this file"
             )
-        return file, found
+        dtype = file.get_slice(stored).get_dtype()
+        if dtype not in FLOATS:
+            raise ValueError(
+                f"{self.folder / where}: {stored} is quantized ({dtype}); save the model again in one of "
+                f"{', '.join(FLOATS)}"
+            )
+        return file, stored, place
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor. Raises ValueError if it is quantized."""
-        file, found = self._find(name)
-        tensor = file.get_slice(found)
-        if tensor.get_dtype() not in FLOATS:
-            raise ValueError(
-                f"{self.folder / self._where[found]}: {found} is quantized ({tensor.get_dtype()}); save the model "
-                f"again in one of {', '.join(FLOATS)}"
-            )
-        shape: list[int] = tensor.get_shape()
-        return shape
+        file, stored, place = self._find(name)
+        shape: list[int] = file.get_slice(stored).get_shape()
+        return shape if place is None else [len(range(*place[1].indices(shape[1]))), shape[2]]
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name`, converted to fp32."""
-        file, found = self._find(name)
-        tensor: Tensor = file.get_tensor(found)
+        """Return the tensor `name`, converted to fp32. Raises ValueError if it is quantized."""
+        file, stored, place = self._find(name)
+        tensor: Tensor = file.get_tensor(stored) if place is None else file.get_slice(stored)[place]
         return tensor.float()
 
 

@@ -118,6 +118,7 @@ OPTIONAL: dict[str, type] = {
     "is_encoder_decoder": bool, "num_key_value_heads": int, "head_dim": int, "sliding_window": int,
     "max_window_layers": int,
     "layer_types": list, "rope_theta": float, "rope_scaling": dict, "rope_parameters": dict,
+    "mlp_only_layers": list,
 }  # fmt: skip
 
 

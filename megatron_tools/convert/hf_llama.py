@@ -1,7 +1,8 @@
-"""Import and export of config.json for Llama, Qwen2, Qwen3 and Mistral, which share one decoder in this project.
+"""Import and export of config.json for Llama, Qwen, Mistral and Mixtral, which share one decoder in this project.
 
 The families differ in what they support: biases in all linear layers (Llama), biases for queries, keys and values
 (Qwen2), query and key norms (Qwen3), and sliding windows (in all layers of Mistral, in any layer of Qwen2 and Qwen3).
+Mixtral, Qwen2-MoE and Qwen3-MoE add mixtures of experts, whose keys are in `hf_experts.py`.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 
+from .hf_experts import KEYS, expert_config, expert_settings, unsupported
 from .hf_keys import ACTIVATIONS, DTYPES, Family, refuse
 from .hf_rope import rope_settings, their_rope
 
@@ -41,10 +43,29 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "sliding_window": 4096, "layer_types": None, "eos_token_id": 2,
     },
+    "mixtral": {
+        **_ALL, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "sliding_window": None, "eos_token_id": 2, **KEYS["mixtral"],
+    },
+    "qwen2_moe": {
+        **_QWEN, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 2048,
+        "intermediate_size": 5632, "qkv_bias": True, **KEYS["qwen2_moe"],
+    },
+    "qwen3_moe": {
+        **{key: value for key, value in _QWEN.items() if key != "layer_types"}, "num_hidden_layers": 24,
+        "num_key_value_heads": 4, "hidden_size": 2048, "intermediate_size": 6144, "attention_bias": False,
+        "max_window_layers": None,  # published files contain this key, which the class does not read
+        **KEYS["qwen3_moe"],
+    },
 }  # fmt: skip
-_NAMES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+_NAMES = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
+}  # fmt: skip
+_ALIASES = {"mixtral": {"num_experts": "num_local_experts"}, "qwen3_moe": {"num_local_experts": "num_experts"}}
 FAMILIES = {
-    kind: Family(f"{name}ForCausalLM", (f"{name}ForCausalLM", f"{name}Model"), _DEFAULTS[kind], {})
+    kind: Family(f"{name}ForCausalLM", (f"{name}ForCausalLM", f"{name}Model"), _DEFAULTS[kind], _ALIASES.get(kind, {}))
     for kind, name in _NAMES.items()
 }
 
@@ -58,6 +79,7 @@ def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[
         notes.append(
             f"the model has {positions} positions; settings.json sets --seq-length {LONGEST} for further training"
         )
+    experts, more = expert_settings(values, where) if values["model_type"] in KEYS else ({}, [])
     return {
         "family": "llama", "num_layers": values["num_hidden_layers"], "hidden_size": values["hidden_size"],
         "num_attention_heads": values["num_attention_heads"], "num_key_value_heads": values["num_key_value_heads"],
@@ -68,18 +90,18 @@ def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[
         "attention_dropout": values["attention_dropout"],
         "tie_embeddings": tied, "activation": _gated(values["hidden_act"], where), "position_embedding": "rope",
         "normalization": "rmsnorm", "hidden_bias": hidden_bias, "qkv_bias": qkv_bias,
-        "qk_norm": values["model_type"] == "qwen3", "sliding_window": _window(values, where),
-        **rope_settings(values, where),
-    }, notes  # fmt: skip
+        "qk_norm": values["model_type"].startswith("qwen3"), "sliding_window": _window(values, where),
+        **rope_settings(values, where), **experts,
+    }, [*notes, *more]  # fmt: skip
 
 
 def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
     """Return (bias in all linear layers, bias in the query, key and value projection)."""
-    if values["model_type"] == "qwen2":
-        return False, True
+    if values["model_type"] in ("qwen2", "qwen2_moe"):
+        return False, values.get("qkv_bias", True)
     attention, mlp = values.get("attention_bias", False), values.get("mlp_bias", False)
     if attention != mlp:
-        other = "" if values["model_type"] == "qwen3" else f" and mlp_bias {mlp}"
+        other = "" if values["model_type"].startswith("qwen3") else f" and mlp_bias {mlp}"
         raise ValueError(
             f"{where}: attention_bias is {attention}{other}; a model must have biases in all linear layers or in "
             f"none; only qwen2 may have them in queries, keys and values alone"
@@ -106,15 +128,18 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
     layers, window = values["num_hidden_layers"], values["sliding_window"]
     if not values.get("use_sliding_window", True):
         window = None
-    types = values["layer_types"]
+    types, kind = values.get("layer_types"), values["model_type"]
     if types is None:
-        full = values.get("max_window_layers", 0)
+        full = 0 if kind == "qwen3_moe" else values.get("max_window_layers", 0)  # Qwen3-MoE's class does not read it
         if full is None and window is not None:
             raise ValueError(
                 f"{where}: max_window_layers is null; set it to the number of layers without a sliding window, or list "
                 f"the layers in layer_types"
             )
         types = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
+        if kind == "qwen2_moe":  # its class gives every second of the first `full` layers a window
+            slides = [window is not None and i % 2 == 0 and i < full for i in range(layers)]
+            types = ["sliding_attention" if each else "full_attention" for each in slides]
     if len(types) != layers or len(set(types)) != 1 or types[0] not in ("full_attention", "sliding_attention"):
         raise ValueError(
             f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must give all {layers} "
@@ -134,9 +159,10 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
         (not m.gated, f"--activation {m.activation}"),
         (m.rotary_size != m.head_size, f"--rotary-percent {m.rotary_percent:g}"),
         (not m.scale_attention, "--no-scale-attention"),
-        (kind in ("qwen3", "mistral") and m.hidden_bias, "--hidden-bias"),
-        (kind == "qwen3" and m.has_qkv_bias, "--qkv-bias"),
+        (kind not in ("llama", "qwen2") and m.hidden_bias, "--hidden-bias"),
+        (kind in ("qwen3", "qwen3_moe", "mixtral") and m.has_qkv_bias, "--qkv-bias"),
         (kind == "llama" and m.hidden_bias != m.has_qkv_bias, "--no-qkv-bias"),
+        *unsupported(m, kind),
     ], _NAMES[kind])  # fmt: skip
     found = {
         "architectures": [FAMILIES[kind].class_name], "model_type": kind, "vocab_size": m.vocab_size,
@@ -150,7 +176,7 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
     }  # fmt: skip
     if kind == "llama":
         found |= {"attention_bias": m.hidden_bias, "mlp_bias": m.hidden_bias}
-    elif kind == "mistral":
+    elif kind in ("mistral", "mixtral"):
         found |= {"sliding_window": m.sliding_window}
     else:
         slides = m.sliding_window is not None
@@ -159,7 +185,10 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
             "sliding_window": m.sliding_window,
             "max_window_layers": 0 if slides else m.num_layers,
         }
-    return found
+    if kind == "qwen2_moe":
+        found |= {"qkv_bias": m.has_qkv_bias}
+        found |= {"layer_types": ["sliding_attention" if slides else "full_attention"] * m.num_layers}
+    return found | expert_config(m, kind)
 
 
 def _kind_of(m: ModelConfig) -> str:
@@ -167,6 +196,8 @@ def _kind_of(m: ModelConfig) -> str:
 
     Llama's class requires hidden_size to be divisible by the number of heads; Mistral's does not.
     """
+    if m.num_experts is not None:
+        return "qwen3_moe" if m.qk_norm else "qwen2_moe" if m.num_shared_experts else "mixtral"
     if m.qk_norm:
         return "qwen3"
     if m.has_qkv_bias and not m.hidden_bias:

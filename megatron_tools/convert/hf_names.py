@@ -148,7 +148,7 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def llama_matches(m: ModelConfig) -> Iterator[Match]:
-    """Yield one Match for each parameter of a Llama, Qwen or Mistral."""
+    """Yield one Match for each parameter of a Llama, Qwen, Mistral or Mixtral."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     for i in range(m.num_layers):
         at, its = f"layers.{i}", f"model.layers.{i}"
@@ -162,12 +162,36 @@ def llama_matches(m: ModelConfig) -> Iterator[Match]:
             yield Match(f"{at}.attention.key_norm.weight", (f"{its}.self_attn.k_norm.weight",))
         for kind in ("weight", "bias") if m.hidden_bias else ("weight",):
             yield Match(f"{at}.attention.dense.{kind}", (f"{its}.self_attn.o_proj.{kind}",))
-            pair = f"{its}.mlp.gate_proj.{kind}", f"{its}.mlp.up_proj.{kind}"
-            yield _interleaved(f"{at}.mlp.dense_h_to_4h.{kind}", pair, m.ff_size)
-            yield Match(f"{at}.mlp.dense_4h_to_h.{kind}", (f"{its}.mlp.down_proj.{kind}",))
+            if not m.has_experts(i):
+                yield from _gated_mlp(f"{at}.mlp", f"{its}.mlp", m.ff_size, kind)
+        if m.has_experts(i):
+            yield from _mixture(m, f"{at}.mlp", its)
     yield Match("final_norm.norm.weight", ("model.norm.weight",))
     if not m.tie_embeddings:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
+
+
+def _gated_mlp(
+    at: str, its: str, width: int, kind: str = "weight", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[Match]:
+    """Yield the matches of a gated MLP. names: Hugging Face's names of gate, up and down projection."""
+    gate, up, down = (f"{its}.{name}.{kind}" for name in names)
+    yield _interleaved(f"{at}.dense_h_to_4h.{kind}", (gate, up), width)
+    yield Match(f"{at}.dense_4h_to_h.{kind}", (down,))
+
+
+def _mixture(m: ModelConfig, at: str, layer: str) -> Iterator[Match]:
+    """Yield the matches of a mixture of experts, with the names of Qwen or, for the settings of Mixtral, Mixtral's."""
+    mixtral = not m.qk_norm and not m.num_shared_experts
+    its = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    yield Match(f"{at}.router.weight", (f"{its}.gate.weight",))
+    for e in range(m.num_experts or 0):
+        yield from _gated_mlp(f"{at}.experts.{e}", f"{its}.experts.{e}", m.expert_ff_size, names=names)
+    if m.num_shared_experts:
+        width = m.num_shared_experts * m.expert_ff_size
+        yield from _gated_mlp(f"{at}.shared_expert", f"{its}.shared_expert", width)
+        yield Match(f"{at}.shared_gate", (f"{its}.shared_expert_gate.weight",))
 
 
 def t5_matches(m: ModelConfig) -> Iterator[Match]:

@@ -87,16 +87,21 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
 
 def _in_full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope` in one form for comparison: with the scaling type as rope_type, and always with rope_theta."""
-    outside = 10000.0 if values["rope_theta"] is None else values["rope_theta"]
+    outside = _usual_theta(values) if values["rope_theta"] is None else values["rope_theta"]
     rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": outside, **rest}
+
+
+def _usual_theta(values: Mapping[str, Any]) -> float:
+    """Return the rope_theta of a model whose config.json gives none."""
+    return 1e6 if values["model_type"] == "mixtral" else 10000.0
 
 
 def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: Path) -> float:
     inside, outside = rope.get("rope_theta"), values["rope_theta"]
     if None not in (inside, outside) and inside != outside:
         raise ValueError(f"{where}: rope_theta is {outside}, but in {at} it is {inside}")
-    found = next((value for value in (inside, outside) if value is not None), 10000.0)
+    found = next((value for value in (inside, outside) if value is not None), _usual_theta(values))
     if type(found) not in (int, float):
         raise ValueError(f"{where}: rope_theta of {at} is {found!r}, not a number")
     return float(found)

@@ -163,12 +163,15 @@ def test_presets_say_what_these_models_are() -> None:
         "llama_8b": (128256, 8_030_261_248),
         "llama_70b": (128256, 70_553_706_496),
         "mistral_7b": (32000, 7_241_732_096),
+        "mixtral_8x7b": (32000, 46_702_792_704),
         "qwen3_0.6b": (151936, 596_049_920),
         "qwen3_1.7b": (151936, 1_720_574_976),
         "qwen3_8b": (151936, 8_190_735_360),
+        "qwen3-moe_30b-a3b": (151936, 30_532_122_624),
     }
     presets = {path.stem: path for path in (ROOT / "configs" / "models").glob("*.json")}
-    assert sizes.keys() == {name for name in presets if name.startswith(("llama", "mistral", "qwen"))} - {"llama_tiny"}
+    named = {name for name in presets if name.startswith(("llama", "mistral", "mixtral", "qwen"))}
+    assert sizes.keys() == named - {"llama_tiny", "qwen3-moe_tiny"}
     for name, (vocabulary, parameters) in sizes.items():
         config = with_values(parse(["--config", str(presets[name])], {"family": "llama"}), {"vocab_size": vocabulary})
         with device("meta"):

@@ -28,6 +28,8 @@ LLAMA = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 24,
 }  # fmt: skip
+EXPERTS = {**LLAMA, "num_experts_per_tok": 2}
+SMALL = {"num_experts": 5, "moe_intermediate_size": 12}
 T5 = {"vocab_size": 61, "d_model": 16, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2, "num_decoder_layers": 3}
 KINDS = {
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT2),
@@ -38,6 +40,13 @@ KINDS = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, LLAMA),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, LLAMA),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, LLAMA),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {**EXPERTS, "num_local_experts": 5}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {**EXPERTS, **SMALL, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, {**EXPERTS, **SMALL}),
 }
 EMBEDDINGS = ("transformer.wte.weight", "shared.weight", "model.embed_tokens.weight")
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]

@@ -17,7 +17,7 @@ from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron_tools.convert.hf_config import read_config, settings_of
 from megatron_tools.convert.hf_folder import Folder, entries_of
-from megatron_tools.convert.hf_llama import llama_config
+from megatron_tools.convert.hf_llama import FAMILIES, llama_config
 from megatron_tools.convert.hf_names import matches_of
 from tests.unit.test_hf_configs import (
     LLAMA,
@@ -446,7 +446,7 @@ def test_defaults_are_theirs() -> None:
     """A key that config.json lacks is read as transformers' default."""
     import transformers
 
-    for kind in KINDS:
+    for kind in FAMILIES:
         theirs = transformers.AutoConfig.for_model(kind)
         read = read_config({"model_type": kind}, Path("config.json"))
         for key, value in read.items():

@@ -16,7 +16,7 @@ from megatron.model.gpt2 import GPT2Model
 from megatron.model.layers import LayerStack
 from megatron.model.t5 import T5Model
 from megatron.optim import build_optimizer, group_keys
-from megatron_tools.convert.convert_checkpoint import compare
+from megatron_tools.convert.hf_compare import compare
 from megatron_tools.convert.hf_config import gpt2_config, t5_config
 from megatron_tools.convert.hf_folder import entries_of, write_tensors
 from megatron_tools.convert.hf_llama import llama_config

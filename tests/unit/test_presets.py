@@ -20,7 +20,8 @@ from tests.support import ROOT
 READ = {
     **dict.fromkeys(("llama_1b", "llama_3b", "llama_8b", "llama_70b"), 131072),
     **dict.fromkeys(("qwen3_0.6b", "qwen3_1.7b", "qwen3_8b"), 40960),
-    "mistral_7b": 32768,
+    **dict.fromkeys(("mistral_7b", "mixtral_8x7b"), 32768),
+    "qwen3-moe_30b-a3b": 40960,
 }
 
 

@@ -1,0 +1,127 @@
+"""Mixtures of experts in config.json: the keys of Mixtral, Qwen2-MoE and Qwen3-MoE and their settings in this project.
+
+The factors of the auxiliary loss of the router differ. In transformers, the loss is computed from the shares of tokens
+and the probabilities of all layers together, and its minimum is router_aux_loss_coef times the experts per token. In
+this project, each layer has its own loss, whose minimum is --router-aux-loss. The conversion makes the sums of the
+minima equal. If a single layer has experts, the two losses are then equal for equal shares.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ModelConfig
+
+_LOSS = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
+_QWEN = {
+    **_LOSS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
+}  # fmt: skip
+# Model type -> keys that the dense model with the same attention lacks, with their defaults.
+KEYS: dict[str, dict[str, Any]] = {
+    "mixtral": {**_LOSS, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
+    "qwen2_moe": {
+        **_QWEN, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {**_QWEN, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}  # fmt: skip
+
+
+def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], list[str]]:
+    """Convert the values from `read_config` to (our settings of mixtures by name, notes for the user).
+
+    Raises ValueError for settings that this project does not support.
+    """
+    kind, chosen = values["model_type"], values["num_experts_per_tok"]
+    found: dict[str, Any] = {
+        "num_experts": values["num_local_experts" if kind == "mixtral" else "num_experts"],
+        "experts_per_token": chosen,
+        "expert_ff_hidden_size": values.get("moe_intermediate_size"),
+        "normalize_expert_weights": values.get("norm_topk_prob", True),
+    }
+    if noise := values.get("router_jitter_noise"):
+        raise ValueError(
+            f"{where}: router_jitter_noise is {noise}; transformers also multiplies the input of the experts by this "
+            f"noise, this project only that of the router, so set it to 0 and train with --router-jitter"
+        )
+    pattern = _pattern(values, where)
+    if not all(pattern):
+        found["moe_layer_frequency"] = tuple(str(int(each)) for each in pattern)
+    if kind == "qwen2_moe":
+        shared, width = values["shared_expert_intermediate_size"], values["moe_intermediate_size"]
+        if width < 1 or shared < 1 or shared % width:
+            raise ValueError(
+                f"{where}: shared_expert_intermediate_size is {shared}; it must be a multiple of moe_intermediate_size "
+                f"{width}, because in this project shared experts have the width of the other experts"
+            )
+        found |= {"num_shared_experts": shared // width, "shared_expert_gate": True}
+    factor, notes = values["router_aux_loss_coef"] * chosen / sum(pattern), []
+    if factor and not values["output_router_logits"]:
+        notes.append(
+            f"output_router_logits is false, so transformers would train without router_aux_loss_coef; settings.json "
+            f"trains with --router-aux-loss {factor:.4g} (--router-balance none disables it)"
+        )
+    return {**found, "router_aux_loss": factor}, notes
+
+
+def _pattern(values: Mapping[str, Any], where: Path) -> list[bool]:
+    """Return for each layer whether it has experts. Raises ValueError if none has."""
+    layers, step = range(values["num_hidden_layers"]), values.get("decoder_sparse_step", 1)
+    if step < 1:
+        raise ValueError(f"{where}: decoder_sparse_step is {step}; it must be at least 1")
+    dense = values.get("mlp_only_layers") or []
+    found = [i not in dense and (i + 1) % step == 0 for i in layers]
+    if not any(found):
+        raise ValueError(f"{where}: decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
+    return found
+
+
+def unsupported(m: ModelConfig, kind: str) -> Sequence[tuple[bool, str]]:
+    """Return pairs for `refuse`: settings of mixtures that the family `kind` does not support."""
+    if m.num_experts is None:
+        return []
+    dense = not all(map(m.has_experts, range(m.num_layers)))
+    return [
+        (m.router_score != "softmax", f"--router-score {m.router_score}"),
+        (m.router_balance == "bias", "--router-balance bias"),
+        (kind != "qwen2_moe" and m.num_shared_experts > 0, f"--num-shared-experts {m.num_shared_experts}"),
+        (kind == "qwen2_moe" and not m.shared_expert_gate, "--num-shared-experts without --shared-expert-gate"),
+        (kind == "mixtral" and dense, f"--moe-layer-frequency {' '.join(m.moe_layer_frequency)}"),
+        (kind == "mixtral" and not m.normalize_expert_weights, "--no-normalize-expert-weights"),
+    ]
+
+
+def expert_config(m: ModelConfig, kind: str) -> dict[str, Any]:
+    """Return the keys of config.json that describe the mixtures of `m`; none for a model without experts."""
+    if m.num_experts is None:
+        return {}
+    layers = [i for i in range(m.num_layers) if m.has_experts(i)]
+    factor = m.router_aux_loss if m.router_balance == "aux-loss" else 0.0
+    found: dict[str, Any] = {
+        "num_experts_per_tok": m.experts_per_token,
+        "router_aux_loss_coef": factor * len(layers) / m.experts_per_token,
+        "output_router_logits": False,
+    }
+    if kind == "mixtral":
+        return {**found, "num_local_experts": m.num_experts, "intermediate_size": m.expert_ff_size}
+    found |= {
+        "num_experts": m.num_experts,
+        "moe_intermediate_size": m.expert_ff_size,
+        "norm_topk_prob": m.normalize_expert_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(m.num_layers) if i not in layers],
+    }
+    if kind == "qwen2_moe":
+        found["shared_expert_intermediate_size"] = m.num_shared_experts * m.expert_ff_size
+    return found
+
+
+def left_out(m: ModelConfig) -> list[str]:
+    """Return notes on settings of training that config.json has no key for."""
+    flags = [("--hidden-dropout", m.hidden_dropout, "dropout")]
+    if m.num_experts is not None:
+        flags += [("--router-z-loss", m.router_z_loss, "z-loss")]
+        flags += [("--router-jitter", m.router_jitter, "noise for the router alone")]
+    return [
+        f"{name} {value} is not exported: Llama's config.json has no {what}" for name, value, what in flags if value
+    ]

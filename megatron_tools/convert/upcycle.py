@@ -1,0 +1,75 @@
+"""Upcycling: a dense checkpoint becomes one with experts, all copies of its MLP (Komatsuzaki et al. 2022)."""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron import mpu
+from megatron.checkpointing import CheckpointReader, plain_config
+from megatron.checkpointing.files import BUFFER, WEIGHT
+from megatron.checkpointing.stream import Entry
+from megatron.config import Config
+from megatron.config.command_line import with_values
+from megatron.model.router import Router
+
+MLP = re.compile(rf"{WEIGHT}\.((?:\w+\.)?layers\.(\d+)\.mlp)\.(.+)")
+
+
+def read_whole(reader: CheckpointReader, key: str) -> Tensor:
+    """Return the whole tensor that a checkpoint stores under `key`."""
+    entry = reader.tensors[key]
+    return reader.read(key, entry["dim"], 0, entry["shape"][entry["dim"]])
+
+
+def router_buffers(router: str, experts: int) -> list[Entry]:
+    """Return the buffers of a new router: no tokens seen, and no bias. router: name of the router in the model."""
+    zeros = partial(torch.zeros, experts, dtype=torch.int64)
+    return [Entry(f"{BUFFER}.{router}.{name}", (experts,), torch.int64, zeros) for name in ("tokens", "bias_steps")]
+
+
+def upcycled_config(
+    reader: CheckpointReader, experts: int, per_token: int | None, frequency: Sequence[str] | None
+) -> Config:
+    """Return the settings of a checkpoint with `experts` experts. Raises ValueError if it has experts already.
+
+    per_token: --experts-per-token, by default 2. frequency: --moe-layer-frequency, by default all layers.
+    """
+    dense = plain_config(reader)
+    if dense.model.num_experts is not None:
+        raise ValueError(f"{reader.path}: the model already has --num-experts {dense.model.num_experts}")
+    values: dict[str, Any] = {
+        "num_experts": experts,
+        "experts_per_token": min(2, experts) if per_token is None else per_token,
+    }
+    return with_values(dense, values | ({"moe_layer_frequency": tuple(frequency)} if frequency else {}))
+
+
+def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[Entry]:
+    """Yield the tensors to write: weights and buffers of the dense checkpoint, copies of its MLPs, and new routers.
+
+    A router has the initial weights that it would have in a new run with the same --seed.
+    """
+    experts = config.model.num_experts or 0
+    for key, entry in reader.tensors.items():
+        if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
+            continue
+        dtype, match = reader.read(key, entry["dim"], 0, 0).dtype, MLP.fullmatch(key)
+        names = [key]
+        if match and config.model.has_experts(int(match[2])):
+            names = [f"{WEIGHT}.{match[1]}.experts.{e}.{match[3]}" for e in range(experts)]
+            if match[3] == "dense_h_to_4h.weight":
+                name, shape = f"{match[1]}.router", (experts, config.model.hidden_size)
+                yield Entry(f"{WEIGHT}.{name}.weight", shape, torch.float32, partial(_router_weight, config, name))
+                yield from router_buffers(name, experts)
+        for name in names:
+            yield Entry(name, tuple(entry["shape"]), dtype, partial(read_whole, reader, key))
+
+
+def _router_weight(config: Config, name: str) -> Tensor:
+    weight = Router(config.model, name).weight
+    mpu.spec_of(weight).fill(weight, mpu.derive_seed(config.train.seed, "weights", f"{name}.weight"))
+    return weight.detach()
