@@ -21,7 +21,8 @@ def holders_of(parameter: nn.Parameter, replicas: Any) -> Any:
 
 def is_first_holder(parameter: nn.Parameter, first_replica: bool) -> bool:
     """Return whether this rank is the first replica that holds `parameter`. first_replica: whether it is the first."""
-    return dist.get_rank(parameter.replica_group) == 0 if hasattr(parameter, "replica_group") else first_replica
+    group = holders_of(parameter, None)
+    return first_replica if group is None else dist.get_rank(group) == 0
 
 
 def by_holders(parameters: Iterable[nn.Parameter], replicas: Any) -> list[tuple[Any, list[nn.Parameter]]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ._deepspeed import Zero3Optimizer
-from ._torch import norms
+from ._torch import norms as norms  # other packages import it from here
 from .holders import is_first_holder
 from .optimizer_state import local_piece, owners
 

@@ -4,6 +4,7 @@ If a key is absent or "auto", the flag decides. A key that would have no effect 
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,14 +129,24 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     # sections, use DeepSpeed's ZeRO 1.
     asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
     own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
-    refuse([LATE_GATHER] if p.overlap_param_gather and not own else [])
-    refuse([WHOLE_MATRICES] if config.optim.optimizer == "muon" and zero and not own else [])
-    whole = overlap and zero == 0 and precision in ("fp32", "fp64")
-    refuse([PARTIAL_REPLICAS] if p.expert_parallel_size > 1 and not (own or whole) else [])
+    refuse(_needs_own_reduction(config, zero, own, overlap and zero == 0 and precision in ("fp32", "fp64")))
     overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
     rules = read_param_rules(config.optim.param_groups) if config.optim.param_groups else ()
     return Resolved(ds, precision, zero, float(clip), log_interval, breakdown, overlap, own, tuple(notes), rules)
+
+
+def _needs_own_reduction(config: Config, zero: int, own: bool, plain: bool) -> Iterator[str]:
+    """Yield an error text for each flag that needs this project's reduction of gradients instead of DeepSpeed's.
+
+    own: whether the run uses this project's ZeRO 1. plain: whether it reduces all gradients itself, without ZeRO.
+    """
+    if config.parallel.overlap_param_gather and not own:
+        yield LATE_GATHER
+    if config.optim.optimizer == "muon" and zero and not own:
+        yield WHOLE_MATRICES
+    if config.parallel.expert_parallel_size > 1 and not (own or plain):
+        yield PARTIAL_REPLICAS
 
 
 def _refuse_unknown(given: dict[str, Any], path: str) -> None:

@@ -46,7 +46,8 @@ def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
     """
     first = experts[0]
     plain = first.dense_4h_to_h.bias is None and not first.activation_again
-    whole = not hasattr(first.dense_h_to_4h.weight, "ds_id")
+    weight = first.dense_h_to_4h.weight
+    whole = tuple(weight.shape) == mpu.spec_of(weight).local_shape
     return plain and whole and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tds._torch import norms
-from tds.step_norms import StepNorms
+from tds.step_norms import StepNorms, norms
 
 from .. import mpu
 from .._torch import is_compiled

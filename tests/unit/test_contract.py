@@ -110,7 +110,7 @@ OTHERS = {
         *("param_groups", "state", "found_inf", "clip", "norm", "read_norm", "gradient_share", "squared_norm", "wait"),
     },
     "layer": {"sparse", "weight"},
-    "parameter": {"spec", "tensor"},
+    "parameter": {"spec", "tensor", "replica_group"},
     "zero": {"get"},
 }  # fmt: skip
 

@@ -357,7 +357,13 @@ def test_defaults_of_a_script_may_use_the_names_too() -> None:
 
 
 VALUE = {int: "12", float: "0.9", str: "full", list: "1 2", None: ""}
-FITS = {"--cp-size": "1", "--step-batch-size-schedule": "0:4", "--n-positions": "2048", "--n-ctx": "2048"}
+FITS = {
+    "--cp-size": "1",
+    "--expert-model-parallel-size": "1",
+    "--step-batch-size-schedule": "0:4",
+    "--n-positions": "2048",
+    "--n-ctx": "2048",
+}
 
 
 @pytest.mark.parametrize("name", FLAGS)
