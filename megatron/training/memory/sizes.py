@@ -33,13 +33,13 @@ class Count:
     expert_matrices: int = 0
 
     def by_replicas(self, replicas: int, expert_ranks: int) -> list[tuple["Count", int]]:
-        """Return the parameters without experts, and those of experts, each with the number of ranks that have copies.
+        """Return the parameters without experts, and those of any experts, each with the number of ranks with copies.
 
         replicas: data-parallel size x context-parallel size. expert_ranks: --expert-parallel-size.
         """
         experts = Count(0, self.experts, hidden=self.expert_matrices)
         common = Count(self.whole, self.held - self.experts, hidden=self.hidden - self.expert_matrices)
-        return [(common, replicas), (experts, replicas // expert_ranks)]
+        return [(common, replicas), *([(experts, replicas // expert_ranks)] if self.experts else [])]
 
 
 def _sum(counts: Sequence[Count]) -> Count:
