@@ -105,12 +105,16 @@ def test_tools_take_a_llama(tmp_path: Path, flags: list[str]) -> None:
 def test_the_script_of_the_readme(tmp_path: Path) -> None:
     """scripts/run_llama.sh trains on two stages and generates text; it refuses unknown variants."""
     small = {"TRAIN_ITERS": "3", "NLAYERS": "2", "NHIDDEN": "32", "SEQ_LENGTH": "32"}
-    done = command("bash", "scripts/run_llama.sh", env={**small, "RUN_DIR": str(tmp_path / "run")}, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert SENTENCES["pipe_2_x_data_1_x"] in done.stdout and "loss curve" in done.stdout
+    for variant, experts in (("llama", None), ("qwen3-moe", 8)):
+        env = {**small, "VARIANT": variant, "RUN_DIR": str(tmp_path / variant)}
+        done = command("bash", "scripts/run_llama.sh", env=env, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert SENTENCES["pipe_2_x_data_1_x"] in done.stdout and "loss curve" in done.stdout
+        assert json.loads((tmp_path / variant / "config.json").read_text())["model"]["num_experts"] == experts
     for env, words in (
-        ({"VARIANT": "opt"}, "VARIANT=opt is not one of llama, qwen3, mistral"),
+        ({"VARIANT": "opt"}, "VARIANT=opt is not one of llama, qwen3, mistral, mixtral, qwen3-moe"),
         ({"VARIANT": "qwen3"}, "needs a MODEL_SIZE; choose one of 0.6b 1.7b 8b"),
+        ({"VARIANT": "mixtral"}, "needs a MODEL_SIZE; choose one of 8x7b"),
     ):
         refused = command("bash", "scripts/run_llama.sh", env={**env, "RUN_DIR": str(tmp_path / "no")}, timeout=600)
         assert refused.returncode == 2 and words in refused.stderr

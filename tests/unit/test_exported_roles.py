@@ -198,7 +198,7 @@ def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
         assert theirs(text)["input_ids"] == ours.encode(text)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "t5", "umt5"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "qwen3_moe", "t5", "umt5"])
 def test_a_model_without_a_tokenizer_goes_out_without_one(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
