@@ -325,6 +325,15 @@ def test_missing_objects_buckets_and_packages_are_named(server: FaultyServer, mo
         place("gs://bucket/x").read_bytes()
 
 
+def test_the_storage_copies_objects(bucket: str) -> None:
+    path, copy = RemotePath(f"{bucket}/copied/x"), RemotePath(f"{bucket}/copy/y")
+    path.write_bytes(b"content")
+    path.copy_to(copy)
+    assert copy.read_bytes() == path.read_bytes() == b"content"
+    with pytest.raises(FileNotFoundError, match=f"there is no {bucket}/copied/z"):
+        (path.parent / "z").copy_to(copy)
+
+
 def test_a_url_is_no_local_path() -> None:
     path = place("s3://bucket/folder/name.bin")
     assert str(path) == "s3://bucket/folder/name.bin" == str(pickle.loads(pickle.dumps(path)))
