@@ -377,7 +377,7 @@ def remote(args: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ["MEGATRON_CACHE_DIR"] = str(folder / "cache")
     rng, rates = np.random.default_rng(3), Rates()
-    for megabytes in (80, 400):  # 20 blocks are mapped all the time, 100 blocks are not
+    for megabytes in (80, 400):  # one and two files of the cache
         prefix = str(folder / f"corpus{megabytes}")
         with IndexedDatasetBuilder(prefix, np.uint16) as builder:
             for _ in range(megabytes * 500 // 1100):

@@ -156,6 +156,10 @@ class RemotePath(PosixPath):
         """Copy the file `local` into the object. The object appears when all of it is there."""
         self.request("write", lambda fs, url: fs.put_file(str(local), url))
 
+    def copy_to(self, target: "RemotePath") -> None:
+        """Copy the object into the object `target` of the same storage, without a download."""
+        self.request("copy", lambda fs, url: fs.cp_file(url, str(target)))
+
     def write_bytes(self, data: Any) -> int:
         """Write an object. It appears when all of it is there."""
         self.request("write", lambda fs, url: fs.pipe_file(url, bytes(data)))

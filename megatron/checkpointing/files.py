@@ -72,21 +72,29 @@ def publish_remote(final: RemotePath, index: str, checksum: Checksum, sums: Mapp
     (final / checksum.file).write_bytes("".join(f"{every[name]}  {name}\n" for name in sorted(every)).encode())
     (final / INDEX).write_bytes(data)
     point_latest_to(final)
+    for copy in final.parent.glob("iter_*.old.tmp"):  # see make_room
+        delete(copy, INDEX)
 
 
 def make_room(final: RemotePath) -> None:
     """Delete what is at `final`, such as an earlier save of the same iteration.
 
-    If `latest` names this checkpoint, it first gets the name of the newest of the other complete ones.
+    If `latest` names this checkpoint, it first gets the name of the newest of the other complete ones. If there is no
+    other one, this checkpoint is copied, so that a run can always resume; `publish_remote` deletes the copy.
     """
     folder = final.parent
     if latest_name(folder) == final.name:
         others = [path for path in folder.glob("iter_*") if path != final and _is_checkpoint(path)]
-        if others:
-            point_latest_to(others[-1])
-        else:
-            (folder / "latest").unlink()
+        point_latest_to(others[-1] if others else _copy_aside(final))
     delete(final, INDEX)
+
+
+def _copy_aside(checkpoint: RemotePath) -> RemotePath:
+    copy = checkpoint.with_name(checkpoint.name + ".old.tmp")
+    delete(copy, INDEX)
+    for path in sorted(checkpoint.glob("*"), key=lambda path: path.name == INDEX):  # the index is copied last
+        path.copy_to(copy / path.name)
+    return copy
 
 
 def discard(checkpoint: Path) -> None:

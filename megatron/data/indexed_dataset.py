@@ -115,10 +115,10 @@ class IndexedDataset:
         if checked is not None:
             checked[prefix] = self._one_each
         self.tokens: NDArray[Any]
-        if isinstance(data, RemotePath):
-            remote = RemoteTokens(data, self.dtype, stamp)
-            self.tokens, self._stamp = cast(NDArray[Any], remote), remote.stamp
-            self.orders = os.fspath(folder_of(data, remote.stamp) / "orders")
+        self._remote = RemoteTokens(data, self.dtype, stamp) if isinstance(data, RemotePath) else None
+        if isinstance(data, RemotePath) and self._remote is not None:
+            self.tokens, self._stamp = cast(NDArray[Any], self._remote), self._remote.stamp
+            self.orders = os.fspath(folder_of(data, self._remote.stamp) / "orders")
             return
         # numpy closes the memory map when no array refers to it, so this class needs no close().
         empty = os.path.getsize(data_path) == 0
@@ -127,6 +127,11 @@ class IndexedDataset:
             if empty
             else np.memmap(data_path, mode="r", dtype=self.dtype).view(np.ndarray)  # slicing an np.memmap is slow
         )
+
+    def refresh(self) -> None:
+        """Let `tokens` follow the cache of a corpus in object storage; see `RemoteTokens.refresh`."""
+        if self._remote is not None:
+            self.tokens = cast(NDArray[Any], self._remote.refresh())
 
     def _check_against(self, data_path: str) -> None:
         needed = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize

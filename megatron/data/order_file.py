@@ -26,10 +26,10 @@ Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
 def release_pages(array: NDArray[Any]) -> None:
     """Release the resident pages of the memory map behind `array`; until then they count as memory of this process."""
     base: Any = array
-    if hasattr(base, "release_pages"):  # the tokens of a corpus in object storage
-        base.release_pages()
     while isinstance(base, (np.ndarray, memoryview)):
         base = base.obj if isinstance(base, memoryview) else base.base
+    if hasattr(base, "release_pages"):  # the tokens of a corpus in object storage
+        base.release_pages()
     if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         base.madvise(mmap.MADV_DONTNEED)
 

@@ -1,7 +1,8 @@
 """Tokens of a corpus in object storage, read by byte ranges through a cache on local disk.
 
-The processes of a node share the cache. It has one folder for each version of an object; in it, block n is the file
-`n`. MEGATRON_CACHE_DIR names the cache's folder, MEGATRON_CACHE_GB is the limit of the size of all blocks together.
+The processes of a node share the cache. It has one folder for each version of an object. In it, the sparse file `n`
+holds the n-th `BLOCKS` blocks of the object, and after them one byte for each block: 1 if the block is there.
+MEGATRON_CACHE_DIR names the cache's folder, MEGATRON_CACHE_GB is the limit of its size.
 """
 
 import contextlib
@@ -11,19 +12,24 @@ import hashlib
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import own_folder, temporary_name, whole_file
+from ..atomic import naming, own_folder, whole_file
 from ..storage import RemotePath, StorageError
 
-BLOCK = 4 << 20  # bytes
-OPEN_BLOCKS = 1024  # mapped blocks of a corpus in a process
+BLOCK = 4 << 20  # bytes that are downloaded at once
+BLOCKS = 64  # number of blocks in a file of the cache
+IN_MEMORY = 256  # blocks of an object that a process keeps in memory if the cache cannot be written
 DEFAULT_GB = 50.0
+COPY = "whole"  # file name of the copy of a whole object
+RECENT = 3600.0  # seconds; a process may be opening the copy that it has just found
+HUGE = 2 << 20  # bytes of a huge page
+MAP_FIXED = 0x10  # of mmap; Python has no name for it
 LOCKS = 64  # maximum number of blocks of an object that are downloaded at the same time
 FOLDER, LIMIT = "MEGATRON_CACHE_DIR", "MEGATRON_CACHE_GB"
 
@@ -37,7 +43,7 @@ def cache_folder() -> Path:
 
 
 def cache_limit() -> int:
-    """Return the largest size of all blocks in bytes. Raises ValueError for a wrong MEGATRON_CACHE_GB."""
+    """Return the largest size of the cache in bytes. Raises ValueError for a wrong MEGATRON_CACHE_GB."""
     given = os.environ.get(LIMIT, str(DEFAULT_GB))
     with contextlib.suppress(ValueError):
         if (limit := float(given)) > 0:
@@ -47,7 +53,7 @@ def cache_limit() -> int:
 
 def folder_of(path: RemotePath, stamp: tuple[int, str]) -> Path:
     """Return the folder of one version of an object in the cache."""
-    key = hashlib.sha256(repr((str(path), stamp, BLOCK)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((str(path), stamp, BLOCK, BLOCKS)).encode()).hexdigest()[:32]
     folder = cache_folder() / key
     folder.mkdir(exist_ok=True)
     return folder
@@ -56,51 +62,61 @@ def folder_of(path: RemotePath, stamp: tuple[int, str]) -> Path:
 def local_copy(path: RemotePath) -> Path:
     """Return the copy of an object in the cache, and download the object if there is none."""
     stamp = path.stamp()
-    there = folder_of(path, stamp) / "whole"
-    with _locked(there.with_name("whole.lock")):
-        if not there.is_file():
+    there = folder_of(path, stamp) / COPY
+    with _locked(there.with_name(f"{COPY}.lock")):
+        if there.is_file():
+            os.utime(there)
+        else:
             with whole_file(there) as new:
                 path.download(new)
                 _refuse_change(path, stamp)
     return there
 
 
-class _Map:
-    """Read-only memory map of a file as a numpy array of bytes.
+class _Region:
+    """Range of addresses for an object, at which files of the cache are mapped; read-only numpy array of bytes.
 
-    Unlike Python's mmap before 3.13, it keeps no file descriptor, so that a process can map thousands of blocks.
-    Raises OSError.
+    Reading bytes of a file that is not mapped crashes the process.
     """
 
     _libc: ClassVar[Any] = None
 
-    def __init__(self, file: int, size: int) -> None:
-        if _Map._libc is None:
+    def __init__(self, size: int) -> None:
+        if _Region._libc is None:
             libc = ctypes.CDLL(None, use_errno=True)
             numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
             libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, *numbers)
             libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
             libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-            _Map._libc = libc
-        self._place = None
-        found = self._libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
+            _Region._libc = libc
+        self._size, self._begin = size + HUGE, None
+        self._begin = self._map(None, self._size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        # The kernel maps whole huge pages of a file only at multiples of their size; this is 10 % faster.
+        self._first = -(-self._begin // HUGE) * HUGE
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (self._first, True), "version": 3}
+
+    def _map(self, at: int | None, size: int, access: int, kind: int, file: int) -> int:
+        found: int = self._libc.mmap(at, size, access, kind, file, 0)
         if found == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._place = found, size
-        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (found, True), "version": 3}
+        return found
 
-    def release(self) -> None:
+    def put(self, at: int, file: int) -> None:
+        """Map an open file of the cache at byte `at`. Raises OSError."""
+        size = min(BLOCK * BLOCKS, self._size - HUGE - at)
+        self._map(self._first + at, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, file)
+
+    def release_pages(self) -> None:
         """Release the resident pages, which count as memory of this process."""
-        if self._place is not None:
-            self._libc.madvise(*self._place, mmap.MADV_DONTNEED)
+        self._libc.madvise(self._begin, self._size, mmap.MADV_DONTNEED)
 
     def __del__(self) -> None:
-        if self._place is not None:
-            self._libc.munmap(*self._place)
+        if self._begin is not None:
+            self._libc.munmap(self._begin, self._size)
 
 
 class RemoteTokens:
-    """Array of tokens in object storage, with the slices of a one-dimensional numpy array.
+    """Array of tokens in object storage, with the slices of a one-dimensional numpy array. Not for several threads.
 
     stamp: version of the object that a process has opened before; None takes the present one.
     Raises StorageError if the object is another one than that of `stamp`, also later, when a block is downloaded.
@@ -113,80 +129,82 @@ class RemoteTokens:
         self._length = self.stamp[0] // dtype.itemsize
         self._per_block = BLOCK // dtype.itemsize
         self._folder, self._limit = folder_of(path, self.stamp), cache_limit()
-        self._maps: dict[int, NDArray[Any]] = {}
-        self._new, self._allowed = 0, max(self._limit // (64 * BLOCK), 1)
+        self._in_memory: dict[int, NDArray[Any]] = {}
+        self._new, self._allowed, self._changed = 0, max(self._limit // (64 * BLOCK), 1), 0
+        self._unmap()
+
+    def _unmap(self) -> None:
+        """Begin again without mapped files. Arrays that have been returned keep theirs."""
+        self._region = _Region(self._length * self.dtype.itemsize)
+        self._tokens: NDArray[Any] = np.asarray(self._region).view(self.dtype)
+        self._blocks = -(-self._length // self._per_block)
+        self._there = bytearray(self._blocks + BLOCKS)  # 1 for each block that can be read at its place in the region
+        self._files = dict[int, int]()  # inode of each mapped file
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, where: slice) -> NDArray[Any]:
-        start, stop = where.start, where.stop
-        if start is None or stop is None or not 0 <= start <= stop <= self._length:
-            start, stop, _ = where.indices(self._length)
-        number = start // self._per_block
-        begin = number * self._per_block
-        if stop <= begin + self._per_block:
-            if start >= stop:
-                return np.empty(0, self.dtype)
-            block = self._maps.get(number)
-            return (block if block is not None else self._open(number))[start - begin : stop - begin]
-        numbers = range(number, (stop - 1) // self._per_block + 1)
-        return np.concatenate([self._open(each) for each in numbers])[start - begin : stop - begin]
+        start, stop, _ = where.indices(self._length)
+        if start >= stop:
+            return np.empty(0, self.dtype)
+        first, end = start // self._per_block, (stop - 1) // self._per_block + 1
+        if self._there.find(0, first, end) < 0:
+            return self._tokens[start:stop]
+        blocks = [self._block(number) for number in range(first, end)]
+        found = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return found[start - first * self._per_block : stop - first * self._per_block]
 
-    def joined(self, spans: Sequence[tuple[int, int]]) -> NDArray[Any]:
-        """Return the tokens from start to stop - 1 of each (start, stop), one after another. Faster than slices."""
-        blocks, length, found = self._maps, self._per_block, []
-        for start, stop in spans:
-            number, first = divmod(start, length)
-            block = blocks.get(number) if first + stop - start <= length else None
-            found.append(self[start:stop] if block is None else block[first : first + stop - start])
-        return np.concatenate(found)
+    def refresh(self) -> "NDArray[Any] | RemoteTokens":
+        """Return an equal array, as fast as that of a local file if all blocks are in the cache, else this one.
+
+        Call it again from time to time: it releases files that were deleted to make room. Their space on the disk is
+        free when no process maps them.
+        """
+        with contextlib.suppress(OSError):  # if somebody has deleted the folder, mapped files can still be read
+            changed = os.stat(self._folder).st_mtime_ns
+            if changed != self._changed and any(_inode(self._folder / str(n)) != self._files[n] for n in self._files):
+                self._unmap()
+            self._changed = changed
+        return self._tokens if self._there.count(1) == self._blocks else self
 
     def release_pages(self) -> None:
-        """Release the resident pages of all mapped blocks."""
-        for block in self._maps.values():
-            base: Any = block.base
-            while isinstance(base, np.ndarray):
-                base = base.base
-            if isinstance(base, _Map):
-                base.release()
+        """Release the resident pages of all mapped files."""
+        self._region.release_pages()
 
-    def _open(self, number: int) -> NDArray[Any]:
-        found = self._maps.get(number)
-        if found is None:
-            found = self._mapped(number)
-            if found is None:
-                found = self._downloaded(number)
-            if len(self._maps) >= OPEN_BLOCKS:
-                del self._maps[next(iter(self._maps))]
-            self._maps[number] = found
-        return found
+    def _block(self, number: int) -> NDArray[Any]:
+        found = self._cached(number)
+        return self._downloaded(number) if found is None else found
 
-    def _bytes(self, number: int) -> range:
-        size = self._length * self.dtype.itemsize
-        return range(number * BLOCK, min((number + 1) * BLOCK, size))
+    def _cached(self, number: int) -> NDArray[Any] | None:
+        if not self._there[number]:
+            self._look(number // BLOCKS)
+        if self._there[number]:
+            return self._tokens[number * self._per_block : (number + 1) * self._per_block]
+        return self._in_memory.get(number)
 
-    def _mapped(self, number: int) -> NDArray[Any] | None:
-        path = self._folder / str(number)
-        try:
-            with open(path, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != len(self._bytes(number)):
-                    return None
-                raw = _Map(file.fileno(), size)
-                os.utime(file.fileno())  # when the cache is full, the blocks unused for the longest time are deleted
-        except OSError:  # the block is not there
-            return None
-        return np.asarray(raw).view(self.dtype)
+    def _look(self, n: int) -> None:
+        """Map file n, and read which blocks it has."""
+        path = self._folder / str(n)
+        with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file, naming(path):
+            inode = os.fstat(file.fileno()).st_ino
+            if self._files.get(n) != inode:
+                if n in self._files:  # the mapped file has been deleted, and another process has begun a new one
+                    self._unmap()
+                self._region.put(n * BLOCKS * BLOCK, file.fileno())
+                self._files[n] = inode
+                os.utime(file.fileno())  # when the cache is full, the files unused for the longest time are deleted
+            found = os.pread(file.fileno(), BLOCKS, BLOCKS * BLOCK)
+            self._there[n * BLOCKS : n * BLOCKS + len(found)] = found
 
     def _downloaded(self, number: int) -> NDArray[Any]:
         with _locked(self._folder / f"{number % LOCKS}.lock"):
-            found = self._mapped(number)  # another process may have downloaded the block meanwhile
+            found = self._cached(number)  # another process may have downloaded the block meanwhile
             if found is not None:
                 return found
-            here = self._bytes(number)
+            begin = number * BLOCK
             try:
-                data = self.path.read_range(here.start, here.stop)
+                data = self.path.read_range(begin, min(begin + BLOCK, self._length * self.dtype.itemsize))
             except StorageError:
                 if self._has_changed():  # the object may have become shorter
                     _refuse_change(self.path, self.stamp)
@@ -203,37 +221,55 @@ class RemoteTokens:
 
     def _keep(self, number: int, data: bytes) -> None:
         """Write a block into the cache. On a full disk, training continues without it."""
-        path = self._folder / str(number)
+        path = self._folder / str(number // BLOCKS)
         try:
-            with whole_file(path, temporary_name(path)) as new:
-                new.write_bytes(data)
+            with naming(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+                file.seek(number % BLOCKS * BLOCK)
+                file.write(data)
+                file.flush()
+                os.fdatasync(file.fileno())  # if the machine crashes, the next byte must not be there without the block
+                file.seek(BLOCKS * BLOCK + number % BLOCKS)
+                file.write(b"\1")
             self._new += 1
             if self._new >= self._allowed:
                 self._new = 0
                 evict(cache_folder(), self._limit)
         except OSError as error:
             print(f"note: a block of {self.path} is not kept in the cache {path.parent}: {error}", file=sys.stderr)
+            if len(self._in_memory) >= IN_MEMORY:
+                del self._in_memory[next(iter(self._in_memory))]
+            self._in_memory[number] = np.frombuffer(data, self.dtype)
 
 
 def evict(folder: Path, limit: int) -> None:
-    """Delete the blocks that were not used for the longest time until the rest fits into 7/8 of `limit` bytes.
+    """Delete the files that were not used for the longest time until the rest fits into 7/8 of `limit` bytes.
 
-    Deletes nothing if all blocks fit into `limit`. Processes that have mapped a block can still read it.
+    Deletes nothing if all files fit into `limit`. Tokens are deleted before copies of objects; copies that were opened
+    less than `RECENT` seconds ago stay. Processes that have mapped a file can still read it.
     """
-    blocks, total = [], 0
-    for path in folder.glob("*/*"):
-        if path.name.isdigit():
+    files, total, now = [], 0, time.time()
+    for path in folder.glob(f"{'[0-9a-f]' * 32}/*"):
+        if path.name.isdigit() or path.name == COPY:
             with contextlib.suppress(OSError):
                 about = path.stat()
-                blocks.append((about.st_mtime_ns, about.st_size, path))
-                total += about.st_size
+                size = about.st_blocks * 512  # the files are sparse
+                total += size
+                if path.name != COPY or about.st_mtime < now - RECENT:
+                    files.append((path.name == COPY, about.st_mtime_ns, size, path))
     if total <= limit:
         return
-    for _, size, path in sorted(blocks):
+    for _, _, size, path in sorted(files):
         if total <= limit - limit // 8:
             return
         path.unlink(missing_ok=True)
         total -= size
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return None
 
 
 def _refuse_change(path: RemotePath, stamp: tuple[int, str]) -> None:

@@ -5,10 +5,9 @@ from numpy.typing import NDArray
 
 from . import order_file
 from .indexed_dataset import DatasetError, IndexedDataset
-from .remote_tokens import RemoteTokens
 from .sample_order import SMALL, SampleOrder, Sizes
 
-OFTEN = 256  # memory-mapped pages of a large corpus are released after this number of documents has been read
+OFTEN = 256  # number of documents after whose reading memory-mapped pages and files are released
 
 
 class Windows:
@@ -42,21 +41,21 @@ class Windows:
         tokens, start_of, first = self._indexed.tokens, self._start_of, self._first
         pieces = self.order.pieces(n)
         self._read += len(pieces)
-        if self._large and self._read > OFTEN:
-            self._release_pages()
-        if isinstance(tokens, RemoteTokens):
-            raw = tokens.joined([((b := start_of(first + doc)) + start, b + stop) for doc, start, stop in pieces])
-        else:
-            raw = np.concatenate(
-                [tokens[(base := start_of(first + document)) + start : base + stop] for document, start, stop in pieces]
-            )
+        if self._read > OFTEN:
+            self._release()
+        raw = np.concatenate(
+            [tokens[(base := start_of(first + document)) + start : base + stop] for document, start, stop in pieces]
+        )
         if self._checked and (np.maximum.reduce(raw) >= self._vocab_size or (self._signed and raw.min() < 0)):
             self._refuse(n, raw)
         return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
 
-    def _release_pages(self) -> None:
-        """Release memory-mapped pages, because reading one place of a file keeps 64 kB or more of it in memory."""
+    def _release(self) -> None:
+        """Release what reading has mapped: reading one place of a large file keeps 64 kB or more of it in memory."""
         self._read = 0
+        self._indexed.refresh()
+        if not self._large:
+            return
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):
             order_file.release_pages(array)

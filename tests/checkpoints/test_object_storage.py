@@ -1,12 +1,13 @@
 """Runs whose corpus and checkpoints are in object storage train as runs on local files do, whatever the server does."""
 
 import contextlib
+import hashlib
 import io
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ from safetensors.numpy import save_file
 
 from megatron import storage
 from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint, remote, save
-from megatron.checkpointing.files import open_tensors
+from megatron.checkpointing.files import make_room, open_tensors
 from megatron.checkpointing.remote import TENSORS
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.storage import RemotePath, place
+from megatron.storage import RemotePath, StorageError, place
 from megatron.tasks import TASKS
 from megatron.training import inputs, train
 from tests.object_server import BUCKET, FaultyServer, s3_server
@@ -75,6 +76,11 @@ def names(url: str) -> list[str]:
     return [path.name for path in place(url).glob("*")]
 
 
+def whole_ones(url: str) -> list[str]:
+    """Return the names of the checkpoints that have an index. Storage in memory keeps names of deleted folders."""
+    return [path.name for path in place(url).glob("iter_*") if (path / "checkpoint.json").exists()]
+
+
 def test_a_run_in_a_bucket_is_the_local_run_and_resumes_in_another_layout(
     server: FaultyServer, remote_data: str, tiny_data: str, vocab_file: str, tmp_path: Path
 ) -> None:
@@ -108,10 +114,55 @@ def test_a_run_in_a_bucket_is_the_local_run_and_resumes_in_another_layout(
     assert deleted[0] == "/bucket/run/iter_0000002/checkpoint.json" and len(deleted) == 4
 
 
-def _in_memory(folder: str, data: str, vocab_file: str) -> str:
-    words, url = io.StringIO(), "memory://bucket/run"
+def _stand_in(protocol: str, stamp: str) -> list[str]:
+    """Let `protocol` name a file system in memory; return the list of the objects that will be written.
+
+    Its objects have the version `stamp`, as those of the real file system.
+    """
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    written: list[str] = []
+
+    class StandIn(MemoryFileSystem):  # type: ignore[misc]
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            assert not path.startswith("/") or "://" not in path
+            return str(super()._strip_protocol(path.removeprefix(f"{protocol}://")))
+
+        def info(self, path: str, **more: Any) -> dict[str, Any]:
+            found = super().info(path, **more)
+            found.pop("created", None)
+            if found["type"] == "file":
+                found[stamp] = hashlib.sha256(self.cat_file(path)).hexdigest()
+            return dict(found)
+
+        def pipe_file(self, path: str, *args: Any, **more: Any) -> None:
+            written.append(path)
+            super().pipe_file(path, *args, **more)
+
+        def put_file(self, local: str, path: str, *args: Any, **more: Any) -> None:
+            written.append(path)
+            super().put_file(local, path, *args, **more)
+
+    StandIn.protocol = (protocol,)
+    fsspec.register_implementation(protocol, StandIn, clobber=True)
+    return written
+
+
+PLACES = {"memory": ("memory://bucket", "created"), "gs": ("gs://bucket/deep", "etag"),
+          "hf": ("hf://datasets/user/repo", "blob_id")}  # fmt: skip
+
+
+def _in_memory(folder: str, data: str, vocab_file: str, protocol: str) -> str:
+    words, (base, stamp) = io.StringIO(), PLACES[protocol]
+    url, written = f"{base}/run", [] if protocol == "memory" else _stand_in(protocol, stamp)
     for end in (".bin", ".idx"):
-        RemotePath(f"memory://bucket/tiny{end}").upload(Path(data + end))
+        RemotePath(f"{base}/tiny{end}").upload(Path(data + end))
+    assert RemotePath(f"{base}/tiny.bin").stamp()[1].startswith(f"{stamp} ")
     os.environ["MEGATRON_CACHE_DIR"] = f"{folder}/cache"
     with contextlib.redirect_stdout(words):
         for name, flags in (
@@ -120,18 +171,66 @@ def _in_memory(folder: str, data: str, vocab_file: str) -> str:
             ("run", f"{FLAGS} 6 --save {url} --override-lr-schedule"),
             ("tuned", f"{FLAGS} 2 --load {url} --finetune"),
         ):
-            with make(Start("gpt2", Path(folder, name), flags), "memory://bucket/tiny", vocab_file) as run:
+            with make(Start("gpt2", Path(folder, name), flags), f"{base}/tiny", vocab_file) as run:
                 train(run)
+    assert whole_ones(url) == ["iter_0000004", "iter_0000006"]
+    if protocol != "memory":
+        last = [path for path in written if "/run/iter_0000006/" in path]
+        assert last[0].endswith(TENSORS) and last[-1] == f"{url}/iter_0000006/checkpoint.json"
+        with pytest.raises(StorageError, match=f"could not read {base}/tiny.bin.*the answer has"):
+            RemotePath(f"{base}/tiny.bin").read_range(0, 1 << 40)
     return words.getvalue()
 
 
-def test_one_process_can_use_memory_and_load_from_a_url(tiny_data: str, vocab_file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", PLACES)
+def test_one_process_can_use_memory_and_load_from_a_url(
+    protocol: str, tiny_data: str, vocab_file: str, tmp_path: Path
+) -> None:
     pytest.importorskip("fsspec")
-    words = on_ranks(1, _in_memory, str(tmp_path), tiny_data, vocab_file)[0]
+    words = on_ranks(1, _in_memory, str(tmp_path), tiny_data, vocab_file, protocol)[0]
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole") and len(losses_of(tmp_path / "run")) == 6
     assert "resumed at iteration 4" in words
-    assert "this run starts with the weights of memory://bucket/run/iter_0000006" in words
+    assert f"this run starts with the weights of {PLACES[protocol][0]}/run/iter_0000006" in words
     assert losses_of(tmp_path / "tuned")[0] < losses_of(tmp_path / "whole")[0] - 0.01
+
+
+def _saved_again(folder: str, data: str, vocab_file: str) -> str:
+    """Stop while the only checkpoint is saved again: before and after the old one is deleted. Then resume."""
+    url, words = RemotePath("memory://bucket/again"), io.StringIO()
+
+    def train_until(name: str, iteration: int) -> None:
+        with make(Start("gpt2", Path(folder, name), f"{FLAGS} {iteration} --save {url}"), data, vocab_file) as run:
+            train(run)
+
+    def cut(path: RemotePath, target: RemotePath) -> None:
+        if path.name == "checkpoint.json":
+            raise StorageError("cut")
+        copy(path, target)
+
+    copy = RemotePath.copy_to
+    with contextlib.redirect_stdout(words):
+        train_until("run", 2)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError, match="cut"):
+            patch.setattr(RemotePath, "copy_to", cut)
+            make_room(url / "iter_0000002")
+        newest = latest_checkpoint(url)
+        assert newest == url / "iter_0000002"
+        CheckpointReader(newest).verify()
+        make_room(url / "iter_0000002")
+        newest = latest_checkpoint(url)
+        assert newest is not None and newest.name == "iter_0000002.old.tmp" and whole_ones(str(url)) == [newest.name]
+        CheckpointReader(newest).verify()
+        train_until("run", 4)
+    assert whole_ones(str(url)) == ["iter_0000004"] and not names(f"{url}/iter_0000002.old.tmp")
+    return words.getvalue()
+
+
+def test_saving_the_only_checkpoint_again_always_leaves_one(tiny_data: str, vocab_file: str, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    words = on_ranks(1, _saved_again, str(tmp_path), tiny_data, vocab_file)[0]
+    assert "resumed at iteration 2" in words
+    on_ranks(1, run_all, [Start("gpt2", tmp_path / "whole", f"{FLAGS} 4")], tiny_data, vocab_file)
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
 
 
 def _killed(env: dict[str, str], start: Start, when: str, data: str, vocab_file: str) -> None:

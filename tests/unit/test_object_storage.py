@@ -3,6 +3,8 @@
 import contextlib
 import os
 import pickle
+import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.t5_dataset import Objective, Specials
 from megatron.storage import RemotePath, StorageError, place
 from tests.object_server import FaultyServer, s3_server
+from tests.support import ends_of_ranks, on_ranks
 
 BLOCK = 4096
 TOKENS = 40_000
@@ -46,6 +49,7 @@ def bucket(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(remote_tokens, "BLOCK", BLOCK)
+    monkeypatch.setattr(remote_tokens, "BLOCKS", 4)
     monkeypatch.setattr(storage, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("MEGATRON_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -106,18 +110,158 @@ def test_only_the_blocks_that_are_read_are_downloaded_and_only_once(server: Faul
 
 
 def test_the_cache_stays_below_its_limit(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remote, limit = upload(local_corpus(tmp_path), bucket), 8 * BLOCK
+    remote, limit = upload(local_corpus(tmp_path), bucket), 16 * BLOCK
     monkeypatch.setenv("MEGATRON_CACHE_GB", str(limit / 1e9))
     tokens, most = IndexedDataset(remote).tokens, 0
     for begin in range(0, TOKENS, 500):
         tokens[begin : begin + 500]
-        blocks = [path for path in Path(tmp_path, "cache").glob("*/*") if path.name.isdigit()]
-        most = max(most, sum(path.stat().st_size for path in blocks))
+        most = max(most, sum(path.stat().st_blocks * 512 for path in Path(tmp_path, "cache").glob("*/*")))
     assert limit // 2 < most <= limit < 2 * TOKENS
     np.testing.assert_array_equal(tokens[:TOKENS], np.fromfile(f"{tmp_path}/text.bin", np.uint16))
     monkeypatch.setenv("MEGATRON_CACHE_GB", "none")
     with pytest.raises(ValueError, match="MEGATRON_CACHE_GB=none"):
         IndexedDataset(remote)
+
+
+def maps(cache: Path, of: str) -> int:
+    """Return how often this process has mapped files of the cache whose line of the map matches `of`."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len([line for line in lines if str(cache) in line and re.search(of, line)])
+
+
+def test_a_warm_cache_is_one_array_that_outlives_its_files(bucket: str, tmp_path: Path) -> None:
+    remote, cache = upload(local_corpus(tmp_path), bucket), tmp_path / "cache"
+    whole = np.fromfile(f"{tmp_path}/text.bin", np.uint16)
+    before = IndexedDataset(remote)
+    np.testing.assert_array_equal(before.tokens[: TOKENS - BLOCK], whole[:-BLOCK])
+    before.refresh()
+    assert isinstance(before.tokens, remote_tokens.RemoteTokens)  # the last blocks are not there
+    np.testing.assert_array_equal(before.tokens[-10:], whole[-10:])
+    np.testing.assert_array_equal(before.tokens[-BLOCK:-10], whole[-BLOCK:-10])
+    later = IndexedDataset(remote)  # another process of the node
+    for indexed in (before, later):
+        for begin in range(0, TOKENS, 1000):
+            indexed.tokens[begin : begin + 1000]
+        indexed.refresh()
+        assert type(indexed.tokens) is np.ndarray
+    held = later.tokens
+    np.testing.assert_array_equal(held, whole)
+    assert maps(cache, r"/\d$") == 2 * 5 and not held.flags.writeable  # 20 blocks in files of 4, mapped twice
+
+    remote_tokens.evict(cache, 0)
+    assert not [path for path in cache.glob("*/*") if path.name.isdigit()]
+    np.testing.assert_array_equal(held, whole)
+    np.testing.assert_array_equal(IndexedDataset(remote).tokens[:], whole)  # a new file replaces each deleted one
+    np.testing.assert_array_equal(later.tokens[:], whole)
+    before.refresh()
+    later.refresh()
+    assert isinstance(later.tokens, remote_tokens.RemoteTokens)
+    np.testing.assert_array_equal(held, whole)
+    assert maps(cache, r"\d \(deleted\)$") == 5
+    del held, indexed
+    assert maps(cache, r"\d \(deleted\)$") == 0
+    np.testing.assert_array_equal(later.tokens[:], whole)
+
+
+def test_a_file_that_is_deleted_and_made_again_gives_its_new_blocks(bucket: str, tmp_path: Path) -> None:
+    remote = upload(local_corpus(tmp_path), bucket)
+    whole = np.fromfile(f"{tmp_path}/text.bin", np.uint16)
+    tokens, half = IndexedDataset(remote).tokens, BLOCK // 2
+    tokens[:half]  # downloads block 0
+    first = tokens[:half]  # maps its file
+    remote_tokens.evict(tmp_path / "cache", 0)
+    IndexedDataset(remote).tokens[half : 2 * half]  # another process downloads block 1 into a new file
+    np.testing.assert_array_equal(tokens[half : 2 * half], whole[half : 2 * half])
+    np.testing.assert_array_equal(first, whole[:half])
+    np.testing.assert_array_equal(tokens[: 2 * half], whole[: 2 * half])
+
+
+def test_copies_of_indexes_are_part_of_the_cache(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote, cache = upload(local_corpus(tmp_path), bucket), tmp_path / "cache"
+    IndexedDataset(remote).tokens[:]
+
+    def evicted(limit: int) -> tuple[bool, bool]:
+        """Return whether files of tokens, and the copy of the index, are still there."""
+        remote_tokens.evict(cache, limit)
+        names = [path.name for path in cache.glob("*/*")]
+        return any(name.isdigit() for name in names), "whole" in names
+
+    used = sum(path.stat().st_blocks * 512 for path in cache.glob("*/*"))
+    count = len([path for path in cache.glob("*/*") if path.name.isdigit()])
+    assert evicted(used) == (True, True)
+    assert count == len([path for path in cache.glob("*/*") if path.name.isdigit()])
+    assert evicted(used - 1) == (True, True)
+    assert count > len([path for path in cache.glob("*/*") if path.name.isdigit()])
+    assert evicted(1) == (False, True)  # a process may be opening the copy
+    monkeypatch.setattr(remote_tokens, "RECENT", -1.0)
+    (tmp_path / "cache/another/0").parent.mkdir()
+    (tmp_path / "cache/another/0").write_bytes(b"a file of the user")
+    assert evicted(1) == (True, False)
+
+
+def _reading(env: dict[str, str], remote: str, cut: str) -> list[int]:
+    """Read the corpus in random order; return the positions of windows that are wrong. cut: when to be killed."""
+    os.environ.update(env)
+    remote_tokens.BLOCK, remote_tokens.BLOCKS = BLOCK, 4
+    sync, left = os.fdatasync, 5
+
+    def killed(file: int) -> None:
+        nonlocal left
+        left -= 1
+        if not left and cut == "no byte":
+            end = os.lseek(file, 0, os.SEEK_CUR)
+            os.pwrite(file, bytes(BLOCK // 2), end - BLOCK // 2)  # as if half of the block had been written
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(file)
+        if not left and cut == "no mark":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    whole = np.fromfile(env["WHOLE"], np.uint16)
+    order = np.random.default_rng(os.getpid()).integers(0, TOKENS - 500, 600).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", killed if cut and os.environ["RANK"] == "0" else sync)
+        indexed, wrong = IndexedDataset(remote), []
+        for n, at in enumerate(order):
+            wrong += [at] if (indexed.tokens[at : at + 500] != whole[at : at + 500]).any() else []
+            if n % 20 == 0:
+                indexed.refresh()
+    return wrong
+
+
+@pytest.mark.parametrize("cut", ["", "no byte", "no mark"])
+def test_processes_share_a_small_cache_and_a_killed_one_leaves_no_wrong_tokens(
+    cut: str, server: FaultyServer, tmp_path: Path
+) -> None:
+    remote = upload(local_corpus(tmp_path), f"s3://bucket/shared{cut.replace(' ', '-')}")
+    env = {
+        **server.environment, "MEGATRON_CACHE_DIR": str(tmp_path / "cache"), "WHOLE": f"{tmp_path}/text.bin",
+        "MEGATRON_CACHE_GB": str(14 * BLOCK / 1e9),
+    }  # fmt: skip
+    if cut:
+        ends = ends_of_ranks(1, _reading, env | {"MEGATRON_CACHE_GB": "1"}, remote, cut)
+        assert ends[0].code == -signal.SIGKILL
+        assert on_ranks(1, _reading, env | {"MEGATRON_CACHE_GB": "1"}, remote, "") == [[]]
+    else:
+        assert on_ranks(2, _reading, env, remote, "") == [[], []]
+
+
+def test_a_cache_that_cannot_be_written_delays_only_the_first_reading(
+    server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remote = upload(local_corpus(tmp_path), "s3://bucket/full")
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    tokens = IndexedDataset(remote).tokens
+    for _ in range(2):
+        np.testing.assert_array_equal(tokens[:], np.fromfile(f"{tmp_path}/text.bin", np.uint16))
+        server.faults.requests.clear()
+    assert not [each for each in server.faults.requests if each.startswith("GET")]
+    assert f"a block of {remote}.bin is not kept in the cache" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert not np.frombuffer(next((tmp_path / "cache").glob("*/0")).read_bytes()[4 * BLOCK :], np.uint8).any()
 
 
 def test_a_changed_object_is_refused(bucket: str, tmp_path: Path) -> None:
@@ -179,6 +323,15 @@ def test_missing_objects_buckets_and_packages_are_named(server: FaultyServer, mo
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(StorageError, match="gs:// needs the package gcsfs: pip install gcsfs"):
         place("gs://bucket/x").read_bytes()
+
+
+def test_the_storage_copies_objects(bucket: str) -> None:
+    path, copy = RemotePath(f"{bucket}/copied/x"), RemotePath(f"{bucket}/copy/y")
+    path.write_bytes(b"content")
+    path.copy_to(copy)
+    assert copy.read_bytes() == path.read_bytes() == b"content"
+    with pytest.raises(FileNotFoundError, match=f"there is no {bucket}/copied/z"):
+        (path.parent / "z").copy_to(copy)
 
 
 def test_a_url_is_no_local_path() -> None:
