@@ -165,7 +165,8 @@ def _reductions(layout: Layout, cost: Cost) -> Iterator[str]:
     if count:
         yield (
             f"experts: {count // ranks} of {count} on each rank; all-to-alls over ranks: {ranks}, "
-            f"{cost.expert_bytes / 1e6:,.2f} MB per micro-batch and rank; ranks with the same experts: {copies // ranks}"
+            f"{cost.expert_bytes / 1e6:,.2f} MB per micro-batch and rank; "
+            f"ranks with the same experts: {copies // ranks}"
         )
 
 
