@@ -164,9 +164,9 @@ def _reductions(layout: Layout, cost: Cost) -> Iterator[str]:
     )
     if count:
         yield (
-            f"experts: {count // ranks} of {count} on each rank; groups of {ranks} data-parallel ranks divide them and "
-            f"exchange {cost.expert_bytes / 1e6:,.1f} MB per micro-batch and rank; their gradients are reduced over "
-            f"{copies // ranks} ranks"
+            f"experts: {count // ranks} of {count} on each rank; all-to-alls over ranks: {ranks}, "
+            f"{cost.expert_bytes / 1e6:,.2f} MB per micro-batch and rank; "
+            f"ranks with the same experts: {copies // ranks}"
         )
 
 

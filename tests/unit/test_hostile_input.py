@@ -38,6 +38,10 @@ STRANGE = [
     '{"iteration": "4"}',
     '{"iteration": null}',
     '{"iteration": 2, "lm_loss": "low"}',
+    '{"iteration": 2, "expert_tokens": [1, 2]}',
+    '{"iteration": 2, "expert_tokens": {"layers.0": 3}}',
+    '{"iteration": 2, "expert_tokens": {"layers.0": [1, -1]}}',
+    '{"iteration": 2, "expert_tokens": {"layers.0": [1, 0.5]}}',
     "{}",
 ]
 

@@ -24,6 +24,7 @@ from megatron_tools.plan import plan, published
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import pipeline_units
 from megatron_tools.plan.layouts import Batch, Layout, Wanted, candidates, evaluate, search, solve_batch
+from megatron_tools.plan.report import explained
 from tds.schedule import NAMES, schedule_of
 from tds.timetable import bubble, most_in_flight, times
 from tests.sentences import SENTENCES
@@ -221,6 +222,9 @@ def test_time_of_experts() -> None:
     assert divided.cost.expert_bytes == 4 * 4 * (64 * 3) * 64 * 2 * 3 / 4
     assert divided.cost.stages[0].expert_parallel == 2 * both.cost.stages[0].expert_parallel > 0
     assert "ep 4" in divided.name
+    # 4 x 4 x 192 rows of 64 bf16 numbers, of which 3/4 are sent, are 0.29 MB.
+    line = next(line for line in explained(divided, cluster, None) if line.startswith("experts"))
+    assert re.findall(r"[\d.]+", line) == ["2", "8", "4", "0.29", "1"]
     # The gradients of experts are reduced over one rank only, so their all-reduce takes no time.
     assert divided.cost.gradients < three.gradients
 
