@@ -131,8 +131,12 @@ def train(model: Any, logits_of: Any, tokens: Tensor) -> tuple[list[float], Tens
         return losses, logits_of(tokens[0])
 
 
+# Together, these cases have every setting that is drawn: shared experts, layers without experts, windows, fused files.
+FEW = {1, 3, 5, 6, 7, 8, 10, 11}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", covering(list(range(len(CASES))), lambda number: number < 6))
+@pytest.mark.parametrize("number", covering(list(range(len(CASES))), FEW.__contains__))
 def test_logits_and_three_steps_are_theirs(number: int, tmp_path: Path) -> None:
     """Logits equal transformers' to 1e-5, losses and logits of three AdamW steps to 2e-5, and exports bit for bit."""
     family, settings = CASES[number]
