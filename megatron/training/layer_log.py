@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tds.step_norms import StepNorms, norms
+from tds.step_norms import StepNorms, squared_norm
 
 from .. import mpu
 from .._torch import is_compiled
@@ -82,9 +82,7 @@ class LayerLog(Hook):
         outputs = call(inputs)
         if layer.repeated and self._model.training:
             hidden = outputs[0].detach()
-            dtype = torch.promote_types(hidden.dtype, torch.float32)
-            # On a CPU, torch's own norm of a tensor of this size has an error of 1e-3 in fp32.
-            square = norms([hidden.to(dtype)])[0].double().square()
+            square = squared_norm(hidden)
             self._activations[:, self._at[layer.name]] += torch.stack([square, torch.full_like(square, hidden.numel())])
         return outputs
 
