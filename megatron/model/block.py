@@ -89,13 +89,12 @@ class TransformerLayer(nn.Module):
         encoded: Encoded | None = None,
         caches: Caches | None = None,
         angles: Rotation | None = None,
-        router_loss: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, ...]:
-        """Run the layer: [s, b, h] -> ([s, b, h],) (s/t with sequence parallelism).
+        router_losses: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
         mask, bias, angles: arguments of self-attention, see `SelfAttention`.
-        router_loss: summed loss [1] of the routers of earlier layers, if one of them has experts. If this layer or an
-        earlier one has experts, a second tensor is returned: the loss with that of this layer's router.
+        router_losses: list to which a layer with experts adds the loss [1] of its router, see `Routing`.
         """
         own, other = (caches.own, caches.cross) if caches else (None, None)
         with offloaded() if self.offload and self.training else nullcontext():
@@ -112,15 +111,16 @@ class TransformerLayer(nn.Module):
                     lambda x, recipe: self.cross_attention(x, *encoded, other, recipe),
                     hidden,
                 )
-            losses = [*router_loss]
 
             def mlp(x: Tensor, _: Recipe | None) -> tuple[Tensor, Tensor | None]:
                 added, bias, *loss = self.mlp(x)
-                losses.extend(loss)
+                if loss and router_losses is None:
+                    raise ValueError("a layer with experts needs `router_losses`, a list for the loss of its router")
+                if router_losses is not None:
+                    router_losses.extend(loss)
                 return added, bias
 
-            hidden = self._add(self.post_attention_layernorm, self.mlp_dropout, mlp, hidden)
-        return hidden, *([torch.stack(losses).sum(0)] if losses else ())
+            return self._add(self.post_attention_layernorm, self.mlp_dropout, mlp, hidden)
 
     def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
         """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""
@@ -130,6 +130,11 @@ class TransformerLayer(nn.Module):
             added, bias = sublayer(normed, recipe)
         branch: Tensor = dropout(added if bias is None else added + bias)
         return hidden + (branch if self.branch_factor == 1.0 else branch * self.branch_factor)
+
+
+def summed(losses: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return a tuple with the sum [1] of routers' losses [1], or an empty tuple if there are none."""
+    return (torch.stack(list(losses)).sum(0),) if losses else ()
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
@@ -160,14 +165,15 @@ class Block(TransformerLayer):
         caches: keys and values of the text generated so far; positions continue after the cached tokens. With
         context parallelism hidden is this rank's part of the sequence, [s/c, b, h] for c ranks, and passing
         caches raises ValueError.
-        If this layer or an earlier one has experts, the last tensor is the routers' loss, see `TransformerLayer.layer`.
+        If an earlier layer has experts, the last input is the summed loss [1] of its router; the last output adds the
+        loss of this layer's router.
         """
         if caches and self.context.size > 1:
             raise ValueError(
                 "text generation does not support context parallelism: "
                 "build the model with a context-parallel size of 1"
             )
-        hidden, document_ids, *router_loss = inputs
+        hidden, document_ids, *losses = inputs
         s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0
         documents = document_scope(document_ids, causal=True) if self.role.attention else None
         mask: Mask = documents
@@ -177,5 +183,5 @@ class Block(TransformerLayer):
             mask = window_mask(document_ids, s, seen, self.window, documents)
         restart = self.role.positions and not caches
         angles = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
-        hidden, *router_loss = self.layer(hidden, mask, caches=caches, angles=angles, router_loss=router_loss)
-        return hidden, document_ids, *router_loss
+        hidden = self.layer(hidden, mask, caches=caches, angles=angles, router_losses=losses)
+        return hidden, document_ids, *summed(losses)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config, ModelConfig
 
-from .block import Caches, Encoded, TransformerLayer
+from .block import Caches, Encoded, TransformerLayer, summed
 from .embedding import ModelStart, StackNorm, WordEmbedding
 from .gpt2 import LanguageModel, output_layer
 from .layers import Layer, with_router_loss
@@ -80,7 +80,7 @@ class StackStart(ModelStart):
         return self.dropout(hidden), *rest
 
 
-def _loss_and_table(rest: list[Tensor], config: ModelConfig) -> tuple[list[Tensor], Tensor | None]:
+def _losses_and_table(rest: list[Tensor], config: ModelConfig) -> tuple[list[Tensor], Tensor | None]:
     """Separate the optional inputs of a block: the routers' loss (a list with one or no tensor) and the table."""
     table = rest.pop() if config.position_embedding == "relative" else None
     return rest, table
@@ -101,14 +101,14 @@ class EncoderBlock(TransformerLayer):
         """Run the layer on (hidden [k, b, h], decoder tokens [b, q], encoder ids, decoder ids, loss, table).
 
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
-        positions is [r, n/t]. The loss is that of the routers, see `TransformerLayer.layer`. Both are optional.
+        positions is [r, n/t]. The loss [1] is the summed one of the routers. Both are optional.
         """
         hidden, tokens, encoder_ids, decoder_ids, *rest = inputs
-        loss, table = _loss_and_table(rest, self.config)
+        losses, table = _losses_and_table(rest, self.config)
         s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table, s, s, self.config, causal=False) if table is not None else None
-        hidden, *loss = self.layer(hidden, document_scope(encoder_ids), bias, router_loss=loss)
-        return hidden, tokens, encoder_ids, decoder_ids, *loss
+        hidden = self.layer(hidden, document_scope(encoder_ids), bias, router_losses=losses)
+        return hidden, tokens, encoder_ids, decoder_ids, *summed(losses)
 
 
 class DecoderBlock(TransformerLayer):
@@ -126,16 +126,16 @@ class DecoderBlock(TransformerLayer):
         """Run the layer on (hidden [q, b, h], encoded [k, b, h], encoder ids, decoder ids, loss, table).
 
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
-        positions is [r, n/t]. The loss is that of the routers, see `TransformerLayer.layer`. Both are optional.
+        positions is [r, n/t]. The loss [1] is the summed one of the routers. Both are optional.
         """
         hidden, encoded, encoder_ids, decoder_ids, *rest = inputs
-        loss, table = _loss_and_table(rest, self.config)
+        losses, table = _losses_and_table(rest, self.config)
         seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table, q, seen + q, self.config, causal=True) if table is not None else None
         mask, cross = document_scope(decoder_ids, causal=True), document_scope(decoder_ids, encoder_ids)
-        hidden, *loss = self.layer(hidden, mask, bias, Encoded(encoded, cross), caches, router_loss=loss)
-        return hidden, encoded, encoder_ids, decoder_ids, *loss
+        hidden = self.layer(hidden, mask, bias, Encoded(encoded, cross), caches, router_losses=losses)
+        return hidden, encoded, encoder_ids, decoder_ids, *summed(losses)
 
 
 class DecoderNorm(StackNorm):
