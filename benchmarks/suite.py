@@ -24,7 +24,7 @@ from typing import Any
 from _alternate import ROOT, new_parser
 
 LLAMA_SMALL = "--model llama --ff 2048"
-MIXTRAL_SMALL = "--model mixtral --layers 4 --ff 1024 --no-compile"
+MIXTRAL_SMALL = "--model mixtral --layers 4 --ff 1024 --no-compile --batch 8"
 MEMORY = "--batch 8 --steps 1 --no-compile"
 PEERS = "--only Hugging_Face nanoGPT-style,_compiled"
 T5_SMALL = "--model t5 --layers 6 --hidden 512 --heads 8 --vocab 32128 --batch 8"
