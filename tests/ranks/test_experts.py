@@ -66,10 +66,13 @@ EMULATED = [
     for schedule in ("1f1b", "zb-h1", "interleaved --virtual-pipeline-size 2")
     for rules in ("eager", "lazy", "one queue", "loading")
 ]
+IN_CI = [each for each in EMULATED if each[1] == "one queue" and each[0] != "1f1b"]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rules"), covering(EMULATED, lambda each: each[1] == "one queue", several=True), ids=str
+    ("schedule", "rules"),
+    covering(EMULATED, IN_CI.__contains__, several=True),
+    ids=str,
 )
 def test_all_to_all_beside_the_messages_of_a_pipeline(schedule: str, rules: str) -> None:
     flags = f"--pipe-parallel-size 2 --expert-parallel-size 2 --pipeline-schedule {schedule}"
