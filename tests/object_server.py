@@ -2,6 +2,7 @@
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,6 +89,8 @@ def s3_server() -> Iterator[FaultyServer]:
             for name, value in server.environment.items():
                 patch.setenv(name, value)
             _file_system.cache_clear()  # its connections are those to the server of another test file
+            # moto keeps its objects in this process, so they would outlive the server of another test file.
+            urllib.request.urlopen(f"{server.url}/moto-api/reset", data=b"").close()
             place(BUCKET).request("make", lambda fs, url: fs.makedirs(url, exist_ok=True))
             yield server
     finally:
