@@ -3,7 +3,7 @@
 Pascanu et al. 2013.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,11 +64,29 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float)
     grads = [numbers_of(p) for p in parameters if p.grad is not None]
     if limit > 0 and grads:
         # Multiplying by a clamped factor avoids reading a value back from the device.
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device)
-        for dtype in dict.fromkeys(g.dtype for g in grads):
-            # The factor is not in half precision, because it would be rounded, possibly to 0.
-            wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-            scale_all([g for g in grads if g.dtype == dtype], factor.to(wide))
+        _scale(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
+
+
+def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        # The factor is not in half precision, because it would be rounded, possibly to 0.
+        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+        scale_all([g for g in gradients if g.dtype == dtype], factor.to(wide))
+
+
+def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """Clip `gradients` to the global norm `limit` (0: no clipping) before or in the next `optimizer.step()`.
+
+    A fused optimizer divides them in its kernel, which saves a pass over all gradients. Its divisor is in fp32, so
+    gradients in fp64 are divided here. If `norm`, the current global norm, is not finite, the step is a no-op.
+    """
+    leave_out_unless_finite(optimizer, norm)
+    too_long = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+    in_kernel = is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
+    if is_fused(optimizer):
+        optimizer.grad_scale = too_long.float() if in_kernel and too_long is not None else None  # type: ignore[attr-defined]
+    if too_long is not None and not in_kernel:
+        _scale(gradients, 1 / too_long)
 
 
 def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:

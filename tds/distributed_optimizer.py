@@ -19,7 +19,7 @@ from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, pack, sort_buckets
 from .buckets import Bucket
-from .clip import counts_here, is_fused, leave_out_unless_finite, squared_norm_of, steps_separately
+from .clip import clip_in_step, counts_here, squared_norm_of, steps_separately
 from .gathers import DeferredGathers, plain_layers
 from .holders import by_holders
 from .messages import ways
@@ -268,7 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         for bucket in self.buckets:
             bucket.share.grad = bucket.share_grad
-        self._scale_and_guard(self.norm)
+        clip_in_step(self.optimizer, [bucket.share_grad for bucket in self.buckets], self.norm, self._limit)
         self._global_grad_norm, self.norm = self.norm, None
         grads = {bucket: bucket.share.grad for bucket in self.buckets}
         for bucket in self.buckets:
@@ -292,23 +292,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def wait(self) -> None:
         """Wait until this replica has all weights of the last step; needed only with `overlap_gather`."""
         self._gathers.wait()
-
-    def _scale_and_guard(self, norm: Tensor) -> None:
-        """Clip the gradients, and make the next step a no-op if `norm` is not finite.
-
-        A fused optimizer divides the gradients in its kernel, so it only gets the divisor. For any other optimizer,
-        this method divides the gradients.
-        """
-        leave_out_unless_finite(self.optimizer, norm)
-        if not self._limit:
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-            return
-        too_long = ((norm + 1e-6) / self._limit).clamp(min=1.0)
-        if is_fused(self.optimizer):
-            self.optimizer.grad_scale = too_long.float()  # type: ignore[attr-defined]
-            return
-        for bucket in self.buckets:
-            bucket.share_grad.div_(too_long.to(bucket.share_grad.dtype))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients at the start of a step."""

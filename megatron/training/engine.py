@@ -17,9 +17,10 @@ from torch import Tensor
 import tds
 from tds import optimizer_state as zero_state
 from tds import trace
-from tds.clip import leave_out_unless_finite
+from tds.clip import clip_in_step
 from tds.measure import check_factor
 from tds.reducer import GradReducer
+from tds.sparse import numbers_of
 from tds.spikes import Deviation
 
 from .. import mpu
@@ -262,9 +263,10 @@ class NoPipeEngine:
         if guard:
             guard.begin(loss)
         if self.own_clip is not None:
-            norm = mpu.clip_grad_norm(ds.module.parameters(), self.own_clip)
+            norm = mpu.grad_norm(ds.module.parameters())
             norm = guard.checked(norm) if guard else norm
-            leave_out_unless_finite(ds.optimizer, norm)
+            gradients = [numbers_of(p) for p in ds.module.parameters() if p.grad is not None]
+            clip_in_step(ds.optimizer, gradients, norm, self.own_clip)
             return norm
         if not ds.distributed:
             return None

@@ -1,10 +1,12 @@
 """The gradient norm of a full or sharded weight equals the norm in fp64; clipping scales gradients of every dtype."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tds.clip import clip_by_norm, squared_norm_here
+from tds.clip import clip_by_norm, clip_in_step, squared_norm_here
 
 
 def norm_of(gradients: list[Tensor]) -> float:
@@ -15,12 +17,12 @@ def norm_of(gradients: list[Tensor]) -> float:
     return squared_norm_here(parameters, 0, torch.device("cpu")).sqrt().item()
 
 
-@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 5_000_000])
+@pytest.mark.parametrize("size", [1, 16_383, 16_384, 16_385, 5_000_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_norm_of_any_size_is_that_of_fp64(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     gradient = (torch.randn(size) * 1e-3 + 0.02 * (torch.rand(size) < 0.01)).to(dtype)
-    # The tolerance allows for rounding: tds.clip sums rows of 4096 elements in fp32.
+    # The tolerance allows for rounding: tds.clip sums pieces of 16,384 elements in fp32.
     assert norm_of([gradient]) == pytest.approx(gradient.double().norm().item(), rel=1e-6)
 
 
@@ -30,7 +32,7 @@ def test_shards_of_a_weight_have_the_norm_of_the_weight() -> None:
     whole = norm_of([gradient])
     for ranks in (2, 3, 8):
         parts = [norm_of([part]) for part in gradient.chunk(ranks)]
-        # The tolerance allows for rounding: tds.clip sums rows of 4096 elements in fp32.
+        # The tolerance allows for rounding: tds.clip sums pieces of 16,384 elements in fp32.
         assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(whole, rel=1e-6)
 
 
@@ -60,3 +62,35 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
         assert parameter.grad is not None
         rel = 1e-6 if gradient.dtype != first or first == torch.float32 else 1e-2  # tolerates 16-bit rounding
         torch.testing.assert_close(parameter.grad.double(), gradient.double() * factor, rtol=rel, atol=1e-7)
+
+
+STEPPERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adam": lambda weights: torch.optim.AdamW(weights, lr=0.1, eps=1.0),  # with this eps, the gradients' size matters
+    "fused adam": lambda weights: torch.optim.AdamW(weights, lr=0.1, eps=1.0, fused=True),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "fused sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", STEPPERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_with_clipping_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
+    """Three steps, of which one is clipped, one is too short to be clipped, and one has no limit.
+
+    Before the last step, a step with a gradient that is not finite changes nothing.
+    """
+    torch.manual_seed(3)
+    start = torch.randn(70_000, dtype=dtype)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    our_steps, their_steps = STEPPERS[name]([ours]), STEPPERS[name.removeprefix("fused ")]([theirs])
+    for scale, limit in ((1.0, 0.5), (1e-4, 0.5), (float("nan"), 0.5), (1.0, 0.0)):
+        gradient = torch.randn_like(start) * scale
+        ours.grad = gradient.clone()
+        clip_in_step(our_steps, [ours.grad], torch.linalg.vector_norm(gradient), limit)
+        our_steps.step()
+        if scale == scale:
+            theirs.grad = gradient.clone()
+            torch.nn.utils.clip_grad_norm_([theirs], limit or float("inf"))
+            their_steps.step()
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=tolerance, atol=tolerance)
