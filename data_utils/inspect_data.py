@@ -248,15 +248,18 @@ def stages(args: argparse.Namespace) -> None:
     from megatron.config.command_line import parse_of_any_family
 
     from . import stage_plan
+    from .iterations import Iterations
 
     if bool(args.run_dir) == bool(args.flags):
         raise ValueError("give either --run-dir, or -- and the flags of a training command")
     config = config_of(args.run_dir) if args.run_dir else parse_of_any_family(args.flags)
-    samples = args.samples or config.train.train_iters * config.train.batch_size * config.train.gas
+    iterations = Iterations(config, Path(args.run_dir) if args.run_dir else None)
+    samples = args.samples or iterations.total
     plan = stage_plan.plan_of(datasets_of(config)[1][0], config, samples)
     print(stage_plan.table(stage_plan.uses(plan)))
     if not args.samples:
-        print(f"for {samples:,} samples, those of one replica; --samples gives another number")
+        whose = "the run" if iterations.logged or config.train.batch_size_schedule else "one replica"
+        print(f"for {samples:,} samples, those of {whose}; --samples gives another number")
     if args.png:
         stage_plan.draw(plan, Path(args.png))
         print(f"-> {args.png}")
@@ -340,7 +343,11 @@ def build_parser() -> Parser:
     made.add_argument("--png", help="PNG file for a plot of the attention masks")
     made = command("stages", stages, "show what each corpus gives in each data stage of a run")
     made.add_argument("--run-dir", help="folder of the run")
-    made.add_argument("--samples", type=int, help="number of samples of the run (default: those of one replica)")
+    made.add_argument(
+        "--samples",
+        type=int,
+        help="number of samples of the run (default: from its metrics)",
+    )
     made.add_argument("--png", help="PNG file for a plot")
     made.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
     made = command("when", when, "show the iterations, samples and positions at which a run trains on a document")

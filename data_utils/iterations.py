@@ -21,11 +21,12 @@ class _Anchor(NamedTuple):
 class Iterations:
     """Iterations of the run in `run_dir`, numbered from 1, and their samples, numbered from 0.
 
+    run_dir: None for a run that has not begun.
     logged: number of the last iteration in metrics.jsonl, 0 without rows. total: number of samples of the whole run.
     """
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        rows = _rows(run_dir / "metrics.jsonl")
+    def __init__(self, config: Config, run_dir: Path | None) -> None:
+        rows = _rows(run_dir / "metrics.jsonl") if run_dir else [(0, 0)]
         self.logged = rows[-1][0]
         given, sizes = config.train.batch_size_schedule, []
         for (i, n), (j, m) in zip(rows, rows[1:], strict=False):

@@ -247,7 +247,7 @@ def parse(
     try:
         config = line.settle(with_values(Config(), values), ranks, with_values)
         config, ineffective = _with_batches(config, ranks, line.values)
-        notes += ineffective
+        notes += [*ineffective, *config.model.expert_notes(line.values)]
         family, own = config.model.family, (defaults or {}).get("family")
         if own and family != own:
             line.problems.append(f"this script trains only the family {own}, not --family {family}")

@@ -19,6 +19,7 @@ from .fields import ConfigError
 
 UNITS = ("samples", "tokens")
 FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+LARGEST = 2**63  # samples are counted in int64
 BEGIN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)[\s_]*(samples|tokens)?\s*:(.*)", re.DOTALL)
 # (weight, prefix) of each corpus; a weight of None means in proportion to size
 Blend = tuple[tuple[str | None, str], ...]
@@ -193,4 +194,6 @@ def _whole(number: str, factor: int, where: str) -> int:
     found = _number(number.replace("_", ""))
     if found is None or (found * factor).denominator != 1:
         raise ConfigError(f"{where}: {number} is not a whole number, 0 or more")
+    if found * factor >= LARGEST:
+        raise ConfigError(f"{where}: {number} must be less than 2**63")
     return int(found * factor)

@@ -1,9 +1,9 @@
 """Settings of mixtures of experts: layers whose MLP is several experts, of which a router chooses a few per token."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields
 
-from .fields import Section, at_least, between, more_than, one_of, opt
+from .fields import Section, at_least, between, flag, more_than, one_of, opt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,30 @@ class ExpertsConfig(Section):
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         if self.num_experts is None:
-            if self.num_shared_experts:
-                yield "--num-shared-experts needs --num-experts; for one MLP, give only --ff-hidden-size"
+            for each in fields(ExpertsConfig):
+                if getattr(self, each.name) != each.default:
+                    yield f"{flag(each.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
             return
         if self.experts_per_token > self.num_experts:
             yield f"--experts-per-token {self.experts_per_token} is more than --num-experts {self.num_experts}"
         if self.shared_expert_gate and not self.num_shared_experts:
             yield "--shared-expert-gate needs --num-shared-experts"
         words = self.moe_layer_frequency
-        if len(words) > 1 and not set(words) <= {"0", "1"} or words == ("0",):
+        if len(words) > 1 and not set(words) <= {"0", "1"} or set(words) == {"0"}:
             yield (
                 f"--moe-layer-frequency {' '.join(words)} must be one number from 1, or a 0 or 1 for each layer; to "
                 "train without experts, leave --num-experts out"
+            )
+
+    def expert_notes(self, given: Collection[str]) -> Iterator[str]:
+        """Yield a note on each setting that does not do what its name says. given: names of the settings given."""
+        for name, balance in (("router_aux_loss", "aux-loss"), ("router_bias_rate", "bias")):
+            if name in given and self.router_balance != balance:
+                yield f"{flag(name)} has no effect: it is for --router-balance {balance}"
+        if self.num_experts and self.experts_per_token == 1 and self.normalize_expert_weights:
+            yield (
+                "with --experts-per-token 1, normalized weights of experts are always 1, so only the losses of the "
+                "router train it; --no-normalize-expert-weights lets the loss of the model train it, too"
             )
 
     def has_experts(self, layer: int) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from json import JSONDecodeError
@@ -119,6 +120,8 @@ class Section:
             elif type(value) not in kinds:
                 wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
                 raise ConfigError(f"{flag(f.name)} must be {wanted}, got {value!r}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{flag(f.name)} {value} must be a finite number")
             check = f.metadata["check"]
             problem = check(value) if check else None
             if problem:

@@ -18,7 +18,7 @@ from ..config.without import NO_NAME, Omission, parse_without
 from .corpora import corpus_names, prefixes_of
 from .corpus_dataset import CorpusDataset, WrappedDataset
 from .indexed_dataset import DatasetError
-from .skips import parse_ranges
+from .skips import Range, parse_ranges
 
 Ints = NDArray[np.int64]
 KEPT = 64  # number of epochs of corpora whose replacements are kept in memory
@@ -136,12 +136,13 @@ def without(dataset: Any, config: Config) -> tuple[Any, list[str]]:
     alone = {NO_NAME} if len(short) == 1 else set()
     names = [{each.prefix, short.get(each.prefix, each.prefix)} | alone for each in members]
     _check_names(omissions, names, sorted(short))
-    rules = []
+    rules, given = [], dict[int, tuple[Range, ...]]()
     for begin, documents in omissions:
-        numbers = ([r for name in mine for r in documents.get(name, [])] for mine in names)
-        rules.append(Rule(begin, {i: _documents(r) for i, r in enumerate(numbers) if r}))
+        words = ([r for name in mine for r in documents.get(name, [])] for mine in names)
+        given = {i: parse_ranges(each) for i, each in enumerate(words) if each}
+        rules.append(Rule(begin, {i: _documents(each, members[i].documents) for i, each in given.items()}))
     found = DatasetWithout(dataset, rules)
-    return found, [_note(found, i) for i in sorted(rules[-1].documents)]
+    return found, [_note(found, i, ranges) for i, ranges in sorted(given.items())]
 
 
 def _check_names(omissions: Sequence[Omission], names: Sequence[set[str]], prefixes: Sequence[str]) -> None:
@@ -158,19 +159,30 @@ def _check_names(omissions: Sequence[Omission], names: Sequence[set[str]], prefi
         )
 
 
-def _documents(ranges: Sequence[str]) -> Ints:
-    return np.unique(np.concatenate([np.arange(first, last + 1) for first, last in parse_ranges(ranges)]))
+def _documents(ranges: Sequence[Range], used: range) -> Ints:
+    """Return the numbers in `ranges` that are among the documents `used`, in order."""
+    inside = [np.arange(min(max(first, used.start), used.stop), min(last + 1, used.stop)) for first, last in ranges]
+    return np.unique(np.concatenate(inside))
 
 
-def _note(dataset: DatasetWithout, corpus: int) -> str:
+def _count(ranges: Sequence[Range]) -> int:
+    """Return how many numbers are in `ranges`, each counted once."""
+    count, reached = 0, -1
+    for first, last in sorted(ranges):
+        count += max(last - max(first, reached + 1) + 1, 0)
+        reached = max(reached, last)
+    return count
+
+
+def _note(dataset: DatasetWithout, corpus: int, ranges: Sequence[Range]) -> str:
     """Return a sentence on how many samples the last rule replaces, and on documents that training does not use."""
     rule = len(dataset.rules) - 1
     documents, member = dataset.rules[rule].documents[corpus], members_of(dataset)[corpus]
     replaced, _ = dataset.replacements(rule, corpus, 0)
     used = member.documents
-    others = int(((documents < used.start) | (documents >= used.stop)).sum())
+    others = _count(ranges) - len(documents)
     return (
-        f"--without: documents of {member.prefix} to leave out: {len(documents) - others}; other samples replace "
+        f"--without: documents of {member.prefix} to leave out: {len(documents)}; other samples replace "
         f"{len(replaced)} of the {member.samples_per_epoch} samples of an epoch"
         + (f"; {others} of the numbers are not training documents ({used.start} to {used.stop - 1})" if others else "")
     )

@@ -75,6 +75,8 @@ CHINESE = {
     "start the ranks with tools/launch.py, torchrun or deepspeed": "用 tools/launch.py、torchrun 或 deepspeed 启动各进程",
     "layers do not share weights": "层之间不共享权重",
     "no token is dropped, so experts have no capacity": "从不丢弃词元，专家没有容量上限",
+    "leave it out; routers compute in fp32": "去掉它；路由器用 fp32 计算",
+    "routers compute in fp32": "路由器用 fp32 计算",
     "experts are split over --model-parallel-size ranks": "专家按 --model-parallel-size 切分",
     "give --num-shared-experts, each as wide as an expert": "请给 --num-shared-experts，每个与专家同宽",
     "choose --router-balance aux-loss, bias or none": "可选 --router-balance aux-loss、bias 或 none",

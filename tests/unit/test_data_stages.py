@@ -120,6 +120,8 @@ BAD = {
     "0: nan a": "nan",
     "0: a; later: b": "later",
     "0: a; 1.5: b": "1.5",
+    "0: a; 1e30: b": "1e30",
+    "0: a; 10000000 T tokens: b": "10000000",
     "nowhere.json": "nowhere.json",
     '[{"samples": 0, "data": {"a": 1}, "more": 2}]': "more",
     '[{"samples": 0, "data": "a"}]': '"data"',

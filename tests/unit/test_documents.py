@@ -182,6 +182,11 @@ def test_wrong_names_and_numbers_are_refused_or_noted(tmp_path: Path) -> None:
         without(blend, settings_of(tmp_path, "a 0-11\n", *flags))
     _, notes = without(blend, settings_of(tmp_path, "a 3\na 1\na 99\n", *flags))
     assert len(notes) == 1 and "leave out: 1;" in notes[0] and "2 of the numbers" in notes[0]
+    left, notes = without(blend, settings_of(tmp_path, "a 3\na 50-9999999999\na 60-70\na 1-4\n", *flags))
+    assert "leave out: 3;" in notes[0] and f"{9999999999 - 49 + 1} of the numbers" in notes[0]
+    assert left.rules[0].documents[0].tolist() == [2, 3, 4]
+    left, notes = without(blend, settings_of(tmp_path, "a 99999999999999999999\n", *flags))
+    assert "leave out: 0;" in notes[0] and left.rules[0].documents[0].tolist() == []
     with pytest.raises(DatasetError, match="--without"):
         without([1, 2, 3], settings_of(tmp_path, "3\n", "--data-path", prefixes[0]))
 
@@ -199,6 +204,6 @@ def test_iterations_and_samples(tmp_path: Path) -> None:
     scheduled = parse(
         ["--train-iters", "9", "--batch-size", "4", "--batch-size-schedule", "0:4 8_samples:12", "--data-path", "a"], {}
     )
-    new = Iterations(scheduled, tmp_path / "none")
+    new = Iterations(scheduled, None)
     assert [new.of_sample(n) for n in (0, 4, 8, 19, 20)] == [1, 2, 3, 3, 4] and new.logged == 0
     assert new.total == 8 + 7 * 12

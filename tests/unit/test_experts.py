@@ -153,6 +153,12 @@ def test_balancing_evens_the_shares(balance: str) -> None:
 REFUSED = [
     ("--num-experts 2 --experts-per-token 3", "--experts-per-token"),
     ("--num-shared-experts 1", "--num-experts"),
+    ("--experts-per-token 3", "--num-experts"),
+    ("--expert-ff-hidden-size 8", "--num-experts"),
+    ("--router-balance bias", "--num-experts"),
+    ("--num-experts 2 --router-balance bias --router-bias-rate inf", "--router-bias-rate"),
+    ("--num-experts 2 --moe-layer-frequency 0 0", "--moe-layer-frequency"),
+    ("--num-experts 2 --moe-router-dtype fp64", "--moe-router-dtype"),
     ("--num-experts 2 --shared-expert-gate", "--num-shared-experts"),
     ("--num-experts 2 --moe-layer-frequency 0", "--moe-layer-frequency"),
     ("--num-experts 2 --moe-layer-frequency 1 0 1", "--moe-layer-frequency"),
@@ -169,6 +175,22 @@ REFUSED = [
 def test_refused(flags: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse(f"{FAMILIES['llama']} {flags}".split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--experts-per-token 1", "--no-normalize-expert-weights"),
+        ("--experts-per-token 1 --no-normalize-expert-weights", None),
+        ("--router-balance none --router-aux-loss 1", "--router-aux-loss"),
+        ("--router-bias-rate 0.1", "--router-bias-rate"),
+        ("--router-balance bias --router-bias-rate 0.1", None),
+    ],
+)
+def test_notes(flags: str, named: str | None) -> None:
+    notes: list[str] = []
+    parse(f"{FAMILIES['llama']} --num-experts 4 {flags}".split(), tell=notes.append)
+    assert len(notes) == (named is not None) and all(str(named) in note for note in notes)
 
 
 def test_padding_of_sequences_would_reach_the_routers() -> None:

@@ -363,6 +363,7 @@ FITS = {
     "--step-batch-size-schedule": "0:4",
     "--n-positions": "2048",
     "--n-ctx": "2048",
+    "--moe-router-topk": "2",
 }
 
 
@@ -374,6 +375,8 @@ def test_every_row_does_what_it_says(name: str) -> None:
         outcome = row.outcome.values[value] if isinstance(row.outcome, ByValue) else row.outcome
         notes: list[str] = []
         argv, defaults = [name, *value.split()], {"num_layers": 24, "pipe_parallel_size": 2, "batch_size": 2}
+        if name.startswith("--moe-"):
+            defaults |= {"num_experts": 4} | ({"router_balance": "bias"} if "bias" in name else {})
         if isinstance(outcome, Refused):
             with pytest.raises(ConfigError, match=f"^{name}.* is not accepted: {re.escape(outcome.advice)}$"):
                 parse(argv, defaults, 2)

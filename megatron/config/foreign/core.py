@@ -64,7 +64,12 @@ ROWS = (
     Row("--moe-router-bias-update-rate", same("router_bias_rate"), float),
     Row("--moe-expert-capacity-factor", _DROPLESS, float),
     Row("--moe-pad-expert-input-to-capacity", _DROPLESS),
-    Row("--moe-token-dispatcher-type --moe-router-dtype", SAME_LOSS, str),
+    Row("--moe-token-dispatcher-type", SAME_LOSS, str),
+    Row(
+        "--moe-router-dtype",
+        ByValue({"fp32": NoEffect("routers compute in fp32")}, Refused("leave it out; routers compute in fp32")),
+        str,
+    ),
     Row("--moe-grouped-gemm --moe-permute-fusion", SAME_LOSS),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
     Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
