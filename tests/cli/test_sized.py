@@ -32,6 +32,7 @@ def cells(stdout: str) -> list[str]:
     return [cell.strip() for cell in lines[lines.index(HEAD) + 2].strip("|").split("|")]
 
 
+@FULL
 def test_performance_measures_and_saves_nothing_but_the_table(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """train_performance.sh leaves checkpoints in the run directory untouched and saves only its table."""
     mine = tmp_path / "run" / "checkpoints" / "mine"

@@ -26,7 +26,7 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
     """Return the runs for a number of stages and of tensor-parallel ranks.
 
     everything: run all cases with all schedules. Otherwise, each case runs with one schedule, chosen in rotation. On
-    three stages, every second case runs with two schedules. On 2 x 2 ranks, only every fourth case runs.
+    2 x 2 ranks, only every fourth case runs.
     """
 
     found: list[Run] = []
@@ -37,7 +37,7 @@ def runs(stages: int, tensor: int, everything: bool) -> list[Run]:
             continue
         own = [schedule for schedule in SCHEDULES if _fits(case, schedule, everything)]
         if not everything and (stages, tensor) == (3, 1):
-            own = list(dict.fromkeys(own[(number + step) % len(own)] for step in ((0, 2) if number % 2 else (0,))))
+            own = [own[number % len(own)]]
         elif not everything:
             differ = [schedule for schedule in own if stages > 1 and schedule in ("1f1b", "interleaved", "zb-h1")]
             own = [differ[(number + stages) % len(differ)]] if differ else own[:1]

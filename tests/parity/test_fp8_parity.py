@@ -31,7 +31,7 @@ def expected(tiny_data: str, vocab_file: str) -> list[float]:
     return plain(tiny_data, vocab_file, multiply=product)
 
 
-@pytest.mark.parametrize(("layout", "more"), covering(LAYOUTS, LAYOUTS[1:5:3].__contains__, several=True))
+@pytest.mark.parametrize(("layout", "more"), covering(LAYOUTS, LAYOUTS[1:2].__contains__, several=True))
 def test_losses_equal_plain_torch_with_the_same_rounding(
     layout: Layout, more: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
