@@ -3,6 +3,7 @@
 Pascanu et al. 2013.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -81,11 +82,10 @@ def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
     gradients in fp64 are divided here. If `norm`, the current global norm, is not finite, the step is a no-op.
     """
     leave_out_unless_finite(optimizer, norm)
-    too_long = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+    too_long = ((norm + 1e-6) / (limit or math.inf)).clamp(min=1.0)
     in_kernel = is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
-    if is_fused(optimizer):
-        optimizer.grad_scale = too_long.float() if in_kernel and too_long is not None else None  # type: ignore[attr-defined]
-    if too_long is not None and not in_kernel:
+    optimizer.grad_scale = too_long.float() if in_kernel else None  # type: ignore[attr-defined]
+    if limit and not in_kernel:
         _scale(gradients, 1 / too_long)
 
 
