@@ -107,7 +107,8 @@ TORCH = {
 OTHERS = {
     "module": {"_megatron_batch_fn", "layer_functions", "weight", "sparse", "__spec__", "training"},
     "optimizer": {
-        *("param_groups", "state", "found_inf", "clip", "norm", "read_norm", "gradient_share", "squared_norm", "wait"),
+        *("param_groups", "state", "found_inf", "grad_scale", "clip", "norm", "read_norm", "gradient_share"),
+        *("squared_norm", "wait"),
     },
     "layer": {"sparse", "weight"},
     "parameter": {"spec", "tensor", "replica_group"},
