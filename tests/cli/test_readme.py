@@ -13,9 +13,8 @@ READMES = ("README.md", "README_zh.md")
 # Variables for a few iterations of a tiny model, so that each command takes seconds.
 SMALL = {"TRAIN_ITERS": "4", "NLAYERS": "2", "NHIDDEN": "32", "NHEADS": "2", "SEQ_LENGTH": "32", "VOCAB_SIZE": "3000"}
 # The `bash` blocks of these pages run in this order in one folder. Other tests cover llama.md and launching.md.
-SHORT = ("docs/start.md",)
+SHORT = ("docs/start.md", "docs/t5.md")
 LONG = (
-    "docs/t5.md",
     "docs/layouts.md",
     "docs/checkpoints.md",
     "docs/howto.md",
