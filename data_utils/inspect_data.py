@@ -343,11 +343,7 @@ def build_parser() -> Parser:
     made.add_argument("--png", help="PNG file for a plot of the attention masks")
     made = command("stages", stages, "show what each corpus gives in each data stage of a run")
     made.add_argument("--run-dir", help="folder of the run")
-    made.add_argument(
-        "--samples",
-        type=int,
-        help="number of samples of the run (default: from its metrics)",
-    )
+    made.add_argument("--samples", type=int, help="number of samples (default: from the run's metrics and settings)")
     made.add_argument("--png", help="PNG file for a plot")
     made.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
     made = command("when", when, "show the iterations, samples and positions at which a run trains on a document")

@@ -3,7 +3,6 @@
 Pascanu et al. 2013.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -62,31 +61,31 @@ def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.devi
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Clip the gradients to the global norm `limit` (0: no clipping). norm: the current global norm, a scalar."""
-    grads = [numbers_of(p) for p in parameters if p.grad is not None]
-    if limit > 0 and grads:
-        # Multiplying by a clamped factor avoids reading a value back from the device.
-        _scale(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
-
-
-def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    for dtype in dict.fromkeys(g.dtype for g in gradients):
-        # The factor is not in half precision, because it would be rounded, possibly to 0.
-        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-        scale_all([g for g in gradients if g.dtype == dtype], factor.to(wide))
+    _clip([numbers_of(p) for p in parameters if p.grad is not None], norm, limit)
 
 
 def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
     """Clip `gradients` to the global norm `limit` (0: no clipping) before or in the next `optimizer.step()`.
 
     A fused optimizer divides them in its kernel, which saves a pass over all gradients. Its divisor is in fp32, so
-    gradients in fp64 are divided here. If `norm`, the current global norm, is not finite, the step is a no-op.
+    gradients in fp64 are clipped here. If `norm`, the current global norm, is not finite, the step is a no-op.
     """
     leave_out_unless_finite(optimizer, norm)
-    too_long = ((norm + 1e-6) / (limit or math.inf)).clamp(min=1.0)
-    in_kernel = is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
-    optimizer.grad_scale = too_long.float() if in_kernel else None  # type: ignore[attr-defined]
-    if limit and not in_kernel:
-        _scale(gradients, 1 / too_long)
+    in_kernel = limit > 0 and is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
+    divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if in_kernel else None
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    if not in_kernel:
+        _clip(gradients, norm, limit)
+
+
+def _clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    if limit > 0 and gradients:
+        # Multiplying by a clamped factor avoids reading a value back from the device.
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device)
+        for dtype in dict.fromkeys(g.dtype for g in gradients):
+            # The factor is not in half precision, because it would be rounded, possibly to 0.
+            wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+            scale_all([g for g in gradients if g.dtype == dtype], factor.to(wide))
 
 
 def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:

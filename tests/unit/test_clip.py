@@ -65,7 +65,7 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
 
 
 STEPPERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adam": lambda weights: torch.optim.AdamW(weights, lr=0.1, eps=1.0),  # with this eps, the gradients' size matters
+    "adam": lambda weights: torch.optim.AdamW(weights, lr=0.1, eps=1.0),  # a large eps makes updates depend on clipping
     "fused adam": lambda weights: torch.optim.AdamW(weights, lr=0.1, eps=1.0, fused=True),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
     "fused sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
