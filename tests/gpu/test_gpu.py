@@ -17,6 +17,7 @@ SEEN_ELSEWHERE = {
     "bf16_follows_the_cpu_in_fp32",
     "fp32_equals_the_cpu",
     "checkpoints_go_both_ways",
+    "fp16_finds_its_scale",
     "an_offloaded_optimizer_agrees",
 }
 BY_DEFAULT = set(CHECKS) - (set() if device.available() else SEEN_ELSEWHERE)
