@@ -79,6 +79,7 @@ def compared(args: argparse.Namespace) -> Certificate:
             raise ValueError(f"--{name} {value} must be at least 1")
     if args.tolerance is not None and not 0 < args.tolerance < 1:
         raise ValueError(f"--tolerance {args.tolerance} must be between 0 and 1, such as 1e-4")
+    refuse_flags_of_layouts(args.flags)
     one, layouts = read_layout(args.reference), [read_layout(text) for text in args.layouts]
     if one.ranks > 1:
         raise ValueError(
@@ -108,6 +109,14 @@ def compared(args: argparse.Namespace) -> Certificate:
     )
     print(as_table(verdicts, tolerance))
     return certificate_of(args, verdicts, micros, tolerance, model)
+
+
+def refuse_flags_of_layouts(flags: Sequence[str]) -> None:
+    """Raise ValueError if the script's flags contain a flag that each layout sets."""
+    decided = {"--global-batch-size", "--sequence-parallel", *Layout(cp=2).flags(micros=1)}
+    for flag in flags:
+        if flag.startswith("--") and flag.partition("=")[0] in decided:
+            raise ValueError(f"{flag}: each layout sets this flag; before --, use --layouts or --micros instead")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from megatron.checkpointing.certificate import (
 from megatron.ranks.source import source_hash, versions
 from megatron_tools.verify.certificate import checked, result_of
 from megatron_tools.verify.compare import Difference, Verdict
+from megatron_tools.verify.verify_layout import refuse_flags_of_layouts
 
 TOLERANCE = 1e-4
 GOOD = Verdict("tp 2", 1e-7, 2e-7, 3e-7, weights={"a": 0.0, "b": 5e-7}, gradients={"a": 3e-7, "b": 1e-8})
@@ -200,3 +201,10 @@ def test_the_largest_difference_includes_buffers() -> None:
     state = Difference("0", "0.mean", "", 0.25, "the buffer 0.mean differs")
     found: LayoutResult = result_of(replace(GOOD, state=state))
     assert found.verdict == "differs" and found.largest == 0.25
+
+
+@pytest.mark.parametrize("flag", ["--gas", "--global-batch-size=8", "--context-parallel-size"])
+def test_flags_that_layouts_set_are_refused(flag: str) -> None:
+    with pytest.raises(ValueError, match=flag.partition("=")[0]):
+        refuse_flags_of_layouts(["--num-layers", "2", flag, "2"])
+    refuse_flags_of_layouts(["--num-layers", "2", "--batch-size", "4"])
