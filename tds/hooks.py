@@ -46,7 +46,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
 
     @property
     def additional_losses(self) -> dict[str, Tensor]:
-        """Means of the model's `get_additional_losses()` over the last batch, scalars, on every rank."""
+        """Means of the model's `get_additional_losses()` over the last batch, scalars in fp64, on every rank."""
         return self._losses.additional
 
     @property

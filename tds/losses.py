@@ -143,7 +143,7 @@ class Losses:
             means = self._numbers[len(present) + 4 :]
             found = {key: mean for key, mean, here in zip(self._known, means, present, strict=False) if here}
         self._known = tuple(found)
-        self._found = {key: mean if key[0] == TRAINED else mean.float() for key, mean in found.items()}
+        self._found = found
         return self.total
 
     def _by_name(self, micros: float) -> dict[Key, Tensor]:
@@ -177,7 +177,7 @@ class Losses:
 
     @property
     def additional(self) -> dict[str, Tensor]:
-        """The means of the additional losses of the last step by name, scalars in fp32."""
+        """The means of the additional losses of the last step by name, scalars in fp64."""
         return {name: value for (kind, name), value in self._found.items() if kind == ADDITIONAL}
 
     @property

@@ -162,7 +162,7 @@ class PipeEngine:
     def _aux(self, gas: int) -> dict[str, Tensor]:
         """Return name -> sum of an additional loss over the last global batch, of `gas` micro-batches a replica."""
         micros = gas * self.deepspeed.dp_world_size
-        return {name: mean.double() * micros for name, mean in self.deepspeed.additional_losses.items()}
+        return {name: mean * micros for name, mean in self.deepspeed.additional_losses.items()}
 
     def _exact_loss(self) -> Tensor:
         """Return the loss of the last global batch in fp64, the dtype in which the engine accumulates it."""

@@ -1,6 +1,7 @@
 """A model with mixtures of experts has the same losses, weights and token counts in every layout."""
 
 import functools
+import json
 import random
 from pathlib import Path
 from typing import NamedTuple
@@ -67,6 +68,11 @@ def _start(case: Case, folder: Path, layout: str) -> Start:
     return Start(case.model, folder, f"{case.flags} {layout} {common} --precision {case.precision}")
 
 
+def _router_losses(run_dir: Path) -> list[float]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row["router_loss"] for row in rows if row.get("router_loss")]
+
+
 @functools.cache
 def _trained(numbers: tuple[int, ...], folder: Path, data: str, vocab_file: str) -> None:
     """Train all cases in one process and in their layouts, with one launch of ranks for each world size."""
@@ -88,6 +94,8 @@ def test_random_settings(numbers: tuple[int, ...], tmp_path: Path, tiny_data: st
         case, alone, here = draw(number), tmp_path / f"{number}-alone", tmp_path / str(number)
         tolerance = 1e-10 if case.precision == "fp64" else 1e-5
         np.testing.assert_allclose(losses_of(here), losses_of(alone), rtol=tolerance, err_msg=str(case))
+        expected_losses = _router_losses(alone)
+        np.testing.assert_allclose(_router_losses(here), expected_losses, rtol=10 * tolerance, err_msg=str(case))
         expected = whole_tensors(alone / "checkpoints" / f"iter_{STEPS:07d}")
         found = whole_tensors(here / "checkpoints" / f"iter_{STEPS:07d}")
         assert found.keys() == expected.keys()
