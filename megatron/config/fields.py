@@ -126,7 +126,8 @@ class Section:
             problem = check(value) if check else None
             if problem:
                 off = ", or none" if type(None) in kinds else ""
-                raise ConfigError(f"{flag(f.name)} {value} {problem}{off}")
+                given = " ".join(value) if isinstance(value, tuple) else value
+                raise ConfigError(f"{flag(f.name)} {given} {problem}{off}")
         refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:

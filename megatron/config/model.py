@@ -184,7 +184,7 @@ class ModelConfig(DecoderConfig):
         if self.num_experts and len(pattern) > 1 and any(len(pattern) != layers for layers in stacks):
             yield (
                 f"--moe-layer-frequency has {len(pattern)} numbers, but a stack has {max(stacks)} layers; give one for "
-                "each"
+                "each layer, or one number in all"
             )
         for name in ("mup_base_kv_hidden_size", "mup_base_num_layers"):
             if getattr(self, name) is not None and self.mup_base_hidden_size is None:

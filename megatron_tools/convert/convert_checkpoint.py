@@ -24,6 +24,7 @@ from megatron.checkpointing.stream import Entry
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import with_values
+from megatron.config.fields import flag
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.beside import GENERATION, ROLES, generation_beside
@@ -312,22 +313,26 @@ def main(args: argparse.Namespace) -> None:
         )
     only_with = {
         "from_megatron": ("checkpoint_version", "num_layers", "num_attention_heads"),
-        "load": ("upcycle",),
+        "load": ("upcycle", "ema"),
         "upcycle": ("experts_per_token", "moe_layer_frequency"),
     }
-    for needed, flags in only_with.items():
-        for flag in flags:
-            if getattr(args, flag) is not None and not getattr(args, needed):
-                raise ValueError(f"--{flag.replace('_', '-')} needs --{needed.replace('_', '-')}")
-    if args.ema and not args.load:
-        raise ValueError("--ema needs --load, a run with --ema-decay")
+    for needed, names in only_with.items():
+        for name in names:
+            if getattr(args, name) not in (None, False) and not getattr(args, needed):
+                raise ValueError(f"{flag(name)} needs {flag(needed)}")
+    exports = args.load and args.upcycle is None
+    for name, default in (("dtype", "fp32"), ("max_shard_size", 5.0)):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif not exports:
+            raise ValueError(f"{flag(name)} is for an export: --load without --upcycle")
     if args.verify and args.from_megatron:
         raise ValueError(
             "--verify compares with transformers, which cannot read the --from-megatron folder; omit --verify"
         )
     if not 0 < args.max_shard_size < math.inf:
         raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a positive number of GB")
-    if args.load and args.upcycle is None:
+    if exports:
         export(args)
     else:
         import_checkpoint(args)
@@ -369,8 +374,8 @@ def build_parser() -> Parser:
     add("--output", required=True, help="new folder, for the exported model (--load) or the new checkpoint")
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of the run or of the imported folder)")
-    add("--dtype", choices=DTYPES, default="fp32", help="dtype of the exported weights (default: fp32)")
-    add("--max-shard-size", type=float, default=5.0, help="largest exported file in GB (default: 5)")
+    add("--dtype", choices=DTYPES, help="dtype of the exported weights (default: fp32)")
+    add("--max-shard-size", type=float, help="largest exported file in GB (default: 5)")
     add(
         "--verify",
         action="store_true",

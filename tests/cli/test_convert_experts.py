@@ -213,6 +213,8 @@ def test_upcycling_refuses_by_name(dense: Any, tmp_path: Path) -> None:
         ([*load, "--upcycle", "2", "--experts-per-token", "3"], "--experts-per-token 3 is more than --num-experts 2"),
         ([*load, "--upcycle", "2", "--moe-layer-frequency", "1", "0", "1"], "--moe-layer-frequency has 3 numbers"),
         ([*load, "--experts-per-token", "3"], "--experts-per-token needs --upcycle"),
+        ([*load, "--upcycle", "3", "--dtype", "bf16"], "--dtype is for an export"),
+        (["--from-hf", "x", "--max-shard-size", "1"], "--max-shard-size is for an export"),
         (["--from-hf", "x", "--upcycle", "3"], "--upcycle needs --load"),
         (["--load", str(tmp_path / "c"), "--upcycle", "4"], "the model already has --num-experts 4"),
     ):
