@@ -94,8 +94,9 @@ deepspeed.runtime.bf16_optimizer:BF16_Optimizer  training in bf16
 
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer  training with ZeRO-1 or ZeRO-2
     uses      _lazy_init_hp_params_optimizer_state
-    fields    _global_grad_norm _hp_optimizer_states_linked bit16_groups bit16_groups_flat check_grad_overflow
-    fields    cur_scale loss_scaler optimizer overflow single_partition_of_fp32_groups
+    fields    _global_grad_norm _hp_optimizer_states_linked averaged_gradients bit16_groups bit16_groups_flat
+    fields    check_grad_overflow cur_scale loss_scaler optimizer overflow single_partition_of_fp32_groups
+    fields    use_grad_accum_attribute
 
 deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3  training with ZeRO-3
     uses      check_overflow get_param_id

@@ -13,6 +13,7 @@ from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, 
 from .average import WeightAverage
 from .distributed_optimizer import DistributedOptimizer
 from .holders import by_holders, holders_of
+from .optimizer_state import drop_skipped_gradients
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
 from .replaced import KnownModel
@@ -104,6 +105,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         super()._take_model_step(lr_kwargs)
         if self.distributed:
             self.optimizer.zero_grad()
+        drop_skipped_gradients(self)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save as DeepSpeed does; at the first save, also warn of buffers that differ between replicas."""

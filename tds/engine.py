@@ -49,7 +49,8 @@ class PipelineEngine(PipelineHooks):
     a tensor, or a dict of named tensors. For a dict, training minimises the sum of the tensors, and `named_losses`
     returns each mean. If `loss_fn` has a method `count_targets(labels)`, `loss_fn` must return sums over targets.
     The loss of a step is then the total of these sums divided by the number of targets in the global batch. So the loss
-    does not depend on the split into micro-batches and replicas.
+    does not depend on the split into micro-batches and replicas. If `loss_fn` also has an attribute `mean_targets`,
+    each step sets it to the mean number of targets of its micro-batches, a scalar tensor.
     """
 
     data_iterator: Any
@@ -375,6 +376,8 @@ class PipelineEngine(PipelineHooks):
             self._losses.count(count, batches.all_labels(), group)
         if last:
             self._step.scale = self.loss_factor / self._losses.divisor
+            if hasattr(self.module.loss_fn, "mean_targets"):
+                self.module.loss_fn.mean_targets = self._losses.divisor / (micros * replicas)
 
     def _forward_end(self, end: DataEnded) -> None:
         """Inform the next stages that the data ended before the step began."""

@@ -238,6 +238,12 @@ def was_skipped(engine: Any) -> bool:
     return bool(getattr(engine.optimizer, "overflow", False))  # set by tds's engines when they skip a step
 
 
+def drop_skipped_gradients(engine: Any) -> None:
+    """Drop the gradients of a skipped step. With offload_optimizer, DeepSpeed 0.19 adds the next step's to them."""
+    if isinstance(engine.optimizer, Zero12Optimizer) and engine.optimizer.overflow:
+        engine.optimizer.averaged_gradients.update(dict.fromkeys(engine.optimizer.averaged_gradients))
+
+
 def loss_scale(engine: Any) -> float | None:
     """Return the current fp16 loss scale, or None in another precision."""
     return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None

@@ -204,7 +204,10 @@ class Zero(Reduction):
 
 
 def reduction_of(engine: Any) -> Reduction:
-    """Return the Reduction that a new pipeline engine needs for its optimizer and precision."""
+    """Return the Reduction that a new pipeline engine needs for its optimizer and precision.
+
+    Raises ValueError if DeepSpeed's optimizer leaves the gradients of tied weights where they cannot be summed.
+    """
     if engine.distributed:
         return Overlapped(engine, engine.distributed)
     if _may_overlap(engine):
@@ -212,6 +215,11 @@ def reduction_of(engine: Any) -> Reduction:
         return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunk_of_weights(engine.module)))
     if engine.using_bf16_optimizer:
         return Bf16(engine)
+    if engine.zero_optimization() and engine.optimizer.use_grad_accum_attribute and tied_weights(engine.module):
+        raise ValueError(
+            "with bf16 and offload_optimizer, DeepSpeed keeps gradients where a pipeline cannot sum those of tied "
+            'weights: leave "offload_optimizer" out of the ds_config, use fp32, or do not tie weights across stages'
+        )
     return Zero(engine) if engine.zero_optimization() else Reduction(engine)
 
 

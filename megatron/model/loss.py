@@ -70,6 +70,9 @@ class TokenLoss:
         self.vocab_size, self.fused, self.is_text, self.z_loss = vocab_size, fused, is_text, z_loss
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
+        # Mean number of targets of this step's micro-batches on all replicas, if an engine has set it, a scalar. It
+        # weights the loss of the routers, a mean over tokens.
+        self.mean_targets: Tensor | None = None
         # Values of the last micro-batch. Evaluation: sums over text tokens (`_of_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
         # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: for each sample, the summed loss
@@ -174,6 +177,8 @@ class TokenLoss:
             total = losses.sum()
             self.aux = {"z_loss": z.sum()} if self.z_loss else {}
         if router_loss is not None:
+            mean = loss_mask.sum() if self.mean_targets is None else self.mean_targets
+            router_loss = mean.to(router_loss) * router_loss
             total = total + (router_loss - router_loss.detach()).sum()
             self.aux = self.aux | {"router_loss": router_loss.detach().sum()}
         if corpora:

@@ -22,8 +22,8 @@ from megatron.config import ModelConfig
 class Routing(NamedTuple):
     """Result of a router for hidden states [s, b, h].
 
-    experts: numbers of each token's experts [s, b, k]. weights: factors of their outputs [s, b, k]. loss: auxiliary
-    loss and z-loss summed over the tokens, [1]; zero in evaluation.
+    experts: numbers of each token's experts [s, b, k]. weights: factors of their outputs [s, b, k]. loss: mean over the
+    tokens of auxiliary loss and z-loss, [1]; zero in evaluation.
     """
 
     experts: Tensor
@@ -80,7 +80,7 @@ class Router(nn.Module):
             return 1 + self.config.router_jitter * (2 * torch.rand_like(x) - 1)
 
     def _loss(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return the auxiliary loss and the z-loss, summed over all tokens of logits and scores [s, b, e], as [1].
+        """Return the mean of auxiliary loss and z-loss over all tokens of logits and scores [s, b, e], as [1].
 
         The auxiliary loss of a token is the factor times e times the sum over experts of share x probability. It is
         smallest, equal to the factor, if the shares are equal.
@@ -94,6 +94,7 @@ class Router(nn.Module):
             loss = loss + factor * (probabilities.flatten(0, -2).sum(0) @ shares.to(scores.dtype))
         if config.router_z_loss:
             loss = loss + config.router_z_loss * logits.logsumexp(-1).square().sum()
+        loss = loss / (logits[..., 0].numel() * self.sequence.size)
         return mpu.reduce_from_model_parallel_region(loss, self.sequence) if self.sequence.size > 1 else loss
 
     def end_step(self, tokens: Tensor) -> None:

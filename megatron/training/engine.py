@@ -222,6 +222,9 @@ class NoPipeEngine:
         _set_lr(ds, lr)
         ds.train()
         made, targets = self._read(batches, gas)
+        loss_fn: Any = getattr(ds.module, "loss_fn", None)
+        if hasattr(loss_fn, "mean_targets"):
+            loss_fn.mean_targets = targets / (gas * self.data.size)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Any] = defaultdict(float)
         for micro, batch in enumerate(made):

@@ -59,7 +59,7 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
     if factor and not values["output_router_logits"]:
         notes.append(
             f"output_router_logits is false, so transformers would train without router_aux_loss_coef; settings.json "
-            f"trains with --router-aux-loss {factor:.4g} (--router-balance none disables it)"
+            f"trains with --router-aux-loss {factor:.4g} (--router-aux-loss 0 disables it)"
         )
     return {**found, "router_aux_loss": factor}, notes
 
@@ -122,6 +122,9 @@ def left_out(m: ModelConfig) -> list[str]:
     if m.num_experts is not None:
         flags += [("--router-z-loss", m.router_z_loss, "z-loss")]
         flags += [("--router-jitter", m.router_jitter, "noise for the router alone")]
-    return [
+    found = [
         f"{name} {value} is not exported: Llama's config.json has no {what}" for name, value, what in flags if value
     ]
+    if m.num_experts is not None and m.router_balance == "aux-loss" and m.router_aux_loss:
+        found.append("transformers trains with the exported router_aux_loss_coef only if output_router_logits is true")
+    return found

@@ -104,7 +104,7 @@ def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
         other = "" if values["model_type"].startswith("qwen3") else f" and mlp_bias {mlp}"
         raise ValueError(
             f"{where}: attention_bias is {attention}{other}; a model must have biases in all linear layers or in "
-            f"none; only qwen2 may have them in queries, keys and values alone"
+            f"none; only Qwen2 and Qwen2-MoE may have them in queries, keys and values alone"
         )
     return attention, attention
 

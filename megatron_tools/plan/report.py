@@ -182,4 +182,4 @@ def stage_table(layout: Layout) -> Iterator[str]:
         else:
             first = at
             rows.append([str(at), *row])
-    yield from as_table(["stage", "transformer layers", "parameters per rank", "GB", *KINDS], rows)
+    yield from as_table(["stage", "transformer layers of all layers", "parameters per rank", "GB", *KINDS], rows)

@@ -67,6 +67,13 @@ LAYOUTS = {
         "--precision fp32 --pipe-parallel-size 2 --zero-stage 1 --optimizer muon --param-groups {folder}/vectors.json",
         "embedding.word_embeddings.weight",
     ),
+    "dp2-zero1-bf16-offload": Layout("--precision bf16 --deepspeed-config {folder}/offload.json"),
+    "dp2-zero2-bf16-offload": Layout("--precision bf16 --zero-stage 2 --deepspeed-config {folder}/offload.json"),
+    "dp2-zero1-offload": Layout("--precision fp32 --deepspeed-config {folder}/offload.json"),
+    "pp2-zero1-bf16-offload": Layout(
+        "--precision bf16 --no-tie-embeddings --pipe-parallel-size 2 --deepspeed-config {folder}/offload.json",
+        "final_norm.norm.weight",
+    ),
     "tp2-pipe1": Layout("--precision fp32 --model-parallel-size 2 --pipe-parallel-size 1"),
 }
 IN_CI = [
@@ -77,6 +84,7 @@ IN_CI = [
     "tp2-zero1-bf16",
     "pp2-zero1-fp16",
     "dp2-zero1-muon",
+    "dp2-zero1-bf16-offload",
     "pp2-zero1-muon-vectors",
 ]
 
@@ -152,6 +160,8 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
 ) -> None:
     """No rank changes its weights or moments in a step in which one rank has a NaN gradient or a very large one."""
     (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True, "initial_scale_power": 4}}))
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "offload.json").write_text(json.dumps({"zero_optimization": offload}))
     (tmp_path / "vectors.json").write_text(json.dumps([{"pattern": "layers.0.*.weight", "frozen": True}]))
     chosen = {name: LAYOUTS[name] for name in names}
     found = on_ranks(2, _one_bad_step, chosen, str(tmp_path), tiny_data, vocab_file, timeout=500)

@@ -79,7 +79,7 @@ def test_a_mixture_is_a_loop_over_tokens(score: str, normalize: bool, balance: s
         probabilities += scores / scores.sum()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     if balance == "aux-loss":  # before the first step all shares are 1 / 5
-        torch.testing.assert_close(loss, 0.01 * 5 * (probabilities / 5).sum().view(1))
+        torch.testing.assert_close(loss, 0.01 * 5 * (probabilities / 5).sum().view(1) / 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -111,10 +111,36 @@ def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
     assert router.tokens.sum() == 12 and not router.seen.any()
     logits = hidden[:, 0] @ router.weight.t()
     shares = router.tokens / 12
-    expected = 4 * (logits.softmax(-1) * shares).sum() + 0.5 * logits.logsumexp(-1).square().sum()
+    expected = 4 * (logits.softmax(-1) * shares).sum(1).mean() + 0.5 * logits.logsumexp(-1).square().mean()
     (own,) = torch.autograd.grad(router(hidden).loss.sum(), hidden)
     (theirs,) = torch.autograd.grad(expected, hidden)
     torch.testing.assert_close(own, theirs)
+
+
+def test_the_loss_of_the_routers_does_not_depend_on_the_number_of_targets() -> None:
+    """If an engine counts targets, the loss of the routers is a mean over tokens, as in a batch without a mask."""
+    model = _model("llama", "--num-experts 4 --router-z-loss 0.5 --router-aux-loss 0")
+    tokens = torch.randint(0, VOCAB, (2, 12))
+    losses: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda module, args, result: losses.append(result.loss))
+    model(tokens)
+    expected = torch.cat(losses).sum()
+    gradients = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    for number in (24, 3):
+        mask = torch.zeros(24).scatter(0, torch.arange(number), 1.0).view(2, 12)
+        plain = _model("llama", "--num-experts 4 --router-aux-loss 0")
+        plain.load_state_dict(model.state_dict())
+        for each in (model, plain):
+            each.zero_grad()
+            (each(tokens, labels=tokens, loss_mask=mask) / number).backward()
+        found = model.get_additional_losses()["router_loss"] / number  # type: ignore[operator]
+        torch.testing.assert_close(found, expected)
+        for ours, without, wanted in zip(model.parameters(), plain.parameters(), gradients, strict=True):
+            if wanted is not None:
+                assert ours.grad is not None and without.grad is not None
+                torch.testing.assert_close(ours.grad - without.grad, wanted, atol=1e-9, rtol=1e-6)
 
 
 def test_a_bias_rises_for_experts_with_few_tokens() -> None:
