@@ -48,9 +48,9 @@ class PipelineEngine(PipelineHooks):
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
     a tensor, or a dict of named tensors. For a dict, training minimises the sum of the tensors, and `named_losses`
     returns each mean. If `loss_fn` has a method `count_targets(labels)`, `loss_fn` must return sums over targets.
-    The loss of a step is then the total of these sums divided by the number of targets in the global batch. So the loss
-    does not depend on the split into micro-batches and replicas. If `loss_fn` also has an attribute `mean_targets`,
-    each step sets it to the mean number of targets of its micro-batches, a scalar tensor.
+    The loss of a step is then the total of these sums divided by the number of targets in the global batch, whatever
+    the micro-batches and replicas. If `loss_fn` also has an attribute `mean_targets`, each step sets it to the mean
+    number of targets of its micro-batches, a scalar.
     """
 
     data_iterator: Any
@@ -362,7 +362,6 @@ class PipelineEngine(PipelineHooks):
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, replicas)
         count = getattr(self.module.loss_fn, "count_targets", None) if last else None
-        group = self._replicas
         if first or count:
             self._at("reading its first micro-batch")
             end = batches.end_of_any(self._replica_hosts)
@@ -373,11 +372,11 @@ class PipelineEngine(PipelineHooks):
                 return  # stage 0 will inform all stages that the data has ended
         if count:
             self._at("reading its micro-batches to count their targets")
-            self._losses.count(count, batches.all_labels(), group)
-        if last:
-            self._step.scale = self.loss_factor / self._losses.divisor
+            self._losses.count(count, batches.all_labels(), self._replicas)
             if hasattr(self.module.loss_fn, "mean_targets"):
                 self.module.loss_fn.mean_targets = self._losses.divisor / (micros * replicas)
+        if last:
+            self._step.scale = self.loss_factor / self._losses.divisor
 
     def _forward_end(self, end: DataEnded) -> None:
         """Inform the next stages that the data ended before the step began."""
