@@ -206,7 +206,8 @@ class Zero(Reduction):
 def reduction_of(engine: Any) -> Reduction:
     """Return the Reduction that a new pipeline engine needs for its optimizer and precision.
 
-    Raises ValueError if DeepSpeed's optimizer leaves the gradients of tied weights where they cannot be summed.
+    Collective over the stages. Raises ValueError if DeepSpeed's optimizer leaves the gradients of tied weights where
+    they cannot be summed.
     """
     if engine.distributed:
         return Overlapped(engine, engine.distributed)
@@ -215,7 +216,9 @@ def reduction_of(engine: Any) -> Reduction:
         return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunk_of_weights(engine.module)))
     if engine.using_bf16_optimizer:
         return Bf16(engine)
-    if engine.zero_optimization() and engine.optimizer.use_grad_accum_attribute and tied_weights(engine.module):
+    elsewhere = engine.zero_optimization() and engine.optimizer.use_grad_accum_attribute
+    # Stages without tied weights raise, too; else they would wait for the others.
+    if elsewhere and any(_anywhere([bool(tied_weights(engine.module))], engine.grid.get_pipe_parallel_group())):
         raise ValueError(
             "with bf16 and offload_optimizer, DeepSpeed keeps gradients where a pipeline cannot sum those of tied "
             'weights: leave "offload_optimizer" out of the ds_config, use fp32, or do not tie weights across stages'

@@ -220,15 +220,15 @@ def _architecture(config: Config, positions: int) -> dict[str, Any]:
     if m.position_embedding != "learned":
         positions = 0
     decoder = m.decoder_layers if config.is_t5 else 0
-    experts = [int(m.has_experts(i)) for i in range(max(m.num_layers, decoder))]
+    layers = range(max(m.num_layers, decoder)) if m.num_experts else ()
     follows = {
         "num_key_value_heads": m.key_value_heads,
         "qkv_bias": m.has_qkv_bias,
         "kv_hidden_size": m.head_size,
         "ff_hidden_size": m.ff_size,
         "num_decoder_layers": decoder,
-        "expert_ff_hidden_size": m.expert_ff_size,
-        "moe_layer_frequency": " ".join(map(str, experts)),
+        "expert_ff_hidden_size": m.expert_ff_size if m.num_experts else None,
+        "moe_layer_frequency": " ".join(str(int(m.has_experts(i))) for i in layers) or None,
     }
     return values | follows | {"max_position_embeddings": positions}
 

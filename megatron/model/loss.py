@@ -70,8 +70,8 @@ class TokenLoss:
         self.vocab_size, self.fused, self.is_text, self.z_loss = vocab_size, fused, is_text, z_loss
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
-        # Mean number of targets of this step's micro-batches on all replicas, if an engine has set it, a scalar. It
-        # weights the loss of the routers, a mean over tokens.
+        # Mean number of targets of a micro-batch in this step, a scalar that the engine sets; without an engine, the
+        # micro-batch's own number is used. The loss of the routers, a mean over tokens, is multiplied by it.
         self.mean_targets: Tensor | None = None
         # Values of the last micro-batch. Evaluation: sums over text tokens (`_of_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}

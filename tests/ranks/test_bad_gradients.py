@@ -184,6 +184,21 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
         assert scales[SPIKE - 1] == scales[SPIKE], "a spike is no overflow"
 
 
+def _refused(folder: str, data: str, vocab_file: str) -> str:
+    offload = f"--precision bf16 --num-layers 3 --gas 2 --pipe-parallel-size 3 --deepspeed-config {folder}/offload.json"
+    with pytest.raises((ValueError, RunError)) as error:
+        make(Start("gpt2", Path(folder) / "refused", f"{SMALL} {offload}"), data, vocab_file)
+    return str(error.value)
+
+
+def test_all_stages_refuse_tied_weights_with_offloading_in_bf16(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    (tmp_path / "offload.json").write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}))
+    for words in on_ranks(3, _refused, str(tmp_path), tiny_data, vocab_file):
+        assert "offload_optimizer" in words and "tie" in words
+
+
 def _ends(cases: dict[str, tuple[str, str, int]], folder: str, data: str, vocab_file: str) -> dict[str, str]:
     """Run all cases; return case -> the RunError that ended the case, without the cases that ended well.
 

@@ -118,7 +118,7 @@ def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
 
 
 def test_the_loss_of_the_routers_does_not_depend_on_the_number_of_targets() -> None:
-    """If an engine counts targets, the loss of the routers is a mean over tokens, as in a batch without a mask."""
+    """Divided by the number of targets, the loss of the routers is a mean over tokens, with and without a mask."""
     model = _model("llama", "--num-experts 4 --router-z-loss 0.5 --router-aux-loss 0")
     tokens = torch.randint(0, VOCAB, (2, 12))
     losses: list[Tensor] = []
