@@ -90,9 +90,20 @@ def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, on
     cut = list(_cut(by_group, parts))
     if one_buffer:
         rotated = _ROTATED_PARTS if angles is not None else _rotated_parts_eagerly  # copies need no compiler
-        memory = torch.split(rotated(by_group, parts, angles), [part.numel() for part in cut])
-        cut = [place.view(part.shape) for place, part in zip(memory, cut, strict=True)]
+        cut = _places(rotated(by_group, parts, angles), cut)
     return tuple(part.flatten(2, 3) for part in cut)
+
+
+def _places(memory: Tensor, cut: list[Tensor]) -> list[Tensor]:
+    """Cut `memory` [s * b * g * sum(parts) * d] into one tensor for each part, of its shape [s, b, g, part, d].
+
+    On CPUs, the tokens of a head are adjacent. If they were a large power of two apart, they would compete for the same
+    few lines of the cache, and attention would take a fifth longer.
+    """
+    pieces = zip(torch.split(memory, [part.numel() for part in cut]), [part.shape for part in cut], strict=True)
+    if memory.device.type != "cpu":
+        return [piece.view(shape) for piece, shape in pieces]
+    return [piece.view(*shape[1:4], shape[0], shape[4]).permute(3, 0, 1, 2, 4) for piece, shape in pieces]
 
 
 def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
@@ -118,9 +129,8 @@ def _rotated_parts(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | 
 def _rotated_parts_eagerly(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> Tensor:
     cut = list(_cut(by_group, parts))
     memory = by_group.new_empty(by_group.numel())
-    places = torch.split(memory, [part.numel() for part in cut])
-    for place, part, turn in zip(places, cut, _angles_of(parts, angles), strict=True):
-        rotate_into(place.view(part.shape), part, turn)
+    for place, part, turn in zip(_places(memory, cut), cut, _angles_of(parts, angles), strict=True):
+        rotate_into(place, part, turn)
     return memory
 
 
