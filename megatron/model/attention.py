@@ -118,8 +118,7 @@ class Attention(nn.Module):
         if self.recompute and self.training:
             call = partial(self._computed_again, call)
         context: Tensor = call(query, key, value, mask, bias)
-        b, _, q, _ = context.shape
-        return context.permute(2, 0, 1, 3).reshape(q, b, self.heads * self.head_size)
+        return context.permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, *inputs: Any, p: float) -> Tensor:
         call = self.call(*inputs, p)

@@ -78,10 +78,8 @@ def split_heads(
     if plain or torch.compiler.is_compiling():  # torch.compile fuses these operations
         found = tuple(part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts))
         found = (*(rotate(part, angles) for part in found[:2]), *found[2:])
-    elif fused.requires_grad and torch.is_grad_enabled():
-        found = _Split.apply(fused, groups, size, parts, angles, one_buffer)  # type: ignore[no-untyped-call]
     else:
-        found = _split(by_head(fused, groups, size), parts, angles, one_buffer)
+        found = _Split.apply(fused, groups, size, parts, angles, one_buffer)  # type: ignore[no-untyped-call]
     return tuple(part.permute(1, 2, 0, 3) for part in found)
 
 
@@ -100,10 +98,13 @@ def _places(memory: Tensor, cut: list[Tensor]) -> list[Tensor]:
     On CPUs, the tokens of a head are adjacent. If they were a large power of two apart, they would compete for the same
     few lines of the cache, and attention would take a fifth longer.
     """
-    pieces = zip(torch.split(memory, [part.numel() for part in cut]), [part.shape for part in cut], strict=True)
-    if memory.device.type != "cpu":
-        return [piece.view(shape) for piece, shape in pieces]
-    return [piece.view(*shape[1:4], shape[0], shape[4]).permute(3, 0, 1, 2, 4) for piece, shape in pieces]
+    found = []
+    for piece, part in zip(torch.split(memory, [part.numel() for part in cut]), cut, strict=True):
+        s, *middle, d = part.shape
+        if memory.device.type == "cpu":
+            piece = piece.view(*middle, s, d).permute(3, 0, 1, 2, 4)
+        found.append(piece.view(part.shape))
+    return found
 
 
 def _cut(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
@@ -190,6 +191,6 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         known = next((grad for grad in grads if grad is not None), None)
         if known is None:
-            return None, None, None, None, None, None
+            return (None,) * 6
         joined = _JOINED if ctx.angles is not None else _joined_eagerly
-        return joined(known, grads, ctx.shape, ctx.parts, ctx.angles).flatten(2), None, None, None, None, None
+        return joined(known, grads, ctx.shape, ctx.parts, ctx.angles).flatten(2), *[None] * 5

@@ -16,7 +16,6 @@ from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_conf
 from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint
 from megatron.checkpointing.relocation import FOLDER as TOKENIZER
 from megatron.checkpointing.stream import Entry
-from megatron.checkpointing.whole import is_complete
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import ModelConfig
 from megatron.config.fields import flag
@@ -30,15 +29,13 @@ EXAMPLES = """\
 
 
 def newest(load: str, number: int) -> list[Path]:
-    """Return the newest `number` checkpoints of a run, oldest first. Raises ValueError if the run has fewer."""
+    """Return the newest `number` checkpoints of a run, damaged or not, oldest first; ValueError if it has fewer."""
     last = find_checkpoint(load)
     if latest_checkpoint(last.parent) != last:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
-    found = [path for path in sorted(last.parent.glob("iter_*")) if path.name <= last.name and is_complete(path)]
-    if len(found) < number:
-        raise ValueError(
-            f"--last {number}: {last.parent} holds only {len(found)} checkpoints; save more often, or lower it"
-        )
+    found = sorted(path for path in last.parent.glob("iter_*") if path.name[5:].isdigit() and path.name <= last.name)
+    if not 0 < number <= len(found):
+        raise ValueError(f"--last {number} must lie between 1 and {len(found)}, the number of checkpoints of {load}")
     return found[-number:]
 
 
@@ -52,7 +49,7 @@ def shares(number: int, weights: Sequence[float] | None, decay: float | None) ->
         if not 0 < decay < 1:
             raise ValueError(f"--decay {decay:g} must lie between 0 and 1, without these")
         return [(1 - decay if at else 1) * decay ** (number - 1 - at) for at in range(number)]
-    given = [1.0] * number if weights is None else list(weights)
+    given = list(weights or [1.0] * number)
     if len(given) != number:
         raise ValueError(f"--weights gives {len(given)} numbers for {number} checkpoints; give one for each")
     if not all(0 <= each < math.inf for each in given) or not sum(given):
@@ -88,7 +85,10 @@ def _read(reader: CheckpointReader, key: str) -> Tensor:
 def _mean(readers: Sequence[CheckpointReader], parts: Sequence[float], key: str) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for reader, part in zip(readers, parts, strict=True):
-        total = total + part * _read(reader, key).double()
+        value = _read(reader, key).double()
+        if not value.isfinite().all():
+            raise ValueError(f"{reader.path}: {key!r} is not finite; average other checkpoints")
+        total = total + part * value
     return total
 
 
@@ -106,15 +106,13 @@ def entries_of(readers: Sequence[CheckpointReader], parts: Sequence[float]) -> l
 
 def main(args: argparse.Namespace) -> None:
     output = Path(args.output)
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"{output} exists and is not empty; choose another --output")
+    if any(output.glob("*")) or (output.parent / "latest").exists():
+        raise ValueError(f"{output} is not empty, or lies in a folder of checkpoints; choose another --output")
     if args.weights is not None and args.decay is not None:
         raise ValueError("--weights and --decay both set the weights; leave one of them out")
     if (args.last is None) == (len(args.load) == 1):
         raise ValueError("give either one run as --load, with --last, or several checkpoints as --load")
-    if args.last is not None and args.last < 1:
-        raise ValueError(f"--last {args.last} must be at least 1")
-    paths = newest(args.load[0], args.last) if args.last else [find_checkpoint(load) for load in args.load]
+    paths = newest(args.load[0], args.last) if args.last is not None else [find_checkpoint(load) for load in args.load]
     parts = shares(len(paths), args.weights, args.decay)
     readers = [CheckpointReader(path, args.ema) for path in paths]
     refuse_other_models(readers)

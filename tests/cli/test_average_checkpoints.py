@@ -1,15 +1,18 @@
 """tools/average_checkpoints.py agrees with torch's AveragedModel, and the tools read its checkpoints and --ema."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from megatron.checkpointing.checksums import BLAKE3
 from megatron_tools.convert.average_checkpoints import shares
 from tests.checkpoints.runs import Start, run_all, whole_tensors
 from tests.cli.test_tools import fails
@@ -99,6 +102,28 @@ def test_bad_requests_are_refused(run_dir: Path, tmp_path: Path) -> None:
     assert "--weights" in fails(tool, "--load", one, one, "--weights", "1", *out)
     _done(tool, "--load", one, one, *out)
     assert "--ema" in fails("tools/evaluate.py", "--load", out[1], "--ema", "--input", one)
+
+
+def test_damaged_checkpoints_and_weights_that_are_not_finite_are_named(run_dir: Path, tmp_path: Path) -> None:
+    tool, out = "tools/average_checkpoints.py", ("--output", str(tmp_path / "out"))
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir, copy)
+    third, last = (copy / "checkpoints" / f"iter_{number:07d}" for number in (3, 4))
+    assert "--output" in fails(tool, "--load", str(last), str(third), "--output", str(last.parent / "averaged"))
+    file = next(path for path in third.glob("*.safetensors") if "weight.final_norm.norm.weight" in load_file(path))
+    tensors = load_file(file)
+    tensors["weight.final_norm.norm.weight"][0] = math.nan
+    save_file(tensors, file)
+    sums = third / "BLAKE3SUMS"
+    lines = sums.read_text().splitlines()
+    renewed = [f"{BLAKE3.of(file)}  {file.name}" if line.endswith(f"  {file.name}") else line for line in lines]
+    sums.write_text("\n".join(renewed) + "\n")
+    said = fails(tool, "--load", str(copy), "--last", "3", *out)
+    assert third.name in said
+    assert "final_norm.norm.weight" in said
+    (last / "checkpoint.json").unlink()
+    assert str(last / "checkpoint.json") in fails(tool, "--load", str(copy), "--last", "2", *out)
+    assert not any(tmp_path.glob("out/iter_*/*"))
 
 
 def test_shares_add_up_to_one() -> None:

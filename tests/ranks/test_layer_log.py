@@ -51,7 +51,7 @@ MORE = [
     ("gpt2", ["pp2-bf16", "dp2-zero2-bf16", "dp2-zero3-bf16", "dp2-zero2-fp16", "dp2-zero1-offload"]),
     ("llama", ["dp2-zero1", "pp2", "tp2-sequence", "cp2"]),
     ("t5-v1.1", ["dp2-zero1", "pp2", "tp2-sequence", "tp2-zero1"]),
-    ("t5-v1.1 experts", ["dp2-ep2", "dp2-ep2-zero1", "pp2", "tp2-sequence"]),
+    ("t5-v1.1 experts", ["dp2-ep2", "dp2-ep2-zero1", "pp2", "tp2-zero1"]),
 ]
 
 

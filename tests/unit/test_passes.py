@@ -147,6 +147,14 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
+def _parts_in_order(by_group: Tensor, parts: tuple[int, ...], rotation: Rotation) -> Tensor:
+    """Return the eager result of "rotated parts" with tokens first, as on CUDA; on CPUs, heads are first in memory."""
+    memory = grouped_heads._rotated_parts_eagerly(by_group, parts, rotation)
+    places = grouped_heads._places(memory, list(grouped_heads._cut(by_group, parts)))
+    assert not places[0].is_contiguous()
+    return torch.cat([place.flatten() for place in places])
+
+
 def fused_functions() -> dict[str, tuple[Fused, tuple[Any, ...]]]:
     """Return each fused function with inputs: {name: (function, inputs)}."""
     rotation = Rotation(draw(6, 1, 1, 3), draw(6, 1, 1, 3))  # rotates 6 of 8 elements
@@ -157,7 +165,7 @@ def fused_functions() -> dict[str, tuple[Fused, tuple[Any, ...]]]:
         "gradient of swiglu": (SWIGLU.gradient, (grad, x)),
         "gated gelu": (GATED_GELU.value, (x,)),
         "gradient of gated gelu": (GATED_GELU.gradient, (grad, x)),
-        "rotated parts": (grouped_heads._ROTATED_PARTS, (draw(*SHAPE), PARTS, rotation)),
+        "rotated parts": (Fused(grouped_heads._rotated_parts, _parts_in_order), (draw(*SHAPE), PARTS, rotation)),
         "joined gradients": (grouped_heads._JOINED, (grads[0], grads, torch.Size(SHAPE), PARTS, rotation)),
         "without a key": (
             grouped_heads._JOINED,
