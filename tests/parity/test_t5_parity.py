@@ -41,8 +41,8 @@ def check(grid: tuple[int, int, int], ways: Sequence[Way], data: str, vocab_file
     assert not bad, "\n".join(bad)
 
 
-# Grids that run by default: no pipeline, pipelines alone, and a pipeline with tensor parallelism.
-COVERING = [(0, 1, 1), (1, 1, 1), (3, 1, 1), (2, 1, 2)]
+# Grids that run by default: no pipeline, a pipeline alone, and a pipeline with tensor parallelism.
+COVERING = [(0, 1, 1), (3, 1, 1), (2, 1, 2)]
 
 
 @pytest.mark.parametrize("grid", covering(GRIDS, COVERING.__contains__), ids=lambda g: f"pp{g[0]}-dp{g[1]}-tp{g[2]}")

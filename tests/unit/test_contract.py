@@ -157,6 +157,7 @@ def names_of(node: ast.AST, inside: str | None = None) -> Iterator[tuple[str, st
         yield from names_of(child, inside)
 
 
+@functools.cache
 def in_code() -> dict[str, set[str]]:
     """Return kind of DeepSpeed object -> attributes that tds uses, without those that only tds defines."""
     used, ours = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
@@ -194,21 +195,22 @@ def listed(kind: str) -> set[str]:
     return {name for each in CONTRACT if each.place in PLACES[kind] for name in " ".join(each[2:]).split()}
 
 
-def imports() -> set[tuple[str, str]]:
+@functools.cache
+def nodes_of_tds() -> tuple[ast.AST, ...]:
+    return tuple(node for path in MODULES for node in ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imports() -> frozenset[tuple[str, str]]:
     """Return (module, name) for each name that tds imports from DeepSpeed."""
-    nodes = (node for path in MODULES for node in ast.walk(ast.parse(path.read_text())))
-    froms = (node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"))
-    return {(node.module or "", alias.name) for node in froms for alias in node.names}
+    froms = (node for node in nodes_of_tds() if isinstance(node, ast.ImportFrom))
+    theirs = (node for node in froms if (node.module or "").startswith("deepspeed"))
+    return frozenset((node.module or "", alias.name) for node in theirs for alias in node.names)
 
 
 @pytest.mark.parametrize("kind", PLACES)
 def test_the_code_uses_the_listed_names_and_no_others(kind: str) -> None:
-    words = {
-        node.value
-        for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant)
-    }
+    words = {node.value for node in nodes_of_tds() if isinstance(node, ast.Constant)}
     imported = {name for module, name in imports() if module in PLACES[kind]}
     found = in_code()[kind] - {name for _, name in imports() if kind == "deepspeed"}
     assert found <= listed(kind), "used, but not in tds/_contract.py"

@@ -25,6 +25,7 @@ from megatron.model.fused import Fused, compiled
 from megatron.model.mlp import GATED_GELU, SWIGLU, GatedActivation
 from megatron.model.rotary import Rotation
 from megatron.training.compiling import compiler_found
+from tests.support import covering
 
 # The sequence length is a prime number, so a tensor is an activation exactly if its size is a multiple of this length.
 S, B, H, WIDE = 251, 2, 1024, 2816
@@ -189,7 +190,10 @@ def test_the_gradient_of_a_gated_activation_is_autograds(activation: GatedActiva
         torch.testing.assert_close(function(grad, x.detach()), wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", fused_functions())
+ONE_OF_EACH_KIND = ("swiglu", "gradient of swiglu", "rotated parts", "joined gradients")
+
+
+@pytest.mark.parametrize("name", covering(list(fused_functions()), ONE_OF_EACH_KIND.__contains__))
 def test_a_fused_function_reads_its_inputs_and_writes_its_results_once(name: str) -> None:
     """The compiler's plan for a function moves as many bytes as its inputs and results have."""
     if not compiler_found():
