@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BLOCK = 1 << 24  # bytes that are read at once
+from megatron.storage import RemotePath
 
 
 @dataclass(frozen=True)
@@ -17,30 +17,29 @@ class Checksum:
     """A hash algorithm.
 
     file: name of the file that lists the checksums.
-    new: function that returns a hash object; its argument says whether the object may use several threads.
+    new: function that returns a hash object, which uses one thread.
     """
 
     name: str
     file: str
-    new: Callable[[bool], Any]
+    new: Callable[[], Any]
 
     def of(self, path: Path) -> str:
-        """Return the checksum of a file in hexadecimal."""
-        digest = self.new(True)
+        """Return the checksum of a file in hexadecimal; BLAKE3 of a local file is computed with several threads."""
+        if self is BLAKE3 and not isinstance(path, RemotePath):
+            kind = type(self.new())
+            return str(kind(max_threads=kind.AUTO).update_mmap(path).hexdigest())
         with path.open("rb", buffering=0) as file:
-            block = memoryview(bytearray(min(BLOCK, max(path.stat().st_size, 1))))
-            while count := file.readinto(block):
-                digest.update(block[:count])
-        return str(digest.hexdigest())
+            return hashlib.file_digest(file, self.new).hexdigest()
 
 
-def _new_blake3(several_threads: bool) -> Any:
+def _new_blake3() -> Any:
     import blake3
 
-    return blake3.blake3(max_threads=blake3.blake3.AUTO if several_threads else 1)
+    return blake3.blake3()
 
 
-SHA256 = Checksum("SHA-256", "SHA256SUMS", lambda several_threads: hashlib.sha256())
+SHA256 = Checksum("SHA-256", "SHA256SUMS", hashlib.sha256)
 BLAKE3 = Checksum("BLAKE3", "BLAKE3SUMS", _new_blake3)
 EVERY = BLAKE3, SHA256
 

@@ -66,7 +66,7 @@ def publish_remote(final: RemotePath, index: str, checksum: Checksum, sums: Mapp
     The checkpoint counts as one as soon as checkpoint.json, which is written last, is there.
     """
     data = index.encode()
-    digest = checksum.new(False)
+    digest = checksum.new()
     digest.update(data)
     every = {INDEX: digest.hexdigest(), **sums}
     (final / checksum.file).write_bytes("".join(f"{every[name]}  {name}\n" for name in sorted(every)).encode())

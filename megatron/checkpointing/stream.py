@@ -70,7 +70,7 @@ class StreamWriter:
             at += slot.bytes
         raw = json.dumps(header).encode()
         raw += b" " * (-len(raw) % 8)
-        self._digest = checksum.new(False)  # Hashing with several threads would slow writing down.
+        self._digest = checksum.new()  # hashing with several threads would slow writing down
         self._hasher, self._syncer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._synced: Future[None] | None = None
         self._file = open(path, "wb")  # noqa: SIM115  # closed by __exit__
