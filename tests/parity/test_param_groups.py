@@ -64,22 +64,30 @@ LAYOUTS: list[tuple[Layout, tuple[str, ...]]] = [
     (Layout(0, 2, 1, zero=2), ()),
     (Layout(0, 2, 1, zero=3), ()),
 ]
-RUN = [("mixed", LAYOUTS[3]), ("first-stage", LAYOUTS[5]), ("first-stage", LAYOUTS[6])]
+# fp64 is for ZeRO stage 0 only.
+RUNS = [(case, layout, "fp32") for case in CASES for layout in LAYOUTS]
+RUNS += [(case, layout, "fp64") for case in CASES for layout in LAYOUTS if not layout[0].zero]
+IN_CI = [("mixed", LAYOUTS[3], "fp64"), ("first-stage", LAYOUTS[5], "fp32"), ("first-stage", LAYOUTS[6], "fp32")]
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"), covering([(c, w) for c in CASES for w in LAYOUTS], RUN.__contains__, several=True), ids=str
-)
+@pytest.mark.parametrize(("case", "layout", "precision"), covering(RUNS, IN_CI.__contains__, several=True), ids=str)
 def test_losses_equal_plain_torch(
-    case: str, layout: tuple[Layout, tuple[str, ...]], tmp_path: Path, tiny_data: str, vocab_file: str
+    case: str,
+    layout: tuple[Layout, tuple[str, ...]],
+    precision: str,
+    tmp_path: Path,
+    tiny_data: str,
+    vocab_file: str,
 ) -> None:
     rules, settings = CASES[case]
     file = tmp_path / "groups.json"
     file.write_text(json.dumps(rules))
     where, more = layout
-    found = ours(where, tmp_path / "run", tiny_data, vocab_file, "--param-groups", str(file), *more, optimizer="adam")
-    expected = plain(tiny_data, vocab_file, optimizer="adam", settings=settings)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    flags = ("--param-groups", str(file), *more)
+    found = ours(where, tmp_path / "run", tiny_data, vocab_file, *flags, optimizer="adam", precision=precision)
+    dtype, tolerance = {"fp32": (torch.float32, 1e-5), "fp64": (torch.float64, 1e-10)}[precision]
+    expected = plain(tiny_data, vocab_file, "adam", dtype, settings=settings)
+    np.testing.assert_allclose(found, expected, rtol=tolerance)
 
 
 @pytest.mark.parametrize("case", CASES)
