@@ -28,10 +28,11 @@ def on_ranks(ranks: int) -> None:
     sys.exit(subprocess.run([*launch, *sys.argv], check=False, env=environment).returncode)
 
 
-def alternate(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
+def alternate(steps: dict[str, Step], rounds: int, before: Step = lambda: None) -> dict[str, list[tuple[float, float]]]:
     """Time every contender's step once per round and return {contender: [(seconds, CPU-seconds), ...]}.
 
     CPU-seconds are summed over all ranks. An additional first round is a warm-up and is not counted.
+    before: function to call before each step; its time is not counted.
     """
     import torch
     import torch.distributed as dist
@@ -39,6 +40,7 @@ def alternate(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for round_ in range(rounds + 1):
         for name, step in steps.items():
+            before()
             dist.barrier()
             begin, busy = time.perf_counter(), time.process_time()
             step()

@@ -139,7 +139,8 @@ def main() -> None:
     try:
         saves, loads = contenders(engine, config, folder)
         with contextlib.redirect_stdout(io.StringIO()):
-            saved, loaded = alternate(saves, args.rounds), alternate(loads, args.rounds)
+            # Else a save would also wait for the disk to write what the save before it has left in memory.
+            saved, loaded = alternate(saves, args.rounds, before=os.sync), alternate(loads, args.rounds)
             waits = background(engine, config, step, folder, args.rounds)
     finally:
         dist.barrier()
