@@ -56,6 +56,7 @@ def test_memory_of_a_save(background: bool, tmp_path: Path, monkeypatch: pytest.
     ((largest, whole, rise),) = on_ranks(1, _body, str(tmp_path), background)
     assert whole > 180, "too small for a copy to be noticed"
     if background:
-        assert 0.8 * whole < rise < 1.2 * whole, (whole, rise)
+        # Under load, the heap has kept all tensors below the threshold of mmap, 77 MB, once in some 20 runs.
+        assert 0.8 * whole < rise < 1.5 * whole, (whole, rise)
     else:
         assert rise < 1.5 * largest, (largest, rise)
