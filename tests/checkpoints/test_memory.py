@@ -56,7 +56,7 @@ def test_memory_of_a_save(background: bool, tmp_path: Path, monkeypatch: pytest.
     ((largest, whole, rise),) = on_ranks(1, _body, str(tmp_path), background)
     assert whole > 180, "too small for a copy to be noticed"
     if background:
-        # Under load, the heap has kept all tensors below the threshold of mmap, 77 MB, once in some 20 runs.
+        # 1.2 failed once under load, at 1.39; the cause is not known. A second copy would make this 2.
         assert 0.8 * whole < rise < 1.5 * whole, (whole, rise)
     else:
         assert rise < 1.5 * largest, (largest, rise)
