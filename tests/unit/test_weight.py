@@ -21,7 +21,7 @@ LIMITS = {
     # guard against loss spikes, 800 for whole matrices in buckets (whole.py), 400 for the moving average of the
     # weights, 1,000 for norms by layer, 280 for step counts of single weights, 50 for Muon's steps on stages without
     # matrices, 420 for weights that only some replicas hold (holders.py), 70 for skipped steps and tied weights
-    # with offload_optimizer in bf16, and 40 for telling a loss the mean number of its targets.
+    # with offload_optimizer in bf16, and 40 for the mean number of targets in losses.
     "tds": (53_060, 1),
     # This includes 250 for BLAKE3 checksums, 1,500 for reading certificates and putting them into checkpoints, 1,000
     # for functions that take one kernel on CUDA (fused.py and its callers), 500 for deciding whether layers are
