@@ -9,7 +9,9 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ TIMEOUT = 120.0
 # modules (torch._dynamo with sympy) that each rank would else import for its first optimizer and engine.
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
-_preloaded += ["torch.utils.tensorboard"]
+_preloaded += ["torch.utils.tensorboard", "deepspeed.runtime.zero.muon.muon_optimizer"]  # the second: torch._inductor
 _preloaded += [
     "megatron.compat.pretrain",
     "megatron.training.entry",
@@ -229,6 +231,15 @@ train_t5 = functools.partial(train, "t5")
 
 def losses(rows: Sequence[dict[str, Any]], split: str = "train") -> list[float]:
     return [row["lm_loss"] for row in rows if row["split"] == split]
+
+
+def free_port() -> int:
+    """Return a free TCP port that no other test gets meanwhile: systems hand out only ports above 32767 on request."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def command(*argv: str, env: dict[str, str] | None = None, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 
 from megatron.config.command_line import parse
 from megatron.config.defaults import DEFAULTS
-from tests.support import FULL, ROOT
+from tests.support import FULL, ROOT, free_port
 
 FOLDER = ROOT / "docker"
 INSTRUCTIONS = {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "ENTRYPOINT", "CMD"}
@@ -130,9 +129,7 @@ def test_the_launcher_reads_the_variables_of_the_operator(monkeypatch: pytest.Mo
 def test_two_pods(tmp_path: Path) -> None:
     rank = tmp_path / "rank.py"
     rank.write_text("import os\nprint(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pods = [
         subprocess.Popen(
             [sys.executable, "tools/launch.py", str(rank)],

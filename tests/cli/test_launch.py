@@ -214,9 +214,9 @@ def test_a_port_in_use_and_a_missing_node_are_a_sentence(tmp_path: Path) -> None
     (tmp_path / "rank.py").write_text("")
     base = ["python", "tools/launch.py", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port"]
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = str(support.free_port())
+        taken.bind(("127.0.0.1", int(port)))
         taken.listen()
-        port = str(taken.getsockname()[1])
         done = support.command(*base, port, str(tmp_path / "rank.py"))
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert f"launch.py: port {port} " in done.stderr and "--master-port (MASTER_PORT=)" in done.stderr
@@ -232,9 +232,7 @@ def test_a_port_in_use_and_a_missing_node_are_a_sentence(tmp_path: Path) -> None
 def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(support.free_port())
     nodes = [
         "--nnodes",
         "2",

@@ -2,13 +2,12 @@
 
 import os
 import re
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support import FULL, ROOT
+from tests.support import FULL, ROOT, free_port
 
 # A script that sources _prepare.sh with the variables that _run.sh sets; its `python` function simulates slow tools.
 SCRIPT = """
@@ -59,9 +58,7 @@ def test_whoever_fails_or_dies_lets_the_next_one_prepare(tmp_path: Path) -> None
 @FULL
 @pytest.mark.parametrize("disk", ["shared", "apart"])
 def test_two_launches(tmp_path: Path, disk: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     small = {
         "TRAIN_ITERS": "2",
         "NLAYERS": "2",

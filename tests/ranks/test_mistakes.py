@@ -1,7 +1,6 @@
 """`tds` answers mistakes in a user's training loop or model with an error of one sentence, and no rank hangs."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from torch import nn
 
 import tds
 from tds.diagnose import without_cpp
-from tests.support import ROOT, on_ranks
+from tests.support import ROOT, free_port, on_ranks
 
 mse = nn.functional.mse_loss
 
@@ -121,9 +120,7 @@ deepspeed.initialize(model=net, optimizer=optimizer, model_parameters=list(net.p
 def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: Path) -> None:
     """An error on one rank before the first step ends the other rank, too, even without a launcher."""
     (tmp_path / "train.py").write_text(START)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
     begun = time.monotonic()
     ranks = [

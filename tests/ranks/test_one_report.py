@@ -2,14 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import FULL, ROOT
+from tests.support import FULL, ROOT, free_port
 
 RANKS = 3
 SCRIPT = """
@@ -61,9 +60,7 @@ for step in range(3 if kind == "end" else 10**6):
 def _start(folder: Path, *argv: str) -> list["subprocess.Popen[str]"]:
     """Start one process per rank with `SCRIPT`, without a launcher, so that rank 0 hosts torch's TCPStore."""
     (folder / "train.py").write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     meet = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     return [
         subprocess.Popen(

@@ -536,9 +536,17 @@ def _alone(folder: Path, script: str, *argv: str) -> str:
     return done.stdout
 
 
+def _loop(*argv: str) -> list[str]:
+    """Run LOOP as a script with the arguments `argv`; return the lines with losses that it prints."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["train.py", *argv])
+        exec(LOOP, {})
+    return [line for line in printed.getvalue().splitlines() if line[:1].isdigit()]
+
+
 def test_a_hand_written_loop_with_client_state(tmp_path: Path) -> None:
-    runs = [_alone(tmp_path, LOOP, str(tmp_path / "saved"), run) for run in ("first", "second")]
-    first, second = ([line for line in text.splitlines() if line[:1].isdigit()] for text in runs)
+    ((first,), (second,)) = (on_ranks(1, _loop, str(tmp_path / "saved"), run) for run in ("first", "second"))
     assert len(first) == 10
     assert second == first[6:]
 

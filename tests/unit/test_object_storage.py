@@ -217,7 +217,7 @@ def _reading(env: dict[str, str], remote: str, cut: str) -> list[int]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     whole = np.fromfile(env["WHOLE"], np.uint16)
-    order = np.random.default_rng(os.getpid()).integers(0, TOKENS - 500, 600).tolist()
+    order = np.random.default_rng(os.getpid()).integers(0, TOKENS - 500, 200).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fdatasync", killed if cut and os.environ["RANK"] == "0" else sync)
         indexed, wrong = IndexedDataset(remote), []
