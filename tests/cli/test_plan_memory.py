@@ -5,13 +5,8 @@ import pytest
 from tests.support import FULL, command
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "experts-fp32-ep2",
-        *(pytest.param(case, marks=FULL) for case in ("experts-fp32-recompute", "experts-bf16-ep2-zero1")),
-    ],
-)
+@FULL
+@pytest.mark.parametrize("case", ["experts-fp32-ep2", "experts-fp32-recompute", "experts-bf16-ep2-zero1"])
 def test_experts(case: str) -> None:
     done = command("python", "benchmarks/plan_memory.py", "--only", case, timeout=300)
     assert done.returncode == 0, done.stderr
