@@ -41,7 +41,7 @@ def new_groups(lines: Lines, urgent: bool = False) -> Any:
     """Create disjoint groups and return this rank's group, or None. Collective over the world.
 
     lines: the ranks of each group. urgent: whether the next computation waits for the messages of these groups. On NCCL
-    they then run on a stream of high priority, so a device starts their kernels before waiting blocks of other kernels.
+    they then run on a stream of high priority: a device starts their kernels ahead of others that are still queued.
     """
     if splits():
         world: Any = dist.group.WORLD

@@ -47,9 +47,9 @@ class Losses:
         self._known: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all ranks
         self._own = 1  # micro-batches of this replica
         self._divisor: Tensor | None = None  # number of targets in the global batch, if they are counted
-        # The numbers that ranks share, fp64: targets, micro-batches of all replicas, whether a loss has a new name,
-        # whether losses are fp64; for each key of `_known`, whether any replica has this loss; the means of these
-        # losses; the sum that `share` may be asked for.
+        # fp64 vector that the ranks reduce together. Its elements, in order: number of targets and of micro-batches of
+        # all replicas; 1 if a loss has a new name; 1 if losses are fp64; for each key of `_known`, 1 if a replica has
+        # this loss; the mean of each of these losses; the number that `share` sums, if it was called.
         self._numbers = torch.zeros(())
         self._host: list[float] | None = None  # `_numbers` on the host
         self._reduced = False  # whether this rank has called `reduce` in this step

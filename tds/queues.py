@@ -147,7 +147,8 @@ class StageGraph:
     def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int, points: Points) -> None:
         self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
         self._points, self._passes = points, 0
-        # Events of messages and headers, by (link, whether this stage sends it). A message has a start and an end.
+        # Keys: (link, True if this stage is the sender). `ends`: start event and end event of a message. `headers`:
+        # event of a header.
         self.ends: dict[tuple[Any, bool], tuple[int, int]] = {}
         self.headers: dict[tuple[Any, bool], int] = {}
         # Each int below is the number of an event in the graph.

@@ -42,7 +42,8 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
     """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
     If an earlier checkpoint exists, a crash at any moment leaves at least one complete checkpoint, and `latest` names
-    it. Only if the crash came between two renames, this checkpoint has a temporary name, until `recover` is called.
+    it. There is one exception: if this iteration had been saved before, a crash between the two renames leaves that
+    checkpoint under a temporary name, and `recover` gives it back the name that `latest` holds.
     index: text of checkpoint.json.
     sums: the checksum of each tensor file in `temporary`, by name.
     """
@@ -135,7 +136,7 @@ def _aside(checkpoint: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Give the checkpoint that `latest` names its name again, if a crash left it under a name ending in .old.tmp."""
+    """Rename the checkpoint that `latest` points to back, if a crash left it under a name ending in .old.tmp."""
     if isinstance(folder, RemotePath):  # there, nothing is renamed
         return
     name = latest_name(folder) if folder.is_dir() else None

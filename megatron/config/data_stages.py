@@ -184,7 +184,7 @@ def _is_float(word: str) -> bool:
 
 
 def _number(word: str) -> Fraction | None:
-    """Return a decimal number that is 0 or more, None for any other word."""
+    """Parse `word` as a finite decimal number of at least 0; return None if it is not one."""
     if not _is_float(word) or not 0 <= float(word) < float("inf"):
         return None
     return Fraction(word) if float(word) else Fraction(0)

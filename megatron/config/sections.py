@@ -96,7 +96,7 @@ class Config:
         zero_stage: stage of ZeRO; None if it is not known yet.
         """
         if self.model.offload_activations:
-            yield "--offload-activations cannot see activations inside compiled layers; leave it or --compile out"
+            yield "--offload-activations cannot see activations inside compiled layers; remove one of them"
         if self.model.recompute_modules:
             yield (
                 "--recompute-modules cannot be used with --compile, which chooses what to recompute itself; leave one "

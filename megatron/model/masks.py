@@ -28,7 +28,7 @@ class Documents(NamedTuple):
     causal: bool = False
 
     def mask(self) -> Tensor:
-        """Return the bool mask [b, 1, q, k], True where a query may attend. Layers with the same ids share the mask."""
+        """Return the bool mask [b, 1, q, k], True where a query may attend. All layers share it for the same ids."""
         return cached_on(self.queries, ("mask", self.causal), self.keys, lambda: _mask(*self))
 
     def refuse_others(self, query: Tensor, key: Tensor) -> None:

@@ -39,8 +39,8 @@ class Stream:
     def drop(self, x: Tensor, p: float, turn: int = 0) -> Tensor:
         """Set each element of x [...] to 0 with probability p, else divide it by 1 - p (Srivastava et al. 2014).
 
-        turn: number that distinguishes the draws of one layer from this stream. Without this number a compiler would
-        merge the draws, because their arguments are equal.
+        turn: a different number for each draw that one layer takes from this stream. Without it, a compiler would merge
+        the draws, because their arguments are equal.
         """
         rest = 1 - p or 1.0  # p = 1 drops everything: avoid 0 / 0
         # On a CPU the mask has the dtype of x, because multiplying by a bool mask is half as fast.

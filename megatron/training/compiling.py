@@ -78,7 +78,7 @@ def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
     documents = config.objective != "lm" or config.data.reset_attention_mask
     contexts = config.parallel.context_parallel_size > 1
     masked = documents or contexts or (window is not None and window < config.data.seq_length)
-    # Eager layers with relative positions save their attention scores, too, so compiling costs them nothing.
+    # With relative positions, eager layers save a tensor of this size, too, so compiled layers need no more memory.
     if masked and m.position_embedding != "relative":
         yield (
             "each would save its own attention mask, which eager layers share or do not need, because of documents, "

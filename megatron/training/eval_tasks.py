@@ -38,8 +38,8 @@ def check_model(model: nn.Module, config: Config) -> None:
     fits = isinstance(model, (GPT2Model, GPT2ModelPipe)) and isinstance(model.loss_fn, TokenLoss)
     if config.train.eval_tasks and not fits:
         raise ValueError(
-            f"--eval-tasks needs a GPT2Model or GPT2ModelPipe of megatron.model with its own loss, but the model of "
-            f"this task is a {type(model).__name__}; leave the flag out"
+            f"--eval-tasks needs a GPT2Model or GPT2ModelPipe of megatron.model with the default loss TokenLoss, but "
+            f"this task's model is a {type(model).__name__}, perhaps with another loss; leave the flag out"
         )
 
 

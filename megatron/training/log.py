@@ -92,7 +92,7 @@ class TrainingLog(Hook):
         return bool(self.losses or self.skipped or self.left_out)
 
     def check(self) -> None:
-        """Copy the losses and gradient norms since the last call to the host. Raises RunError if the run must end."""
+        """Copy to the host what was recorded since the last call. Raises RunError if the run must end."""
         found = self.health.read()
         self.losses += found.losses
         self.skipped += found.skipped

@@ -1,8 +1,8 @@
 """Lock file `run.lock`, which lets only one run at a time use a directory. It names the run's process and machine.
 
 Only one process can create the file, even on a shared file system. After a crash, the file remains. A new run then
-checks whether the named process still runs. In the same process table, the new run looks the process up by id and start
-time. In another process table (another container, or a reboot since then), it tests an advisory lock on the file.
+checks whether the named process still runs. If that process is in the same process table, the new run looks it up by id
+and start time. Otherwise (another container, or a reboot since then), it tests an advisory lock on the file.
 """
 
 import contextlib

@@ -50,9 +50,10 @@ def values_of(run: RunRead) -> list[LayerValues]:
 
 
 def shares_of(run: RunRead) -> LayerValues | None:
-    """Return each expert's share of a layer's tokens in the last logged step, below the even share of all experts.
+    """Return each expert's share of a layer's tokens in the last logged step.
 
-    The numbers `iterations` are those of the experts. Returns None if the run has no experts.
+    The first line holds the even share, for comparison; a line for each layer follows. Here, the field `iterations`
+    holds the indices of the experts. Returns None if the run has no experts.
     """
     rows = [row for row in run.part("train") if row.get("expert_tokens")]
     layers = rows[-1]["expert_tokens"] if rows else {}

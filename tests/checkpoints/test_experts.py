@@ -63,7 +63,8 @@ def test_experts_fit_every_layout(
     first = Start(model, tmp_path / "a", f"{common} {before.flags(precision)} --save-interval {SAVED}")
     on_ranks(before.world, run_all, [first], tiny_data, vocab_file)
     saved = tmp_path / "a" / "checkpoints" / f"iter_{SAVED:07d}"
-    # Other words for the default; encoder and decoder of the T5s have different lengths, so they take one number.
+    # The default, written out, counts as the same setting. T5 takes no number for each layer, because its encoder and
+    # decoder have different numbers of layers.
     same = "--moe-layer-frequency " + ("1" if model.startswith("t5") else "1 1 1 1")
     second = Start(model, tmp_path / "b", f"{common} {after.flags(precision)} {same} --load {saved}", save_first=True)
     on_ranks(after.world, run_all, [second], tiny_data, vocab_file)

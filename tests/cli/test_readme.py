@@ -115,7 +115,7 @@ def as_the_page_shows_it(printed: list[str]) -> None:
     """
     page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
-    # "..." stands for omitted lines. Machines omit lines at different places, so the comparison leaves "..." out.
+    # "..." stands for omitted lines. Which lines are omitted depends on the machine, so "..." is not compared.
     both = [[line for line in each if line != "..."] for each in (page, lines)]
     tenth = next(i for i, line in enumerate(both[0]) if " 10/500" in line)
     shapes = [[transcript.shape(line) for line in each[: tenth + 1]] for each in both]

@@ -35,7 +35,7 @@ def expected(tiny_data: str, vocab_file: str) -> list[float]:
 def test_losses_equal_plain_torch_with_the_same_rounding(
     layout: Layout, more: str, expected: list[float], tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
-    """The tolerance is that of bf16 runs: outside of the fp8 matmuls, plain torch computes in fp32."""
+    """The tolerance is that of bf16 runs, as outside of fp8 matmuls our run is in bf16 and plain torch in fp32."""
     found = ours(layout, tmp_path, tiny_data, vocab_file, *more.split(), precision="fp8")
     np.testing.assert_allclose(found, expected, rtol=2e-3)
 

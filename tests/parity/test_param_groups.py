@@ -15,7 +15,8 @@ from tests.support import covering
 from .layouts import Layout, ours, plain
 
 Rules = list[dict[str, Any]]
-# A rule for biases that a later rule overrides in one layer, frozen and slow layers, and an embedding without decay.
+# A rule for all biases, which the next rule overrides in layer 0; a frozen layer; weights with a lower learning rate;
+# an embedding without weight decay.
 MIXED: Rules = [
     {"pattern": "*.bias", "weight_decay": 0.05, "lr_factor": 2},
     {"pattern": "layers.0.*", "frozen": True},

@@ -124,7 +124,7 @@ def test_the_cache_stays_below_its_limit(bucket: str, tmp_path: Path, monkeypatc
 
 
 def maps(cache: Path, of: str) -> int:
-    """Return how often this process has mapped files of the cache whose line of the map matches `of`."""
+    """Return the number of lines of /proc/self/maps that name a file of the cache and match the pattern `of`."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len([line for line in lines if str(cache) in line and re.search(of, line)])
 

@@ -51,7 +51,10 @@ def test_numbers_are_not_rounded() -> None:
 
 
 def test_decisions_are_those_of_plain_statistics() -> None:
-    """A step is skipped if a number exceeds mean + sigma x std of the window, which has only steps that were taken."""
+    """A step is skipped if its loss or gradient norm exceeds mean + sigma x std of the window.
+
+    The window holds only steps that were not skipped.
+    """
     guard, window, skipped = _guard(4.0, 16), deque[tuple[float, float]](maxlen=16), []
     for at, step in enumerate(_steps(60)):
         spike = False

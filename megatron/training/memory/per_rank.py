@@ -71,7 +71,7 @@ def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> t
 
     The bytes of gradients are those that a rank keeps after one micro-batch, for the later micro-batches of the step.
     count: number of parameters of the rank before ZeRO shards them.
-    replicas: number of ranks over which ZeRO shards; it shards experts over those with the same experts.
+    replicas: number of ranks over which ZeRO shards. Experts are sharded only over the ranks that hold the same ones.
     """
     parts = count.by_replicas(replicas, config.parallel.expert_parallel_size)
     weights, gradients, moments = map(sum, zip(*(_states(*part, config, resolved) for part in parts), strict=True))
