@@ -28,7 +28,7 @@ deepspeed.runtime.engine:DeepSpeedEngine  the training step
 deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints
     fields    _global_grad_norm basic_optimizer lr_scheduler optimizer torch_autocast_z0_gradscaler
     overrides _configure_optimizer _take_model_step buffered_allreduce_fallback clip_fp32_gradients
-    overrides load_checkpoint save_checkpoint
+    overrides load_checkpoint module_state_dict save_checkpoint
     patches   _configure_basic_optimizer
 
 deepspeed.runtime.pipe.engine:PipelineEngine  the training step of a pipeline

@@ -3,6 +3,8 @@
 tds's PipelineEngine is a subclass of this engine.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +15,7 @@ from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, 
 from .average import WeightAverage
 from .distributed_optimizer import DistributedOptimizer
 from .holders import by_holders, holders_of
-from .optimizer_state import drop_skipped_gradients
+from .optimizer_state import complete_weights, drop_skipped_gradients
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
 from .replaced import KnownModel
@@ -44,6 +46,11 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     def known_model(self) -> KnownModel:
         """Record of the module's weights and layers at the time when the optimizer was attached."""
         return KnownModel(self.module)
+
+    def _follow_layers(self) -> None:
+        """Run the layers that are registered now. Layers put in later have no hooks that wait for gathered weights."""
+        if self.known_model.follow_layers():
+            complete_weights(self)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
@@ -107,10 +114,29 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
             self.optimizer.zero_grad()
         drop_skipped_gradients(self)
 
+    @contextmanager
+    def discarding_gradients(self) -> Iterator[None]:
+        """Drop all gradients if the `with` block, a step, raises, so that the next step does not add to them."""
+        try:
+            yield
+        except BaseException:
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+            raise
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state as DeepSpeed does, with the complete weights of the last step."""
+        complete_weights(self)
+        return super().module_state_dict(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as DeepSpeed does, after the last step's gathers, which would otherwise overwrite what is loaded."""
+        complete_weights(self)
+        return super().load_checkpoint(*args, **kwargs)
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save as DeepSpeed does; at the first save, also warn of buffers that differ between replicas."""
-        if self.distributed:
-            self.distributed.wait()
+        complete_weights(self)
         if not self._compared:
             self._compared = True
             warn_of_replicas(self.module, self.seq_data_parallel_group)

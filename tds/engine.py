@@ -105,7 +105,7 @@ class PipelineEngine(PipelineHooks):
             timer.reset()
         timer.start()
         try:
-            with self._watched(), trace.span("train_batch", "step"):
+            with self._watched(), self.discarding_gradients(), trace.span("train_batch", "step"):
                 self._train_step()
         finally:
             timer.stop()
@@ -354,14 +354,14 @@ class PipelineEngine(PipelineHooks):
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and compute the factor by which losses are scaled."""
         self.fwd_outputs, self.outputs = [], None
-        self.known_model.follow_layers()
+        self._follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
         first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
         all_first = first and self.num_stages > 1 and not self.dynamic_shape  # headers announce runs of equal shapes
         batches = Batches(self._next_batch, micros, all_first, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, replicas)
-        count = getattr(self.module.loss_fn, "count_targets", None) if last else None
+        count = getattr(self.module.loss_fn, "count_targets", None) if last and compute_loss else None
         if first or count:
             self._at("reading its first micro-batch")
             end = batches.end_of_any(self._replica_hosts)

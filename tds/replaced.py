@@ -23,10 +23,10 @@ class KnownModel:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._weights = set(module.parameters())
-        self._layers = _layers(module)
+        self._layers, self._replaced = _layers(module), False
 
-    def follow_layers(self) -> None:
-        """Make a PipelineModule run the layers that are registered in it now.
+    def follow_layers(self) -> bool:
+        """Make a PipelineModule run the layers that are registered in it now; return whether any was ever replaced.
 
         The module runs a list of functions that was made when it was built. Raises ReplacedWeightError if that list
         does not contain the replaced layer itself, but e.g. a function compiled from it.
@@ -35,7 +35,7 @@ class KnownModel:
             before = self._layers.get(name)
             if before is None or before is layer:
                 continue
-            self._layers[name] = layer
+            self._layers[name], self._replaced = layer, True
             functions: list[Any] = self._module.forward_funcs  # type: ignore[assignment]
             places = [at for at, function in enumerate(functions) if _layer_of(function) is before]
             if not places:
@@ -45,6 +45,7 @@ class KnownModel:
                 )
             for at in places:
                 functions[at] = _with_layer(functions[at], layer)
+        return self._replaced
 
     def check_weights(self, optimizer: Any) -> None:
         """Raise ReplacedWeightError for a weight that DeepSpeed's optimizer no longer steps.

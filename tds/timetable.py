@@ -24,7 +24,13 @@ from .schedule import (
 SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}
 PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
 PassSeconds = Callable[[type[Instruction], int, int], float]  # (kind, stage, chunk) -> seconds of one pass
-AFTER = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput, SendActivation: Forward}
+# (instruction, an instruction that must come before it if the plan needs that one)
+AFTER = (
+    (Forward, RecvActivation), (SendActivation, Forward), (Backward, Forward), (Backward, RecvGrad),
+    (BackwardInput, Forward), (BackwardInput, RecvGrad), (BackwardWeight, BackwardInput), (SendGrad, Backward),
+    (SendGrad, BackwardInput),
+)  # fmt: skip
+Pairs = Sequence[tuple[type[Instruction], type[Instruction]]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
                 due += [RecvActivation, *([SendGrad] if backward else [])]
             if virtual_stage < last:
                 due += [SendActivation, *([RecvGrad] if backward else [])]
-            done = _in_order(instructions, stage, chunk)
+            done = _in_order(instructions, stage, chunk, [pair for pair in AFTER if {*pair} <= {*due}])
             for kind in dict.fromkeys([*due, *done]):  # in a fixed order, so that all ranks report the same error
                 wanted = micros if kind in due else 0
                 if done[kind] != wanted:
@@ -69,7 +75,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
         finish(plan, rules)
 
 
-def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Counter[type[Instruction]]:
+def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int, after: Pairs) -> Counter[type[Instruction]]:
     """Return the number of instructions of each kind on a chunk.
 
     Raises ScheduleError unless each kind takes the micro-batches in rising order, and each instruction follows those
@@ -78,7 +84,8 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int) -> Co
     done: Counter[type[Instruction]] = Counter()
     for each in (i for i in instructions if i.chunk == chunk):
         kind = type(each)
-        if each.micro != done[kind] or (kind in AFTER and done[AFTER[kind]] <= each.micro):
+        early = any(done[before] <= each.micro for later, before in after if later is kind)
+        if early or each.micro != done[kind]:
             raise ScheduleError(
                 f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} is out of order: each kind of "
                 f"instruction must take the micro-batches in rising order, after the instruction that it depends on"

@@ -106,6 +106,21 @@ class Certificate:
                 found.append(f"the version of {name} was {then} and is now {here.get(name, 'unknown')}")
         return found
 
+    def other_models(self, model: Mapping[str, Any], exact: bool = False) -> list[str]:
+        """Return one sentence for each setting of `model` that makes it another type of model than the certificate's.
+
+        Unless `exact` is set, factors and sizes may differ, because certificates are made with small models. Names,
+        switches, and whether a size is given at all (not None or 0) choose the code that runs.
+        """
+        found = []
+        for name, value in model.items():
+            both = self.model.get(name), value
+            kinds = {type(each) for each in both}
+            numbers = float in kinds or bool(both[0]) == bool(both[1])
+            if both[0] != both[1] and (exact or not numbers or kinds & {str, bool}):
+                found.append(f"the model had {flag(name)} {both[0]} and now has {both[1]}")
+        return found
+
 
 def _coded(value: Any) -> Any:
     """Return a JSON value in which infinite numbers are replaced by `INFINITE`."""
@@ -210,11 +225,6 @@ def certificate_for_run(given: str, script: str, model: Mapping[str, Any]) -> st
     again = "make a new certificate with tools/verify_layout.py, or leave out --certificate"
     if changes := found.changes(script):
         raise CertificateError(f"{where} is not that of this run: {changes[0]}; {again}")
-    # Sizes may differ, because certificates are made with small models. Names and switches choose the code that runs.
-    for name, value in model.items():
-        then = found.model.get(name)
-        if any(isinstance(each, (str, bool)) for each in (value, then)) and then != value:
-            raise CertificateError(
-                f"{where} is that of a model with {flag(name)} {then}, but this run has {value}; {again}"
-            )
+    if others := found.other_models(model):
+        raise CertificateError(f"{where} is not that of this run: {others[0]}; {again}")
     return found.text()

@@ -27,21 +27,22 @@ class Checksum:
     def of(self, path: Path) -> str:
         """Return the checksum of a file in hexadecimal; BLAKE3 of a local file is computed with several threads."""
         if self is BLAKE3 and not isinstance(path, RemotePath):
-            from blake3 import blake3
-
+            blake3 = _blake3()
             return str(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest())
         with path.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, self.new).hexdigest()
 
 
-def _new_blake3() -> Any:
-    import blake3
-
-    return blake3.blake3()
+def _blake3() -> Any:
+    try:
+        from blake3 import blake3
+    except ImportError:
+        raise ValueError("checking BLAKE3SUMS needs the package blake3; install it") from None
+    return blake3
 
 
 SHA256 = Checksum("SHA-256", "SHA256SUMS", hashlib.sha256)
-BLAKE3 = Checksum("BLAKE3", "BLAKE3SUMS", _new_blake3)
+BLAKE3 = Checksum("BLAKE3", "BLAKE3SUMS", lambda: _blake3()())
 EVERY = BLAKE3, SHA256
 
 

@@ -240,7 +240,7 @@ def open_tensors(path: Path) -> Any:
             raise CheckpointError(
                 f"{path} is a Git LFS pointer instead of the file's content: run git lfs pull in its folder"
             ) from None
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def check_file(path: Path, checksum: Checksum, expected: str) -> None:

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from megatron.config.fields import describe
-from megatron.storage import RemotePath, StorageError
+from megatron.storage import RemotePath
 
 from .files import INDEX, latest_name
 from .remote import delete
@@ -25,8 +25,8 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[s
         return []
     try:
         return _prune(folder, keep_last, keep_every)
-    except StorageError as error:
-        return [f"old checkpoints in {folder} could not be deleted ({error}); the next save tries again"]
+    except OSError as error:
+        return [f"old checkpoints in {folder} could not be deleted ({describe(error)}); the next save tries again"]
 
 
 def _prune(folder: Path, keep_last: int, keep_every: int | None) -> list[str]:

@@ -341,8 +341,8 @@ def _guarded(temporary: Path) -> Iterator[None]:
         with all_ranks():
             try:
                 yield
-            except ValueError:
-                grave = True
+            except ValueError as error:
+                grave = not isinstance(error.__cause__, OSError)
                 raise
     except RunError as error:
         kind = RunError if any(gather_objects(grave)) else SaveError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tds.optimizer_state import local_piece
+from tds.optimizer_state import complete_weights, local_piece
 from tds.pipe import tied_weights
 
 from .. import mpu
@@ -122,6 +122,7 @@ def check_replicas(engine: Any) -> None:
     """
     if dist.get_world_size() == 1:
         return
+    complete_weights(engine)
     mesh, model, device = mpu.get_mesh(), engine.module, engine.device
     mine = dict(_fingerprints(model, device))
     held = {name for name, p in global_parameters(model) if mpu.replicas_of(p) is not mesh.data}

@@ -37,12 +37,15 @@ class Saves(Hook):
             self._save(must=self.stop)
 
     def end(self) -> None:
-        """Complete a background save. If all iterations are done, save the final state unless it is already saved."""
+        """Complete a background save, and repeat the last save if it failed.
+
+        If all iterations are done, save the final state unless it is already saved.
+        """
         run, c = self._run, self._run.config
         if run.saver.pending:
             run.saver.finish()
-        unsaved = run.state.iteration != self._saved or run.saver.failures
-        if run.state.iteration >= c.train.train_iters and unsaved and c.checkpoint.save_at_end:
+        unsaved = run.state.iteration >= c.train.train_iters and run.state.iteration != self._saved
+        if run.saver.failures or (unsaved and c.checkpoint.save_at_end):
             self._save(must=True)
 
     def _save(self, must: bool) -> None:

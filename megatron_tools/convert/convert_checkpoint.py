@@ -6,7 +6,6 @@ The models of Hugging Face are GPT-2, T5, Llama, Qwen, Mistral, Mixtral and the 
 import argparse
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def export(args: argparse.Namespace) -> None:
         for note in notes:
             print(f"note: {note}")
         if CERTIFICATE in reader.sums:
-            shutil.copyfile(path / CERTIFICATE, folder / CERTIFICATE)
+            (folder / CERTIFICATE).write_bytes((path / CERTIFICATE).read_bytes())
         # The folder has a temporary name until this check has passed. If the check fails, the folder is deleted.
         if args.verify:
             if tokenizer:

@@ -30,18 +30,26 @@ def result_of(found: Verdict) -> LayoutResult:
 
 
 def certificate_of(
-    args: argparse.Namespace, verdicts: Sequence[Verdict], micros: int, tolerance: float, model: Mapping[str, Any]
+    args: argparse.Namespace,
+    verdicts: Sequence[Verdict],
+    micros: int,
+    tolerance: float,
+    model: Mapping[str, Any],
+    source: str,
 ) -> Certificate:
-    """Return the certificate of a comparison.
+    """Return the certificate of a comparison. Raises ValueError if the source has changed since the first run.
 
-    args: the tool's arguments. micros: micro-batches per step. model: the model's settings.
+    args: the tool's arguments. micros: micro-batches per step. model: the model's settings. source: the source's hash
+    before the first run.
     """
+    if source != source_hash(args.script):
+        raise ValueError(f"tds, megatron or {args.script} changed while the layouts ran; run the comparison again")
     return Certificate(
         certificate=FORMAT,
         passed=all(each.agrees for each in verdicts),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         script=args.script,
-        source=source_hash(args.script),
+        source=source,
         versions=versions(),
         flags=list(args.flags),
         model=dict(model),
@@ -77,11 +85,11 @@ def recorded_arguments(args: argparse.Namespace, then: Certificate) -> argparse.
 def checked(path: Path, then: Certificate, now: Certificate) -> tuple[list[str], bool]:
     """Compare a certificate with its repetition `now`; return (lines to print, whether the certificate is confirmed).
 
-    It is confirmed if it passed, the source and all versions are the same, and all layouts agree again.
+    It is confirmed if it passed, the source, the versions and the model are the same, and all layouts agree again.
     """
-    changes = [*then.changes(now.script), *_verdict_changes(then, now)]
+    changes = [*then.changes(now.script), *then.other_models(now.model, exact=True), *_verdict_changes(then, now)]
     lines = [f"{path} of {then.date}: {'passed' if then.passed else 'did not pass: ' + ', '.join(then.failed)}"]
-    lines += changes or ["source, versions and verdicts: as in the certificate"]
+    lines += changes or ["source, versions, model and verdicts: as in the certificate"]
     lines.append(_difference_changes(then, now))
     confirmed = then.passed and now.passed and not changes
     return [*lines, "the certificate is confirmed" if confirmed else "the certificate is NOT CONFIRMED"], confirmed

@@ -1,5 +1,6 @@
 """Comparison of two runs of the same model in different layouts, down to the first layer that differs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,7 +129,7 @@ class Comparison:
 
     def _compare_losses(self, found: Verdict) -> None:
         errors = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(self.one.losses, self.other.losses, strict=True)]
-        found.loss = max(errors)
+        found.loss = max(math.inf if math.isnan(error) else error for error in errors)
         found.loss_differs_at = next((i + 1 for i, error in enumerate(errors) if not error <= self.tolerance), None)
 
     def _compare_initial_values(self, found: Verdict) -> None:
@@ -150,6 +151,8 @@ class Comparison:
                 "layer outputs, because context-parallel ranks hold different slices of the sequence"
             )
             return
+        if any(rank["cut_short"] for run in (self.one, self.other) for rank in run.ranks):
+            found.not_compared.append("outputs beyond the 2 GiB that a rank records; use a smaller model or batch")
         errors = self._errors_of_outputs(found)
         layers = set(self.one.layers)
         bad = [place for place, error in errors.items() if error > self.tolerance]

@@ -17,6 +17,7 @@ from pathlib import Path
 import megatron
 from data_utils.cli import Parser, run
 from megatron.checkpointing.certificate import Certificate, read_certificate
+from megatron.ranks.source import source_hash
 
 from .certificate import certificate_of, checked, recorded_arguments, write_certificate
 from .layouts import DEFAULT, Layout, common_micros, read_layout
@@ -89,7 +90,7 @@ def compared(args: argparse.Namespace) -> Certificate:
     from .compare import TOLERANCE, Comparison, Verdict, as_table
     from .records import Records
 
-    tolerance = args.tolerance or TOLERANCE[args.precision]
+    tolerance, source = args.tolerance or TOLERANCE[args.precision], source_hash(args.script)
     with tempfile.TemporaryDirectory() as folder:
         error = start(args, one, micros, Path(folder, "one"))
         if error:
@@ -108,7 +109,7 @@ def compared(args: argparse.Namespace) -> Certificate:
         + ("" if args.keep_dropout else ", without dropout")
     )
     print(as_table(verdicts, tolerance))
-    return certificate_of(args, verdicts, micros, tolerance, model)
+    return certificate_of(args, verdicts, micros, tolerance, model, source)
 
 
 def refuse_flags_of_layouts(flags: Sequence[str]) -> None:

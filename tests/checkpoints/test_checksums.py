@@ -56,6 +56,9 @@ def test_without_blake3_checkpoints_have_sha256(tmp_path: Path, monkeypatch: pyt
     old = _write(tmp_path / "old")
     monkeypatch.undo()
     assert (new / "BLAKE3SUMS").is_file() and (old / "SHA256SUMS").is_file()
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="needs the package blake3"):
+        patch.setitem(sys.modules, "blake3", None)
+        CheckpointReader(new)
     for path in (new, old):
         CheckpointReader(path).verify()
         file = path / "weights.safetensors"

@@ -1,14 +1,18 @@
 """Any damaged byte of a checkpoint is detected; full disks, crashes and pruning leave earlier checkpoints intact."""
 
+import errno
+import importlib
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint
+from megatron.ranks.errors import RunError
 from tests.support import ROOT, covering, on_ranks
 
 from .runs import MODELS, Start, run_all
@@ -123,6 +127,53 @@ def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_da
         assert f"cannot write to the folder of checkpoints {disk}: Read-only file system" in lines[0]
     assert sorted(path.name for path in after.iterdir()) == ["iter_0000002", "latest", "tokenizer"]
     assert refusal(after) == ""
+
+
+OPEN = "megatron.checkpointing.files.safe_open"  # opens each file of a finished checkpoint to check its header
+
+
+def _save_with_failures(start: Start, broken: str, failures: int, data: str, vocab_file: str) -> str:
+    """Do a run in which a function of a module fails `failures` times with EIO; return the error that ends the run."""
+    module, name = broken.rsplit(".", 1)
+    home = importlib.import_module(module)
+    honest, left = getattr(home, name), [failures]
+
+    def fails(*args: Any, **more: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return honest(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home, name, fails)
+        try:
+            run_all([start], data, vocab_file)
+        except RuntimeError as error:
+            assert isinstance(error.__cause__, RunError)
+            return str(error.__cause__)
+    return ""
+
+
+@pytest.mark.parametrize("more", ["", "--async-save"])
+@pytest.mark.parametrize("broken", [OPEN, "megatron.checkpointing.retention._prune"])
+def test_an_error_of_the_disk_after_writing_is_tolerated(
+    broken: str, more: str, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """Reading a finished checkpoint for its check, or deleting old ones, may fail as writing may."""
+    start = Start("gpt2", tmp_path, f"--train-iters 3 --save-interval 1 --keep-last 1 --precision fp32 {more}")
+    assert on_ranks(1, _save_with_failures, start, broken, 1, tiny_data, vocab_file) == [""]
+    assert refusal(tmp_path / "checkpoints") == ""
+
+
+@pytest.mark.parametrize(("failures", "ends"), [(1, False), (2, True)])
+@pytest.mark.parametrize("more", ["", "--async-save"])
+def test_the_last_save_is_repeated_and_must_succeed(
+    more: str, failures: int, ends: bool, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    start = Start("gpt2", tmp_path, f"--train-iters 2 --save-interval 2 --no-save-at-end --precision fp32 {more}")
+    (error,) = on_ranks(1, _save_with_failures, start, OPEN, failures, tiny_data, vocab_file)
+    assert ("could not save" in error) == ends
+    assert (tmp_path / "checkpoints" / "latest").exists() != ends
 
 
 def test_pruning_never_takes_what_latest_names(saved: Path, tmp_path: Path) -> None:

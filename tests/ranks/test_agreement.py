@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tds
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.model.layers import global_parameters
@@ -22,8 +23,9 @@ from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.source import source_files
 from megatron.ranks.stragglers import Straggler, slowest
 from megatron.training.loop import train
-from tests.checkpoints.runs import Start, losses_of, make
+from tests.checkpoints.runs import Start, losses_of, make, run_all
 from tests.conformance.engines import remembered_groups
+from tests.ranks.test_overlap_gather import Late
 from tests.support import FULL, ROOT, covering, on_ranks
 
 DIFFERENT = {
@@ -206,7 +208,7 @@ def _minority() -> list[str]:
         torch.nn.init.ones_(layer.weight)
         torch.nn.init.constant_(layer.bias, 2.0 if dist.get_rank() == victim else 1.0)
         with pytest.raises(RunError) as error:
-            check_replicas(SimpleNamespace(module=layer, device=torch.device("cpu")))
+            check_replicas(SimpleNamespace(module=layer, device=torch.device("cpu"), optimizer=None))
         told.append(str(error.value))
     return told
 
@@ -263,3 +265,16 @@ def test_the_source_is_all_of_it() -> None:
     found = set(source_files())
     assert {"tds/engine.py", "megatron/model/gpt2.py", "megatron/ranks/agreement.py", "megatron/__init__.py"} <= found
     assert len(found) == sum(1 for package in ("megatron", "tds") for _ in (ROOT / package).rglob("*.py"))
+
+
+def _late(start: Start, data: str, vocab_file: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        honest = tds.buckets.gather_shares
+        patch.setattr(tds.buckets, "gather_shares", lambda *given: Late(*given, honest))
+        run_all([start], data, vocab_file)
+
+
+def test_replicas_are_compared_after_late_gathers(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    flags = "--zero-stage 1 --overlap-param-gather --check-replicas 1 --train-iters 2 --precision fp32"
+    on_ranks(2, _late, Start("gpt2", tmp_path, flags), tiny_data, vocab_file)
+    assert len(losses_of(tmp_path)) == 2

@@ -22,10 +22,11 @@ class Late:
         whole.fill_(float("nan"))
         share.copy_(kept)
         self._gather = lambda: gather(whole, share, group).wait()
-        self._done = False
+        self._share, self._kept, self._done = share, kept, False
 
     def wait(self) -> None:
         if not self._done:
+            self._share.copy_(self._kept)  # messages that are on their way do not change if a checkpoint is loaded
             self._gather()
             self._done = True
 
@@ -85,6 +86,9 @@ def _losses(stages: int, chunks: int, overlap: bool, bf16: bool, late: bool, fol
                 )
                 for _ in range(MICROS)
             ]
+            if step == 1 and stages:
+                optimizer.wait()
+                _replace_a_layer(net)
             if stages:
                 losses.append(engine.train_batch(iter(batches)).item())
                 losses.append(engine.eval_batch(iter(batches)).item())
@@ -92,9 +96,20 @@ def _losses(stages: int, chunks: int, overlap: bool, bf16: bool, late: bool, fol
                 losses.append(_plain_step(engine, optimizer, batches))
             if step == 2:
                 engine.save_checkpoint(folder, tag="t")
+            elif not stages:
+                losses.extend(p.double().sum().item() for p in engine.module_state_dict().values())
+        engine.load_checkpoint(folder, tag="t")
         optimizer.wait()
         losses.extend(p.double().sum().item() for p in net.parameters())
         return losses
+
+
+def _replace_a_layer(net: Any) -> None:
+    """Replace a linear layer by a new module that has the same weights."""
+    name, old = next((name, layer) for name, layer in net.named_children() if type(layer) is nn.Linear)
+    new = nn.Linear(WIDTH, WIDTH)
+    new.weight, new.bias = old.weight, old.bias
+    setattr(net, name, new)
 
 
 def _plain_step(engine: Any, optimizer: Any, batches: list[Any]) -> float:

@@ -191,6 +191,46 @@ def _ends_early() -> None:
     build(1).train_batch(iter([next(batches())]))
 
 
+def _after_an_error(kind: str) -> tuple[list[float], list[float]]:
+    """Return the weights after one step, in a new engine and in one whose step before ended in an error."""
+    import tds
+
+    found = []
+    for broken in (False, True):
+        torch.manual_seed(0)
+        engine = build(1, bf16={"enabled": kind == "bf16"})
+        data = [tuple(t.to(torch.bfloat16) if kind == "bf16" else t for t in next(batches())) for _ in range(MICROS)]
+        if broken:
+            with pytest.raises(tds.DataEnded):
+                engine.train_batch(iter(data[: MICROS - 1]))
+        engine.train_batch(iter(data))
+        found.append([p.double().sum().item() for p in engine.module.parameters()])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_step_that_ends_in_an_error_leaves_no_gradient(kind: str) -> None:
+    ((expected, found),) = on_ranks(1, _after_an_error, kind)
+    assert found == expected
+
+
+class _Counts:
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        raise AssertionError("no loss is asked for")
+
+    count_targets = __call__
+
+
+def _predict() -> Any:
+    engine = build(1)
+    engine.module.loss_fn = _Counts()
+    return engine.eval_batch(iter([next(batches())[:1]] * MICROS), compute_loss=False) is not None
+
+
+def test_a_prediction_counts_no_targets() -> None:
+    assert on_ranks(1, _predict) == [True]
+
+
 def test_an_iterator_that_ends_says_so() -> None:
     with pytest.raises(RankFailure, match=SENTENCES["data_iterator_of_stage_0_ended"]):
         on_ranks(1, _ends_early)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from megatron.checkpointing.certificate import (
     read_certificate,
 )
 from megatron.ranks.source import source_hash, versions
-from megatron_tools.verify.certificate import checked, result_of
-from megatron_tools.verify.compare import Difference, Verdict
+from megatron_tools.verify.certificate import certificate_of, checked, result_of
+from megatron_tools.verify.compare import Comparison, Difference, Verdict
 from megatron_tools.verify.verify_layout import refuse_flags_of_layouts
 
 TOLERANCE = 1e-4
@@ -32,7 +33,10 @@ BAD = replace(
     backward=Difference("a", "a", "", math.inf, "its gradient is missing"),
 )
 DEAD = Verdict("dp 2", stopped="it did not finish")
-MODEL = {"family": "gpt2", "activation": "gelu", "qk_norm": False, "num_layers": 2}
+MODEL = {
+    "family": "gpt2", "activation": "gelu", "qk_norm": False, "num_layers": 2, "num_experts": None,
+    "hidden_dropout": 0.0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -185,9 +189,10 @@ def test_a_run_takes_only_a_certificate_of_its_own(tmp_path: Path, script: str) 
     path = tmp_path / "c.json"
     good = _certificate(script, GOOD)
     path.write_text(good.text())
-    assert certificate_for_run(str(path), script, {**MODEL, "num_layers": 96}) == good.text()
-    with pytest.raises(CertificateError, match="is that of a model with --activation gelu, but this run has swiglu"):
-        certificate_for_run(str(path), script, {**MODEL, "activation": "swiglu"})
+    assert certificate_for_run(str(path), script, {**MODEL, "num_layers": 96, "hidden_dropout": 0.1}) == good.text()
+    for name, value in (("activation", "swiglu"), ("num_experts", 8), ("qk_norm", True)):
+        with pytest.raises(CertificateError, match="the model had --" + name.replace("_", "-")):
+            certificate_for_run(str(path), script, {**MODEL, name: value})
     with pytest.raises(CertificateError, match="--certificate .* is not that of this run: the source has changed"):
         other = tmp_path / "other.py"
         other.write_text("another model")
@@ -208,3 +213,26 @@ def test_flags_that_layouts_set_are_refused(flag: str) -> None:
     with pytest.raises(ValueError, match=flag.partition("=")[0]):
         refuse_flags_of_layouts(["--num-layers", "2", flag, "2"])
     refuse_flags_of_layouts(["--num-layers", "2", "--batch-size", "4"])
+
+
+def test_a_repetition_with_another_model_confirms_nothing(tmp_path: Path, script: str) -> None:
+    then = _certificate(script, GOOD)
+    assert checked(tmp_path, then, then)[1]
+    lines, confirmed = checked(tmp_path, then, replace(then, model={**MODEL, "num_layers": 4}))
+    assert not confirmed and any("--num-layers 2" in line for line in lines)
+
+
+def test_a_source_that_changes_while_layouts_run_is_refused(script: str) -> None:
+    args, before = SimpleNamespace(script=script), source_hash(script)
+    Path(script).write_text("print('something else')\n")
+    with pytest.raises(ValueError, match="changed while the layouts ran"):
+        certificate_of(args, [GOOD], 2, TOLERANCE, MODEL, before)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_not_a_number_is_an_infinite_difference(script: str) -> None:
+    """The certificate can be written, and the difference of another step does not hide the loss."""
+    found = Verdict("tp 2")
+    one, other = SimpleNamespace(losses=[1.0, 1.0]), SimpleNamespace(losses=[1.0, math.nan])
+    Comparison._compare_losses(SimpleNamespace(one=one, other=other, tolerance=TOLERANCE), found)  # type: ignore[arg-type]
+    assert (found.loss, found.loss_differs_at) == (math.inf, 2)
+    assert json.loads(_certificate(script, found).text())["passed"] is False

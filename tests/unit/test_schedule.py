@@ -8,6 +8,7 @@ from megatron.config import ParallelConfig
 from tds.schedule import (
     NAMES,
     Backward,
+    BackwardInput,
     BackwardWeight,
     Forward,
     Instruction,
@@ -178,6 +179,27 @@ def test_forward_only(stages: int) -> None:
                 [RecvActivation(0), Backward(0), SendGrad(0), Forward(0)],
             ],
             r"stage 1: Backward\(0\) of chunk 0 is out of order",
+        ),
+        (
+            [
+                [Forward(0), SendActivation(0), RecvGrad(0), Backward(0)],
+                [RecvActivation(0), Forward(0), SendGrad(0), Backward(0)],
+            ],
+            r"stage 1: SendGrad\(0\) of chunk 0 is out of order",
+        ),
+        (
+            [
+                [Forward(0), SendActivation(0), RecvGrad(0), Backward(0)],
+                [Forward(0), RecvActivation(0), Backward(0), SendGrad(0)],
+            ],
+            r"stage 1: Forward\(0\) of chunk 0 is out of order",
+        ),
+        (
+            [
+                [Forward(0), SendActivation(0), BackwardInput(0), RecvGrad(0), BackwardWeight(0)],
+                [RecvActivation(0), Forward(0), BackwardInput(0), SendGrad(0), BackwardWeight(0)],
+            ],
+            r"stage 0: BackwardInput\(0\) of chunk 0 is out of order",
         ),
     ],
 )
