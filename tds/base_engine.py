@@ -4,7 +4,7 @@ tds's PipelineEngine is a subclass of this engine.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -121,7 +121,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
             yield
         except BaseException:
             if self.optimizer is not None:
-                self.optimizer.zero_grad()
+                with suppress(RuntimeError):  # if the device has failed, the first error is the one to raise
+                    self.optimizer.zero_grad()
             raise
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -44,6 +44,6 @@ def is_complete(checkpoint: Path) -> bool:
     try:
         reader = CheckpointReader(checkpoint)
         check_complete(checkpoint, reader.tensors)
-    except (CheckpointError, KeyError, TypeError, IndexError):
+    except (ValueError, KeyError, TypeError, IndexError):  # a CheckpointError is a ValueError
         return False
     return bool(reader.tensors)
