@@ -195,7 +195,9 @@ deepspeed.runtime.zero.stage_1_and_2  importing tds
 """
 
 # Attributes of weights that DeepSpeed sets and reads.
-OF_PARAMETERS = "_hp_mapping ds_id ds_pipe_replicated ds_process_group ds_tensor model_parallel tensor_model_parallel"
+OF_PARAMETERS = (
+    "_hp_mapping ds_id ds_numel ds_pipe_replicated ds_process_group ds_tensor model_parallel tensor_model_parallel"
+)
 
 # Attributes and methods of a DistributedOptimizer that DeepSpeed's engines read and call.
 OF_OPTIMIZERS = """

@@ -48,7 +48,7 @@ class WeightAverage:
                 state[AVERAGE] = weight.detach().clone() if initial is None else initial
             rate: Any = 1 - self._decay
             if skipped is not None:
-                rate = (rate * (1 - skipped)).to(weight.device, weight.dtype)
+                rate = rate * (1 - skipped.to(weight.device, weight.dtype))  # a product in fp32 would round the rate
             state[AVERAGE].lerp_(weight.detach(), rate)
 
 

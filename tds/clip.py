@@ -102,7 +102,8 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-            if not steps_separately(optimizer):  # apex's Adam counts a step even without gradients
+            # apex's Adam counts a step in each of its groups, even without gradients
+            if not (steps_separately(optimizer) or group.get("use_muon")):
                 group["step"] = group.get("step", 0) - 1
 
 
@@ -116,4 +117,5 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 def steps_separately(wrapped: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer counts steps per weight or not at all, so that some weights can be stepped first."""
-    return type(wrapped) in ONE_BY_ONE or getattr(wrapped, "steps_separately", False)
+    inner = getattr(wrapped, "adamw", wrapped)  # Muon has no step count itself, but its Adam may have one
+    return inner is None or type(inner) in ONE_BY_ONE or getattr(inner, "steps_separately", False)

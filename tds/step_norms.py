@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._deepspeed import Zero3Optimizer
@@ -61,7 +62,7 @@ class StepNorms:
         frozen = [
             p for p in self._layers if not p.requires_grad and (is_first_holder(p, self._first) or hasattr(p, "ds_id"))
         ]
-        weights += self._sums([(self._layers[p], local_piece(p).detach()) for p in frozen])
+        weights += self._sums([(self._layers[p], local_piece(p).detach().view(-1)[: _unpadded(p)]) for p in frozen])
         self._slices = None
         return torch.stack([weights, self._gradients, self._updates])
 
@@ -85,8 +86,8 @@ class StepNorms:
             if not parameter.requires_grad:
                 continue
             if isinstance(optimizer, Zero3Optimizer):
-                group, start, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                yield _Slice(steps[group], start, numel, index)
+                group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                yield _Slice(steps[group], start, _unpadded(parameter), index)
             elif hasattr(parameter, "_hp_mapping"):
                 mapping: Any = parameter._hp_mapping
                 if mapping is not None:  # else no element of it is in this rank's shards
@@ -111,6 +112,14 @@ class StepNorms:
         if found:
             self._updates += self._sums([(each.layer, each.of(self._before[each.owner])) for each in found])
         self._before = {}
+
+
+def _unpadded(parameter: Any) -> int:
+    """Return the number of elements of this rank's part; ZeRO 3 pads shards with uninitialised memory at the end."""
+    if not hasattr(parameter, "ds_id"):
+        return int(parameter.numel())
+    size = parameter.ds_tensor.numel()
+    return max(0, min(size, parameter.ds_numel - size * dist.get_rank(parameter.ds_process_group)))
 
 
 def squared_norm(tensor: Tensor) -> Tensor:

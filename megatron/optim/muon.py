@@ -77,8 +77,6 @@ class Muon(torch.optim.Optimizer):
     lists (weight, begin of its elements in the share).
     """
 
-    steps_separately = True  # each matrix has its own state, so some weights can be stepped before the others
-
     def __init__(
         self,
         groups: Groups,

@@ -33,7 +33,8 @@ def newest(load: str, number: int) -> list[Path]:
     last = find_checkpoint(load)
     if latest_checkpoint(last.parent) != last:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
-    found = sorted(path for path in last.parent.glob("iter_*") if path.name[5:].isdigit() and path.name <= last.name)
+    every = {int(path.name[5:]): path for path in last.parent.glob("iter_*") if path.name[5:].isdigit()}
+    found = [every[iteration] for iteration in sorted(every) if iteration <= int(last.name[5:])]
     if not 0 < number <= len(found):
         raise ValueError(f"--last {number} must lie between 1 and {len(found)}, the number of checkpoints of {load}")
     return found[-number:]
@@ -52,8 +53,8 @@ def shares(number: int, weights: Sequence[float] | None, decay: float | None) ->
     given = list(weights or [1.0] * number)
     if len(given) != number:
         raise ValueError(f"--weights gives {len(given)} numbers for {number} checkpoints; give one for each")
-    if not all(0 <= each < math.inf for each in given) or not sum(given):
-        raise ValueError("--weights must be numbers of at least 0, and not all 0")
+    if not all(each >= 0 for each in given) or not 0 < sum(given) < math.inf:
+        raise ValueError("--weights must be numbers of at least 0 with a finite sum above 0")
     return [each / sum(given) for each in given]
 
 

@@ -64,9 +64,9 @@ def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
         values |= {"num_key_value_heads": m.num_key_value_heads and m.num_key_value_heads * factor}
     else:
         values |= {"kv_hidden_size": m.head_size * factor}
-    if mup:
-        values |= {"mup_base_hidden_size": m.hidden_size, "mup_base_kv_hidden_size": None}
-        values |= {"mup_base_kv_hidden_size": m.head_size} if grow == "head-size" else {}
+    values |= {"mup_base_hidden_size": m.hidden_size if mup else None}
+    values |= {"mup_base_kv_hidden_size": m.head_size if mup and grow == "head-size" else None}
+    values |= {} if mup else {"mup_base_num_layers": None}
     return with_values(base, values)
 
 
@@ -173,6 +173,8 @@ def main(args: argparse.Namespace) -> None:
         if flag in {word.split("=")[0] for word in args.flags}:
             raise ValueError(f"{flag} follows from --widths, of which the smallest is the base model: leave it out")
     base = parse_of_any_family([*DEFAULTS, *args.flags, "--hidden-size", str(widths[0])])
+    if base.model.num_experts:
+        raise ValueError("--num-experts: routers send other tokens to an expert at each width; leave the flag out")
     found = check(base, widths, args.grow, args.steps, args.seeds)
     print("\n".join(lines(widths, found)))
     if args.output:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.checkpointing.checksums import BLAKE3
+from megatron_tools.convert import average_checkpoints
 from megatron_tools.convert.average_checkpoints import shares
 from tests.checkpoints.runs import Start, run_all, whole_tensors
 from tests.cli.test_tools import fails
@@ -130,8 +131,19 @@ def test_shares_add_up_to_one() -> None:
     assert shares(4, None, None) == [0.25] * 4
     assert shares(3, [1, 2, 1], None) == [0.25, 0.5, 0.25]
     assert np.sum(shares(5, None, 0.9)) == pytest.approx(1)
-    for weights in ([0, 0], [1, -1], [1, float("nan")]):
+    for weights in ([0, 0], [1, -1], [1, float("nan")], [1e308, 1e308]):
         with pytest.raises(ValueError, match="--weights"):
             shares(2, weights, None)
     with pytest.raises(ValueError, match="--decay"):
         shares(2, None, 1.0)
+
+
+def test_the_newest_checkpoints_are_those_with_the_largest_numbers(tmp_path: Path) -> None:
+    """From iteration 10,000,000 on, names have more digits."""
+    names = ["iter_0000001", "iter_9999999", "iter_10000000"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for finder in ("find_checkpoint", "latest_checkpoint"):
+            patch.setattr(average_checkpoints, finder, lambda _: tmp_path / names[-1])
+        assert [path.name for path in average_checkpoints.newest(str(tmp_path), 2)] == names[1:]

@@ -198,3 +198,29 @@ def test_tokens_of_experts_are_those_that_the_routers_chose(tmp_path: Path, tiny
         assert row["layers"][name]["dead_experts"] == sum(n == 0 for n in tokens)
     # In the first step the auxiliary loss of each layer is its factor, 0.01. The z-loss is positive.
     assert row["router_loss"] > 2 * 0.01
+
+
+def _with_dirty_memory(start: Start, data: str, vocab_file: str) -> None:
+    """Do a run in which new memory holds large numbers instead of zeros."""
+    honest = torch.empty
+
+    def empty(*size: Any, **more: Any) -> torch.Tensor:
+        tensor = honest(*size, **more)
+        return tensor.data.fill_(1e3) if tensor.is_floating_point() and not tensor.requires_grad else tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        run_all([start], data, vocab_file)
+
+
+def test_padding_of_shards_is_not_counted(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """With ZeRO 3 and three replicas, the shards of most weights end with padding."""
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([{"pattern": "layers.0.*", "frozen": True}]))
+    flags = f"{FLAGS} --precision fp32 --param-groups {rules}"
+    on_ranks(1, run_all, [Start("gpt2", tmp_path / "one", f"{flags} --batch-size 3")], tiny_data, vocab_file)
+    start = Start("gpt2", tmp_path / "three", f"{flags} --batch-size 1 --zero-stage 3")
+    on_ranks(3, _with_dirty_memory, start, tiny_data, vocab_file)
+    for found, wanted in zip(_layers(tmp_path / "three"), _layers(tmp_path / "one"), strict=True):
+        for layer, metrics in wanted.items():
+            assert found[layer] == pytest.approx(metrics, rel=2e-5), layer

@@ -1,23 +1,25 @@
 """Muon steps as torch.optim.Muon does on separate matrices, and as torch.optim.AdamW on all other weights."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config import Config
+from megatron.config import Config, OptimConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.model.block import hidden_matrices
 from megatron.optim import build_optimizer, group_keys
-from megatron.optim.muon import orthogonalise
+from megatron.optim.muon import Muon, orthogonalise
 from megatron.training.memory.per_rank import moments_of
 from megatron.training.memory.sizes import count_layers, layers_of
-from tds.clip import leave_out_unless_finite
+from tds.clip import leave_out_unless_finite, steps_separately
 from tests.parity.muon_reference import exact_iterations, separate
 
 SIZES = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --ff-hidden-size 40"
@@ -153,3 +155,26 @@ def test_a_skipped_step_counts_nowhere() -> None:
     leave_out_unless_finite(ours, torch.tensor(float("inf")))
     ours.step()
     assert not any("step" in group for group in ours.param_groups) and not any(ours.state.values())
+
+
+class _CountsInGroups(torch.optim.Optimizer):
+    """Counts steps as apex's Adam does: in each call and in each group, also without gradients."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+def test_an_adam_that_counts_in_groups_is_stepped_once() -> None:
+    """tds.DistributedOptimizer must not step it in parts, and a skipped step is not counted."""
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [matrix], "weight_decay": 0.0}, {"params": [vector], "weight_decay": 0.0}]
+    ours = Muon(groups, [matrix], OptimConfig(optimizer="muon"), _CountsInGroups)
+    assert not steps_separately(ours)
+    ours.step()
+    leave_out_unless_finite(ours, torch.tensor(math.nan))
+    ours.step()
+    assert [group.get("step") for group in ours.param_groups] == [None, 1]

@@ -21,8 +21,8 @@ from megatron_tools.convert.hf_config import gpt2_config, t5_config
 from megatron_tools.convert.hf_folder import entries_of, write_tensors
 from megatron_tools.convert.hf_llama import llama_config
 from megatron_tools.convert.hf_names import matches_of
-from megatron_tools.report.coordinate_check import check, slope
-from tests.support import covering
+from megatron_tools.report.coordinate_check import check, model_of, slope
+from tests.support import command, covering
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61 --seq-length 16 --attention-dropout 0"
 MUP = "--mup-base-hidden-size 12 --mup-base-kv-hidden-size 3 --mup-base-num-layers 1"
@@ -114,6 +114,17 @@ def test_the_base_model_is_unchanged(name: str) -> None:
 def test_incomplete_settings_are_refused(flags: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse(f"{SIZES} {flags}".split())
+
+
+def test_the_model_without_mup_has_none_of_its_settings() -> None:
+    base = parse(f"{SIZES} --mup-base-hidden-size 8 --mup-base-num-layers 1".split())
+    model = model_of(2 * base.model.hidden_size, base, "heads", mup=False).model
+    assert model.width_factor == model.branch_factor == 1
+
+
+def test_the_coordinate_check_refuses_experts() -> None:
+    done = command("python", "tools/coordinate_check.py", "--widths", "16", "32", "--num-experts", "4")
+    assert done.returncode == 1 and "--num-experts" in done.stderr and "Traceback" not in done.stderr
 
 
 GROWING = [("gpt2", "heads"), ("llama", "heads"), ("t5", "head-size")]
