@@ -119,7 +119,7 @@ def _unpadded(parameter: Any) -> int:
     if not hasattr(parameter, "ds_id"):
         return int(parameter.numel())
     size = parameter.ds_tensor.numel()
-    return max(0, min(size, parameter.ds_numel - size * dist.get_rank(parameter.ds_process_group)))
+    return int(max(0, min(size, parameter.ds_numel - size * dist.get_rank(parameter.ds_process_group))))
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
