@@ -115,7 +115,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         drop_skipped_gradients(self)
 
     @contextmanager
-    def discarding_gradients(self) -> Iterator[None]:
+    def _discarding_gradients(self) -> Iterator[None]:
         """Drop all gradients if the `with` block, a step, raises, so that the next step does not add to them."""
         try:
             yield

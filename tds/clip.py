@@ -4,6 +4,7 @@ Pascanu et al. 2013.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,8 +103,8 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-            # apex's Adam counts a step in each of its groups, even without gradients
-            if not (steps_separately(optimizer) or group.get("use_muon")):
+        if not steps_separately(optimizer):  # apex's Adam counts a step even without gradients
+            for group in adam_of(optimizer).param_groups:
                 group["step"] = group.get("step", 0) - 1
 
 
@@ -115,7 +116,12 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, ONE_BY_ONE) and all(group.get("fused") for group in optimizer.param_groups)
 
 
+def adam_of(wrapped: torch.optim.Optimizer) -> Any:
+    """Return the Adam inside Muon, or None if Muon has none; return any other optimizer itself."""
+    return getattr(wrapped, "adamw", wrapped)
+
+
 def steps_separately(wrapped: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer counts steps per weight or not at all, so that some weights can be stepped first."""
-    inner = getattr(wrapped, "adamw", wrapped)  # Muon has no step count itself, but its Adam may have one
+    inner = adam_of(wrapped)  # Muon itself counts no steps
     return inner is None or type(inner) in ONE_BY_ONE or getattr(inner, "steps_separately", False)

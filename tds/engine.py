@@ -105,7 +105,7 @@ class PipelineEngine(PipelineHooks):
             timer.reset()
         timer.start()
         try:
-            with self._watched(), self.discarding_gradients(), trace.span("train_batch", "step"):
+            with self._watched(), self._discarding_gradients(), trace.span("train_batch", "step"):
                 self._train_step()
         finally:
             timer.stop()

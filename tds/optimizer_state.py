@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ._deepspeed import BF16_Optimizer, DeepSpeedOptimizer, Zero3Optimizer, Zero12Optimizer
 from ._torch import norms
 from .average import AVERAGE
+from .clip import adam_of
 from .distributed_optimizer import DistributedOptimizer
 
 LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
@@ -197,7 +198,7 @@ def make_moments(
     gradient; it gets no state. If ZeRO flattens parameters into a shard, the shard gets their highest count.
     """
     inner, counts = _inner(engine), dict[Tensor, int | None]()
-    adam = getattr(inner, "adamw", inner)  # Muon has an AdamW inside
+    adam = adam_of(inner)
     for parameter, owner in _owner_of(engine).items():
         own = (of or {}).get(parameter, step)
         counts[owner] = own if counts.get(owner) is None else max(counts[owner] or 0, own or 0)

@@ -33,7 +33,8 @@ TIMEOUT = 120.0
 # modules (torch._dynamo with sympy) that each rank would else import for its first optimizer and engine.
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"]
-_preloaded += ["torch.utils.tensorboard", "deepspeed.runtime.zero.muon.muon_optimizer"]  # the second: torch._inductor
+# DeepSpeed imports its Muon in each run with ZeRO or bf16, and with it torch._inductor.
+_preloaded += ["torch.utils.tensorboard", "deepspeed.runtime.zero.muon.muon_optimizer"]
 _preloaded += [
     "megatron.compat.pretrain",
     "megatron.training.entry",

@@ -114,11 +114,11 @@ class Certificate:
         """
         found = []
         for name, value in model.items():
-            both = self.model.get(name), value
-            kinds = {type(each) for each in both}
-            numbers = float in kinds or bool(both[0]) == bool(both[1])
-            if both[0] != both[1] and (exact or not numbers or kinds & {str, bool}):
-                found.append(f"the model had {flag(name)} {both[0]} and now has {both[1]}")
+            then = self.model.get(name)
+            kinds = {type(then), type(value)}
+            switch = kinds & {str, bool} or (float not in kinds and bool(then) != bool(value))
+            if then != value and (exact or switch):
+                found.append(f"the model had {flag(name)} {then} and now has {value}")
         return found
 
 

@@ -136,7 +136,7 @@ def _aside(checkpoint: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Rename the checkpoint that `latest` points to back, if a crash left it under a name ending in .old.tmp."""
+    """Undo the temporary name (.old.tmp) that a crash has left on the checkpoint that `latest` points to."""
     if isinstance(folder, RemotePath):  # there, nothing is renamed
         return
     name = latest_name(folder) if folder.is_dir() else None

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tds
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.model.layers import global_parameters
@@ -25,7 +24,7 @@ from megatron.ranks.stragglers import Straggler, slowest
 from megatron.training.loop import train
 from tests.checkpoints.runs import Start, losses_of, make, run_all
 from tests.conformance.engines import remembered_groups
-from tests.ranks.test_overlap_gather import Late
+from tests.ranks.test_overlap_gather import gather_late
 from tests.support import FULL, ROOT, covering, on_ranks
 
 DIFFERENT = {
@@ -269,8 +268,7 @@ def test_the_source_is_all_of_it() -> None:
 
 def _late(start: Start, data: str, vocab_file: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        honest = tds.buckets.gather_shares
-        patch.setattr(tds.buckets, "gather_shares", lambda *given: Late(*given, honest))
+        gather_late(patch)
         run_all([start], data, vocab_file)
 
 

@@ -31,6 +31,12 @@ class Late:
             self._done = True
 
 
+def gather_late(patch: pytest.MonkeyPatch) -> None:
+    """Let all-gathers of weights be `Late`."""
+    honest = tds.buckets.gather_shares
+    patch.setattr(tds.buckets, "gather_shares", lambda *given: Late(*given, honest))
+
+
 class Reader(nn.Module):
     """A layer that uses the weight of an earlier layer without owning it."""
 
@@ -64,8 +70,7 @@ def _model(stages: int, chunks: int) -> Any:
 def _losses(stages: int, chunks: int, overlap: bool, bf16: bool, late: bool, folder: str) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         if late:
-            honest = tds.buckets.gather_shares
-            patch.setattr(tds.buckets, "gather_shares", lambda *given: Late(*given, honest))
+            gather_late(patch)
         net = _model(stages, chunks)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICROS, "gradient_clipping": 0.5,

@@ -190,10 +190,10 @@ def test_the_gradient_of_a_gated_activation_is_autograds(activation: GatedActiva
         torch.testing.assert_close(function(grad, x.detach()), wanted, rtol=1e-12, atol=1e-12)
 
 
-ONE_OF_EACH_KIND = ("swiglu", "gradient of swiglu", "joined gradients")
+IN_CI = ("swiglu", "gradient of swiglu", "joined gradients")
 
 
-@pytest.mark.parametrize("name", covering(list(fused_functions()), ONE_OF_EACH_KIND.__contains__))
+@pytest.mark.parametrize("name", covering(list(fused_functions()), IN_CI.__contains__))
 def test_a_fused_function_reads_its_inputs_and_writes_its_results_once(name: str) -> None:
     """The compiler's plan for a function moves as many bytes as its inputs and results have."""
     if not compiler_found():

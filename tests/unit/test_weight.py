@@ -23,8 +23,8 @@ LIMITS = {
     # matrices, 420 for weights that only some replicas hold (holders.py), 70 for skipped steps and tied weights
     # with offload_optimizer in bf16, 40 for the mean number of targets in losses, 240 for steps that end in an
     # error, for the order of a schedule's instructions and for gathers that end late (loads, exports, replaced layers),
-    # and 110 for padding of ZeRO 3's shards and for optimizers inside Muon that count steps in groups.
-    "tds": (53_410, 1),
+    # and 140 for padding of ZeRO 3's shards and for optimizers inside Muon that count steps in groups.
+    "tds": (53_440, 1),
     # This includes 250 for BLAKE3 checksums, 1,500 for reading certificates and putting them into checkpoints, 1,000
     # for functions that take one kernel on CUDA (fused.py and its callers), 500 for deciding whether layers are
     # compiled, 400 for weight gradients of compiled layers, 750 for matmuls in fp8, 1,250 for matmuls fused with
