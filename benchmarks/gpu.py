@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --models gpt2_1.3B
     python benchmarks/gpu.py --models llama_1b llama_8b_4_layers     Llama 1B, and four layers of Llama 8B
+    python benchmarks/gpu.py --models mixtral_8x7b_2_layers          two layers of Mixtral 8x7B
     python benchmarks/gpu.py --models gpt2_345M --batch 8 --rounds 7 --turns 2
     python benchmarks/gpu.py --dry-run          tiny models on any device, a CPU included: a smoke test
 
@@ -18,6 +19,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -37,21 +39,23 @@ MODELS = {
     "t5_large": (16, "--enc-seq-length 512 --dec-seq-length 114"),
     "llama_1b": (2, "--seq-length 4096 --vocab-size 128256"),
     "llama_8b_4_layers": (2, "--seq-length 4096 --vocab-size 128256 --num-layers 4"),
+    "mixtral_8x7b_2_layers": (2, "--seq-length 4096 --vocab-size 32000 --num-layers 2 --tie-embeddings"),
 }
-SMALLER = {"1024": "32", "4096": "32", "512": "32", "114": "16", "128256": "512"}  # for --dry-run
+SMALLER = {"1024": "32", "4096": "32", "512": "32", "114": "16", "128256": "512", "32000": "512"}  # for --dry-run
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ff-hidden-size 128"
 
 
 def flags_of(args: argparse.Namespace, model: str) -> str:
     batch, own = MODELS[model]
-    file = f"{ROOT}/configs/models/{model.removesuffix('_4_layers')}.json"
+    file = f"{ROOT}/configs/models/{re.sub(r'_[0-9]+_layers$', '', model)}.json"
     common = (
         f"--config {file} --batch-size {2 if args.dry_run else args.batch or batch} "
         f"--vocab-size {512 if args.dry_run else 50304} --hidden-dropout 0 --attention-dropout 0 --precision bf16"
     )
     if args.dry_run:
         own = " ".join(SMALLER.get(word, word) for word in own.split()) + " " + TINY
-        own += {"t5": " --kv-hidden-size 16", "ll": " --kv-hidden-size 16 --num-key-value-heads 2"}.get(model[:2], "")
+        own += "" if model.startswith("gpt2") else " --kv-hidden-size 16"
+        own += " --num-key-value-heads 2" if model.startswith(("llama", "mixtral")) else ""
     return f"{common} {own} {args.flags}"
 
 
@@ -116,7 +120,10 @@ def peer(flags: str, device: Any, contender: str) -> tuple[Any, Any, Callable[[]
             model = _hugging_face.t5(vocab, m.hidden_size, m.ff_size, m.num_layers, m.num_attention_heads, m.head_size)
         elif m.family == "llama":
             sizes = m.hidden_size, m.ff_size, m.num_layers, m.num_attention_heads, m.key_value_heads
-            model = _hugging_face.llama(vocab, d.seq_length, *sizes, tied=m.tie_embeddings)
+            if m.num_experts:
+                model = _hugging_face.mixtral(vocab, d.seq_length, *sizes, m.num_experts, m.experts_per_token)
+            else:
+                model = _hugging_face.llama(vocab, d.seq_length, *sizes, tied=m.tie_embeddings)
         else:
             model = _hugging_face.gpt2(vocab, d.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
     call: Any = torch.compile(model) if "compiled" in contender else model

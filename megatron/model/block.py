@@ -173,7 +173,8 @@ class Block(TransformerLayer):
                 "text generation does not support context parallelism: "
                 "build the model with a context-parallel size of 1"
             )
-        hidden, document_ids, *losses = inputs
+        hidden, document_ids = inputs[:2]
+        losses = list(inputs[2:])  # not `*losses`, which torch 2.11 compiles as a tuple
         s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0
         documents = document_scope(document_ids, causal=True) if self.role.attention else None
         mask: Mask = documents

@@ -10,7 +10,7 @@ Shapes: q decoder sequence, k encoder sequence, s either, b batch, h hidden, v v
 ranks.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -80,10 +80,11 @@ class StackStart(ModelStart):
         return self.dropout(hidden), *rest
 
 
-def _losses_and_table(rest: list[Tensor], config: ModelConfig) -> tuple[list[Tensor], Tensor | None]:
+def _losses_and_table(rest: Sequence[Tensor], config: ModelConfig) -> tuple[list[Tensor], Tensor | None]:
     """Separate the optional inputs of a block: the routers' loss (a list with one or no tensor) and the table."""
-    table = rest.pop() if config.position_embedding == "relative" else None
-    return rest, table
+    losses = list(rest)
+    table = losses.pop() if config.position_embedding == "relative" else None
+    return losses, table
 
 
 class EncoderBlock(TransformerLayer):
@@ -103,8 +104,8 @@ class EncoderBlock(TransformerLayer):
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
         positions is [r, n/t]. The loss [1] is the summed one of the routers. Both are optional.
         """
-        hidden, tokens, encoder_ids, decoder_ids, *rest = inputs
-        losses, table = _losses_and_table(rest, self.config)
+        hidden, tokens, encoder_ids, decoder_ids = inputs[:4]
+        losses, table = _losses_and_table(inputs[4:], self.config)
         s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table, s, s, self.config, causal=False) if table is not None else None
         hidden = self.layer(hidden, document_scope(encoder_ids), bias, router_losses=losses)
@@ -128,8 +129,8 @@ class DecoderBlock(TransformerLayer):
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
         positions is [r, n/t]. The loss [1] is the summed one of the routers. Both are optional.
         """
-        hidden, encoded, encoder_ids, decoder_ids, *rest = inputs
-        losses, table = _losses_and_table(rest, self.config)
+        hidden, encoded, encoder_ids, decoder_ids = inputs[:4]
+        losses, table = _losses_and_table(inputs[4:], self.config)
         seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table, q, seen + q, self.config, causal=True) if table is not None else None

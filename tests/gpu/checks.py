@@ -103,6 +103,31 @@ def bf16_follows_the_cpu_in_fp32() -> str:
     return _like_the_cpu("bf16", 3e-2)
 
 
+EXPERTS = f"{LLAMA} --num-experts 4 --experts-per-token 2"
+
+
+def experts_muon_and_fp8_follow_the_cpu() -> str:
+    """Compare losses with those in fp32 on the CPU: experts, whose matmuls are grouped in bf16 on CUDA, Muon, and fp8.
+
+    The result says why fp8 was not run if this device has no kernel for it.
+    """
+    findings = []
+    for name, flags, precision, tolerance in (
+        ("experts", EXPERTS, "fp32", 1e-3),
+        ("experts", EXPERTS, "bf16", 3e-2),
+        ("Muon", f"{GPT2} --optimizer muon", "fp32", 1e-3),
+        ("Muon", f"{GPT2} --optimizer muon", "bf16", 3e-2),
+        ("GPT-2", GPT2, "fp8", 5e-2),
+    ):
+        if precision == "fp8" and (problem := device.fp8_problem(device.current())):
+            findings.append(f"fp8 not run: {problem}")
+            continue
+        found = train(f"{flags} {DRY} --precision {precision}")["losses"]
+        wanted = train(f"{flags} {DRY} --precision fp32", True)["losses"]
+        findings.append(f"{name} in {precision} {compare_losses(found, wanted, tolerance)}")
+    return "; ".join(findings)
+
+
 def attention_kernels_agree() -> str:
     """Check that torch's attention kernels give the outputs and gradients of attention computed in fp32.
 
@@ -288,9 +313,10 @@ def recomputation_saves_memory() -> str:
 CHECKS: dict[str, Callable[[], str]] = {
     check.__name__: check
     for check in (
-        fp32_equals_the_cpu, bf16_follows_the_cpu_in_fp32, attention_kernels_agree, fp16_finds_its_scale,
-        recomputation_and_offloading_change_nothing, checkpoints_go_both_ways, an_offloaded_optimizer_agrees,
-        compiled_layers_agree, kernels_of_a_step, packed_attention_agrees, context_kernels_agree,
-        groups_work_in_a_world_of_one, texts_equal_the_cpu, recomputation_saves_memory,
+        fp32_equals_the_cpu, bf16_follows_the_cpu_in_fp32, experts_muon_and_fp8_follow_the_cpu,
+        attention_kernels_agree, fp16_finds_its_scale, recomputation_and_offloading_change_nothing,
+        checkpoints_go_both_ways, an_offloaded_optimizer_agrees, compiled_layers_agree, kernels_of_a_step,
+        packed_attention_agrees, context_kernels_agree, groups_work_in_a_world_of_one, texts_equal_the_cpu,
+        recomputation_saves_memory,
     )
 }  # fmt: skip

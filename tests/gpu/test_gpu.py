@@ -16,6 +16,7 @@ SEEN_ELSEWHERE = {
     "kernels_of_a_step",
     "bf16_follows_the_cpu_in_fp32",
     "fp32_equals_the_cpu",
+    "experts_muon_and_fp8_follow_the_cpu",
     "checkpoints_go_both_ways",
     "fp16_finds_its_scale",
     "an_offloaded_optimizer_agrees",
