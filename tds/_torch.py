@@ -36,6 +36,17 @@ def host_copy(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
 
 
+def copy_widened(to: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor `[...]` into another one of its shape and the same or a wider dtype.
+
+    `copy_` from bf16 to fp32 takes CUDA several times as long as this copy.
+    """
+    if to.is_cuda and to.dtype is not tensor.dtype and hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_([to], [tensor])
+    else:
+        to.copy_(tensor)
+
+
 def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Any:
     """Create a process group of these ranks, in a call that only they make. `name` must be unique for these ranks.
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._torch import gather_shares, scatter_sum, users
+from ._torch import copy_widened, gather_shares, scatter_sum, users
+from .fused import Fused
 from .whole import Work, place
 
 NORM_SLICE = 2**20  # elements per partial norm, which is in fp32; the squares of these norms are summed in fp64
@@ -113,7 +114,7 @@ class Bucket:
         elif grad.is_sparse:
             total.zero_().add_(grad.to(total.dtype))
         else:  # the first gradient overwrites the memory, so nothing has to be zeroed
-            total.copy_(grad)
+            copy_widened(total, grad)
         self._arrived.add(parameter)
         parameter.grad = None
 
@@ -161,13 +162,8 @@ class Bucket:
 
     def pull_changes(self) -> None:
         """Copy half-precision weights that a user changed since the last step into this replica's fp32 share."""
-        if not self.copies:
-            return
-        # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
-        size = NORM_SLICE if self.share.device.type == "cpu" else 8 * NORM_SLICE
-        for at in range(0, self.share.numel(), size):
-            exact, seen = (t[at : at + size] for t in (self.share.data, self.weights[self.begin : self.end]))
-            torch.where(exact.to(seen.dtype) == seen, exact, seen, out=exact)
+        if self.copies:
+            adopt_changes(self.share.data, self.weights[self.begin : self.end])
 
     def wait(self) -> None:
         """Wait for the collective that `reduce` or `gather` has started."""
@@ -205,6 +201,27 @@ class Bucket:
             for begin, end, counted in joined
             for at in range(begin, end, NORM_SLICE)
         ]
+
+
+def _adopt(exact: Tensor, seen: Tensor) -> Tensor:
+    """Set the elements of `exact` `[n]` that do not round to those of `seen` `[n]`, in half precision, to the latter.
+
+    The bits are compared because the compiler leaves out a rounding whose result is only computed with.
+    """
+    rounded = exact.to(seen.dtype).view(torch.int16)
+    return exact.copy_(torch.where(rounded == seen.view(torch.int16), exact, seen))
+
+
+def _adopt_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
+    # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
+    size = NORM_SLICE if exact.device.type == "cpu" else 8 * NORM_SLICE
+    for at in range(0, exact.numel(), size):
+        own, other = exact[at : at + size], seen[at : at + size]
+        torch.where(own.to(other.dtype) == other, own, other, out=own)
+    return exact
+
+
+adopt_changes = Fused(_adopt, _adopt_in_slices)
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:

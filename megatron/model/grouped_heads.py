@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
+from tds.fused import Fused
 
-from .fused import Fused
 from .rotary import Rotation, rotate, rotate_into
 
 Grads = tuple[Tensor | None, ...]  # gradients of the parts [s, b, g * part, d]; None for a part without a gradient

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
+from tds.fused import Fused
 
 from .dispatch import through_experts
 from .mlp import ParallelMLP
@@ -57,6 +58,15 @@ def _grouped(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
     return found
 
 
+def _weighted_sum(weights: Tensor, outputs: Tensor) -> Tensor:
+    """Sum the outputs [n, k, h] of each token's experts, weighted by [n, 1, k]; returns [n, 1, h]."""
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    return (weights.mT.to(dtype) * outputs).sum(1, keepdim=True).to(outputs.dtype)
+
+
+weighted_sum = Fused(_weighted_sum, torch.bmm)  # batches of tiny matmuls are slow on CUDA
+
+
 class Mixture(nn.Module):
     """Router, experts, and shared experts, which all tokens use, as the MLP of a transformer layer.
 
@@ -93,7 +103,7 @@ class Mixture(nn.Module):
         experts = _whole(experts, self.sequence).view(s * b, -1)
         weights = self._enter(weights).to(x.dtype).view(s * b, 1, -1)
         outputs = through_experts(x.flatten(0, 1), experts, self.count, self._run_experts, self.axis)
-        found = torch.bmm(weights, outputs).view(s, b, h)
+        found = weighted_sum(weights, outputs).view(s, b, h)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_gate is not None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
+from tds.fused import Fused
 
-from .fused import Fused
 from .recompute import Recipe, save_recipe_for
 
 

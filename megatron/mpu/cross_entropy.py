@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tds.fused import Fused
+
 from .mesh import Axis, current
 
 
@@ -78,17 +80,52 @@ def _losses_over_ranks(
     return own_sum / sum_exp, loss, log_z + shift
 
 
+def on_cuda(logits: Tensor) -> bool:
+    """Return whether the fused functions compute the loss of these logits and its gradient."""
+    return logits.is_cuda
+
+
+def _log_sum_exp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the logarithm of the sum of exponentials, [n] in `dtype`, of each row of x [n, v]."""
+    return torch.logsumexp(x.to(dtype), dim=-1)
+
+
+log_sum_exp = Fused(_log_sum_exp, lambda x, dtype: torch.cat([_log_sum_exp(x[chunk], dtype) for chunk in _chunks(x)]))
+
+
+def _fused_losses(
+    x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
+) -> tuple[Tensor, Tensor]:
+    """Return each token's loss and log Z, [n] each; arguments are those of `_losses_over_ranks`."""
+    real = x.shape[-1]
+    log_z = log_sum_exp(x, dtype) if real else torch.full_like(target, -torch.inf, dtype=dtype)
+    if axis.size > 1:
+        top = _total(log_z.clone(), axis, dist.ReduceOp.MAX)
+        log_z = top + _total((log_z - top).exp(), axis).log()
+    own = torch.zeros_like(log_z)
+    if real:
+        found = x.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(dtype)
+        own = torch.where(target >= 0, found, 0.0)
+    loss = log_z - _total(own, axis)
+    if label_smoothing:
+        mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - mean_logit)
+    return loss, log_z
+
+
 class LossState(NamedTuple):
     """Values that `gradient` needs in addition to the logits, for n tokens.
 
-    share: [n] this rank's share of each token's probability mass. With the z-loss c (log Z)^2, where Z is the sum of
-    exp(logit), this share is multiplied by 1 + 2 c log Z.
+    share: [n] this rank's share of each token's probability mass, but 1 on CUDA, where `gradient` uses log Z. Z is the
+    sum of exp(logit) over the vocabulary. With the z-loss c (log Z)^2, it is multiplied by 1 + 2 c log Z.
+    log_z: [n] log Z.
     target: [n] the target's index among this rank's vocabulary rows, 0 if another rank holds the target.
     mine: [n] whether this rank holds the target.
     real: number of this rank's rows that are not padding.
     """
 
     share: Tensor
+    log_z: Tensor
     target: Tensor
     mine: Tensor
     real: int
@@ -118,16 +155,35 @@ def compute_losses(
     local, mine, real = _on_this_rank(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     x = logits[:, :real]
-    if axis.size == 1:
-        share = torch.ones_like(target, dtype=dtype)
+    share = torch.ones_like(target, dtype=dtype)
+    elsewhere = torch.where(mine, local, -1)
+    if on_cuda(logits):
+        loss, log_z = _fused_losses(x, elsewhere, dtype, label_smoothing, vocab_size, axis)
+    elif axis.size == 1:
         loss, log_z = _losses_on_one_rank(x, local, dtype, label_smoothing)
     else:
-        share, loss, log_z = _losses_over_ranks(
-            x, torch.where(mine, local, -1), dtype, label_smoothing, vocab_size, axis
-        )
+        share, loss, log_z = _losses_over_ranks(x, elsewhere, dtype, label_smoothing, vocab_size, axis)
     if z_loss:
         share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
-    return loss, z_loss * log_z**2, LossState(share, local, mine, real)
+    return loss, z_loss * log_z**2, LossState(share, log_z, local, mine, real)
+
+
+def _write_gradient(
+    x: Tensor, log_z: Tensor, target: Tensor, factor: Tensor, of_target: Tensor, smoothed: Tensor
+) -> Tensor:
+    """Overwrite logits x [n, v] with factor * exp(x - log_z) - smoothed, plus of_target at targets; others [n]."""
+    d = (x.to(factor.dtype) - log_z.unsqueeze(-1)).exp() * factor.unsqueeze(-1) - smoothed.unsqueeze(-1)
+    is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
+    return x.copy_(torch.where(is_target, d + of_target.unsqueeze(-1), d))
+
+
+def _write_in_chunks(x: Tensor, *of_tokens: Tensor) -> Tensor:
+    for chunk in _chunks(x):
+        _write_gradient(x[chunk], *(values[chunk] for values in of_tokens))
+    return x
+
+
+write_gradient = Fused(_write_gradient, _write_in_chunks)
 
 
 def gradient(
@@ -145,6 +201,13 @@ def gradient(
     overwrite: write the result into the memory of the logits.
     """
     real = found.real
+    if on_cuda(logits):
+        out = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
+        out[:, real:] = 0.0
+        if real:
+            of_target = (label_smoothing - 1) * found.mine * grad
+            write_gradient(out[:, :real], found.log_z, found.target, grad * found.share, of_target, smoothed * grad)
+        return out
     out = logits if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
     out[:, real:] = 0.0
     for chunk in _chunks(logits) if real else []:
@@ -175,7 +238,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
         loss, z, found = compute_losses(logits, target, vocab_size, axis, label_smoothing, z_loss)
-        ctx.save_for_backward(logits, *found[:3])
+        ctx.save_for_backward(logits, *found[:4])
         ctx.label_smoothing, ctx.smoothed, ctx.real = label_smoothing, label_smoothing / vocab_size, found.real
         ctx.overwrite, ctx.overwritten = overwrite, False
         ctx.mark_non_differentiable(z)
@@ -188,8 +251,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "this loss was differentiated before, which overwrote its logits with their gradient: compute the loss "
                 "again, or use mpu.vocab_parallel_cross_entropy, which leaves logits unchanged"
             )
-        logits, share, local, mine = ctx.saved_tensors
-        found, ctx.overwritten = LossState(share, local, mine, ctx.real), ctx.overwrite
+        logits, share, log_z, local, mine = ctx.saved_tensors
+        found, ctx.overwritten = LossState(share, log_z, local, mine, ctx.real), ctx.overwrite
         return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing, ctx.overwrite), *[None] * 6
 
 

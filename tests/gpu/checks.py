@@ -22,6 +22,7 @@ import torch
 from megatron.ranks import device
 
 from .attention import context_kernels_agree, packed_attention_agrees
+from .fused import FUNCTIONS, compiled_equals_eager
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -126,6 +127,13 @@ def experts_muon_and_fp8_follow_the_cpu() -> str:
         wanted = train(f"{flags} {DRY} --precision fp32", True)["losses"]
         findings.append(f"{name} in {precision} {compare_losses(found, wanted, tolerance)}")
     return "; ".join(findings)
+
+
+def fused_functions_agree() -> str:
+    """Check the functions that CUDA runs compiled against their eager definitions on this device."""
+    for name in FUNCTIONS:
+        compiled_equals_eager(name, device.current())
+    return ", ".join(FUNCTIONS)
 
 
 def attention_kernels_agree() -> str:
@@ -248,7 +256,7 @@ def compiled_layers_agree() -> str:
     ):
         given = f"{flags} {DRY} --precision {precision}"
         found, eager = train(f"{given} --compile"), train(given)
-        assert found["graphs"] and not eager["graphs"], f"{found['graphs']} and {eager['graphs']} compiled graphs"
+        assert found["compiled_layers"] and not eager["compiled_layers"], f"{name}: {found}, {eager}"
         assert not found["graph_breaks"], f"{name}: {found['graph_breaks']} graph breaks"
         findings.append(f"{name} {compare_losses(found['losses'], eager['losses'], tolerance)}")
     return f"{'; '.join(findings)}; no graph breaks"
@@ -314,9 +322,9 @@ CHECKS: dict[str, Callable[[], str]] = {
     check.__name__: check
     for check in (
         fp32_equals_the_cpu, bf16_follows_the_cpu_in_fp32, experts_muon_and_fp8_follow_the_cpu,
-        attention_kernels_agree, fp16_finds_its_scale, recomputation_and_offloading_change_nothing,
-        checkpoints_go_both_ways, an_offloaded_optimizer_agrees, compiled_layers_agree, kernels_of_a_step,
-        packed_attention_agrees, context_kernels_agree, groups_work_in_a_world_of_one, texts_equal_the_cpu,
-        recomputation_saves_memory,
+        fused_functions_agree, attention_kernels_agree, fp16_finds_its_scale,
+        recomputation_and_offloading_change_nothing, checkpoints_go_both_ways, an_offloaded_optimizer_agrees,
+        compiled_layers_agree, kernels_of_a_step, packed_attention_agrees, context_kernels_agree,
+        groups_work_in_a_world_of_one, texts_equal_the_cpu, recomputation_saves_memory,
     )
 }  # fmt: skip

@@ -14,6 +14,7 @@ SEEN_ELSEWHERE = {
     "recomputation_and_offloading_change_nothing",
     "compiled_layers_agree",
     "kernels_of_a_step",
+    "fused_functions_agree",
     "bf16_follows_the_cpu_in_fp32",
     "fp32_equals_the_cpu",
     "experts_muon_and_fp8_follow_the_cpu",

@@ -126,7 +126,7 @@ def train(
         "skipped": [step.skipped for step in found],
         "weights": digest.hexdigest(),
         "kernels": names,
-        "graphs": counters["stats"]["unique_graphs"] if dynamo else 0,
+        "compiled_layers": sum(m._compiled_call_impl is not None for m in engine.deepspeed.module.modules()),
         "graph_breaks": sum(counters["graph_break"].values()) if dynamo else 0,
         "peak_mb": device_module.peak_memory_mb(device),
     }

@@ -10,6 +10,7 @@ from megatron import mpu
 from megatron.config import Config, ModelConfig
 from megatron.config.sections import DataConfig, ParallelConfig
 from megatron.model import GPT2Model
+from megatron.mpu import cross_entropy
 from megatron.mpu.mappings import own_part
 from tests.sentences import SENTENCES
 from tests.support import covering, on_ranks
@@ -153,8 +154,16 @@ def test_vocab_parallel_embedding_and_its_logits(ranks: int) -> None:
     on_ranks(ranks, _embedding, ranks)
 
 
-def _cross_entropy(ranks: int, smoothing: float) -> None:
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])  # the functions of CUDA
+
+
+def _choose_functions(fused: bool) -> None:
+    cross_entropy.on_cuda = lambda _: fused
+
+
+def _cross_entropy(ranks: int, smoothing: float, fused: bool) -> None:
     axis = start(ranks)
+    _choose_functions(fused)
     rows, vocab = 16 // ranks, 13  # logits 13 to 15 are padding
     whole = draw(4, 5, 16).mul(3)
     whole[..., vocab:] = 50.0  # A softmax over padding would be wrong for these large values.
@@ -175,17 +184,19 @@ def _cross_entropy(ranks: int, smoothing: float) -> None:
 
 
 @RANKS
+@FUSED
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_equals_torch(ranks: int, smoothing: float) -> None:
-    on_ranks(ranks, _cross_entropy, ranks, smoothing)
+def test_cross_entropy_equals_torch(ranks: int, smoothing: float, fused: bool) -> None:
+    on_ranks(ranks, _cross_entropy, ranks, smoothing, fused)
 
 
-def _overwritten(ranks: int, dtype: torch.dtype) -> None:
+def _overwritten(ranks: int, dtype: torch.dtype, fused: bool) -> None:
     """Check that the logits' gradient equals torch's and is stored in the logits' memory.
 
     A backward pass that reads the overwritten logits again must raise an error.
     """
     axis = start(ranks)
+    _choose_functions(fused)
     rows, vocab = 16 // ranks, 13
     whole = draw(4, 5, 16).mul(3).to(dtype)
     part = whole.chunk(axis.size, -1)[axis.rank].clone().requires_grad_()
@@ -216,9 +227,10 @@ def _overwritten(ranks: int, dtype: torch.dtype) -> None:
 
 
 @RANKS
+@FUSED
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_gradient_written_over_its_logits_equals_torchs(ranks: int, dtype: torch.dtype) -> None:
-    on_ranks(ranks, _overwritten, ranks, dtype)
+def test_a_gradient_written_over_its_logits_equals_torchs(ranks: int, dtype: torch.dtype, fused: bool) -> None:
+    on_ranks(ranks, _overwritten, ranks, dtype, fused)
 
 
 def _half(ranks: int) -> None:
