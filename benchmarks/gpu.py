@@ -8,7 +8,8 @@
 
 Needs torch, DeepSpeed and numpy. This project, with and without --compile, is compared with Hugging Face's model, if
 transformers is installed, and for GPT-2 with a compiled model in the style of nanoGPT. Hugging Face's and the
-nanoGPT-style model train with autocast, fused AdamW and the same gradient clipping. MFU is 6 N + attention FLOPs per
+nanoGPT-style model train with autocast, fused AdamW and the same gradient clipping; for experts there is also a run
+with bf16 weights and moments, since autocast leaves Hugging Face's experts in fp32. MFU is 6 N + attention FLOPs per
 token (`megatron.training.metrics.flops_per_token`) relative to the device's dense bf16 peak
 (`megatron.ranks.device.PEAK_TFLOPS`). Contenders run one after another, each in its own process with all of the
 device's memory; every second turn runs them in reverse order. Memory is the peak that torch allocated. Contenders that
@@ -114,7 +115,7 @@ def peer(flags: str, device: Any, contender: str) -> tuple[Any, Any, Callable[[]
     with device:
         text = torch.randint(vocab, (size, (d.enc_seq_length if config.is_t5 else d.seq_length + 1) or 0))
         wanted = torch.randint(vocab, (size, (d.dec_seq_length or 0) + 1))
-        if contender != "Hugging Face":
+        if not contender.startswith("Hugging Face"):
             model: Any = Nano(vocab, d.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
         elif config.is_t5:
             model = _hugging_face.t5(vocab, m.hidden_size, m.ff_size, m.num_layers, m.num_attention_heads, m.head_size)
@@ -126,11 +127,13 @@ def peer(flags: str, device: Any, contender: str) -> tuple[Any, Any, Callable[[]
                 model = _hugging_face.llama(vocab, d.seq_length, *sizes, tied=m.tie_embeddings)
         else:
             model = _hugging_face.gpt2(vocab, d.seq_length, m.hidden_size, m.num_layers, m.num_attention_heads)
+    if contender.endswith("bf16 weights"):
+        model.bfloat16()
     call: Any = torch.compile(model) if "compiled" in contender else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def loss_of() -> Any:
-        if contender != "Hugging Face":
+        if not contender.startswith("Hugging Face"):
             return call(text)
         if config.is_t5:
             return call(text, decoder_input_ids=wanted[:, :-1], labels=wanted[:, 1:].contiguous()).loss
@@ -165,6 +168,8 @@ def contenders(model: str, no_compile: bool) -> list[str]:
     found = ["ours", "ours, --compile", "Hugging Face"]
     if model.startswith("gpt2"):
         found += ["plain torch, compiled"]
+    if model.startswith("mixtral"):  # autocast leaves the experts' grouped matmuls in fp32
+        found += ["Hugging Face, bf16 weights"]
     return [name for name in found if not (no_compile and "compile" in name)]
 
 
@@ -172,7 +177,7 @@ def measure(model: str, contender: str, seconds: float) -> dict[str, Any] | str:
     """Run a contender in a separate process; return its measurements, or the reason why there are none."""
     if seconds <= 0:
         return "no time left, see --minutes"
-    if contender == "Hugging Face" and importlib.util.find_spec("transformers") is None:
+    if contender.startswith("Hugging Face") and importlib.util.find_spec("transformers") is None:
         return "skipped: transformers is not installed"
     command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker", model, contender]
     environment = {**os.environ, "LOCAL_RANK": "0"}

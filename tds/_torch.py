@@ -8,6 +8,7 @@ import copy
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,29 @@ def copy_widened(to: Tensor, tensor: Tensor) -> None:
         torch._foreach_copy_([to], [tensor])
     else:
         to.copy_(tensor)
+
+
+def compiled_on_cuda(function: Callable[..., Tensor], eager: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of tensors that runs `function`, compiled, on CUDA, and `eager` elsewhere.
+
+    Both overwrite their first argument, and a second call must change nothing. If compiling fails, for instance without
+    Triton, there is a warning and `eager` runs.
+    """
+    chosen: list[Callable[..., Tensor]] = []
+
+    def call(x: Tensor, *more: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return eager(x, *more)
+        if not chosen:
+            chosen.append(torch.compile(function))
+            try:
+                return chosen[0](x, *more)
+            except Exception as error:  # the compiler raises errors of many types
+                warnings.warn(f"{function.__name__} runs unfused, because torch.compile failed: {error}", stacklevel=2)
+                chosen[0] = eager
+        return chosen[0](x, *more)
+
+    return call
 
 
 def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Any:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._torch import copy_widened, gather_shares, scatter_sum, users
-from .fused import Fused
+from ._torch import compiled_on_cuda, copy_widened, gather_shares, scatter_sum, users
 from .whole import Work, place
 
 NORM_SLICE = 2**20  # elements per partial norm, which is in fp32; the squares of these norms are summed in fp64
@@ -203,7 +202,7 @@ class Bucket:
         ]
 
 
-def _adopt(exact: Tensor, seen: Tensor) -> Tensor:
+def adopt(exact: Tensor, seen: Tensor) -> Tensor:
     """Set the elements of `exact` `[n]` that do not round to those of `seen` `[n]`, in half precision, to the latter.
 
     The bits are compared because the compiler leaves out a rounding whose result is only computed with.
@@ -212,7 +211,7 @@ def _adopt(exact: Tensor, seen: Tensor) -> Tensor:
     return exact.copy_(torch.where(rounded == seen.view(torch.int16), exact, seen))
 
 
-def _adopt_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
+def adopt_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
     # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
     size = NORM_SLICE if exact.device.type == "cpu" else 8 * NORM_SLICE
     for at in range(0, exact.numel(), size):
@@ -221,7 +220,7 @@ def _adopt_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
     return exact
 
 
-adopt_changes = Fused(_adopt, _adopt_in_slices)
+adopt_changes = compiled_on_cuda(adopt, adopt_in_slices)
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:

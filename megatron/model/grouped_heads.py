@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
-from tds.fused import Fused
+from megatron.fused import Fused
 
 from .rotary import Rotation, rotate, rotate_into
 

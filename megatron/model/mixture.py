@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
-from tds.fused import Fused
+from megatron.fused import Fused
 
 from .dispatch import through_experts
 from .mlp import ParallelMLP

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
-from tds.fused import Fused
+from megatron.fused import Fused
 
 from .recompute import Recipe, save_recipe_for
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tds.fused import Fused
+from megatron.fused import Fused
 
 from .mesh import Axis, current
 

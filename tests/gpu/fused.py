@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.fused import Fused, compiled
 from megatron.model.mixture import weighted_sum
 from megatron.mpu import cross_entropy
 from tds import buckets
-from tds.fused import Fused, compiled
 
 TOKENS, VOCAB, PADDED = 7, 13, 16
 
@@ -40,7 +40,7 @@ def _weighted() -> list[Tensor]:
 FUNCTIONS: dict[str, tuple[Fused, Callable[[], list[Any]]]] = {
     "log_sum_exp": (cross_entropy.log_sum_exp, lambda: [_gradient_inputs()[0], torch.float32]),
     "write_gradient": (cross_entropy.write_gradient, _gradient_inputs),
-    "adopt_changes": (buckets.adopt_changes, changed_weights),
+    "adopt_changes": (Fused(buckets.adopt, buckets.adopt_in_slices), changed_weights),
     "weighted_sum": (weighted_sum, _weighted),
 }
 

@@ -2,7 +2,7 @@
 
 The layer runs on the meta device, on which the code takes the branches of accelerators. Every torch operation counts
 as one kernel that reads its inputs from memory and writes its results to memory. Norms, attention and the functions of
-`tds.fused` are single kernels on CUDA, so each counts as one operation. Weights and their gradients do not
+`megatron.fused` are single kernels on CUDA, so each counts as one operation. Weights and their gradients do not
 count.
 """
 
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.command_line import parse
+from megatron.fused import Fused, compiled
 from megatron.model import grouped_heads
 from megatron.model.block import Block
 from megatron.model.mlp import GATED_GELU, SWIGLU, GatedActivation
 from megatron.model.rotary import Rotation
 from megatron.training.compiling import compiler_found
-from tds.fused import Fused, compiled
 from tests.support import covering
 
 # The sequence length is a prime number, so a tensor is an activation exactly if its size is a multiple of this length.
