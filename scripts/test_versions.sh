@@ -7,13 +7,13 @@
 #     ENDS=newest EXTRAS=[all] TESTS=none bash scripts/test_versions.sh  # all extras; test only the commands
 #
 # The script tests the installed commands in an empty folder (tests/cli/test_installed.py). Then it runs TESTS, by
-# default the tests that depend on DeepSpeed's internals. FOLDER=PATH keeps the environments in this folder (6 GB each
-# with CUDA); without FOLDER the environments are deleted.
+# default the tests that depend on DeepSpeed's internals or on torch.compile. FOLDER=PATH keeps the environments in this
+# folder (6 GB each with CUDA); without FOLDER the environments are deleted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}
 ENDS=${ENDS:-oldest newest}
-TESTS=${TESTS:-tests/conformance tests/ranks/test_tds.py tests/ranks/test_faults.py}
+TESTS=${TESTS:-tests/conformance tests/ranks/test_tds.py tests/ranks/test_faults.py tests/ranks/test_compiled.py}
 if [ -z "${FOLDER:-}" ]; then
     FOLDER=$(mktemp -d)
     trap 'rm -rf "$FOLDER"' EXIT

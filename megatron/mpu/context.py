@@ -17,6 +17,7 @@ from torch import Tensor
 from .mappings import over_ranks
 from .mesh import Axis
 from .sequence import start_all_gather, start_reduce_scatter
+from .traced import is_traced, traced_gather
 
 
 def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
@@ -48,8 +49,12 @@ def own_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 def all_gather_context(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s/c, ...] of each of c ranks into [s, ...] in token order; not differentiable."""
-    gathered = start_all_gather(x, axis).wait()
-    first, second = gathered.view(axis.size, 2, -1, *x.shape[1:]).unbind(1)
+    return _in_token_order(start_all_gather(x, axis).wait(), axis)
+
+
+def _in_token_order(gathered: Tensor, axis: Axis) -> Tensor:
+    """Bring all tokens [s, ...], the two slices of each rank after each other, into the order of the sequence."""
+    first, second = gathered.view(axis.size, 2, -1, *gathered.shape[1:]).unbind(1)
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
 
@@ -61,4 +66,6 @@ def reduce_scatter_context(x: Tensor, axis: Axis) -> Tensor:
 
 def gather_context(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s/c, ...] into [s, ...] on each of c ranks; the backward pass reduce-scatters the gradients."""
+    if is_traced(axis):
+        return _in_token_order(traced_gather(x, axis, sequence=True), axis)
     return over_ranks(x, axis, all_gather_context, reduce_scatter_context)

@@ -155,6 +155,7 @@ def _stretches() -> None:
     layer.compile(backend="aot_eager_decomp_partition")  # torch.compile without kernel generation
     for ours, theirs in zip(run(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_stretches_of_a_compiled_layer_draw_masks_of_their_own() -> None:
