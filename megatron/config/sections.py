@@ -45,6 +45,7 @@ class Config:
             self._positions(),
             self._contexts(),
             self._expert_parallelism(),
+            self._padded_sequences(),
             self._object_storage(),
         )
 
@@ -229,10 +230,21 @@ class Config:
         if ranks > 1 and (experts is None or experts % ranks):
             given = "(none)" if experts is None else experts
             yield f"--num-experts {given} cannot be divided among --expert-parallel-size {ranks} ranks"
-        if experts and self.is_t5 and self.parallel.sequence_parallel:
+
+    def _padded_sequences(self) -> Iterator[str]:
+        """Yield conflicts with the tokens that sequence parallelism appends to the sequences of a T5."""
+        if not (self.is_t5 and self.parallel.sequence_parallel):
+            return
+        if self.model.num_experts:
             yield (
                 "--sequence-parallel pads the sequences of a T5, and routers would count the padding: with "
                 "--num-experts, use --no-sequence-parallel"
+            )
+        t, lengths = self.parallel.model_parallel_size, (self.data.enc_seq_length or 0, self.data.dec_seq_length or 0)
+        if self.log.log_layers and any(length % t for length in lengths):
+            yield (
+                "--sequence-parallel pads the sequences of a T5, and --log-layers would count the padding: make "
+                f"--enc-seq-length and --dec-seq-length multiples of {t}, or use --no-sequence-parallel"
             )
 
     def _contexts(self) -> Iterator[str]:

@@ -97,18 +97,22 @@ class Router(nn.Module):
         loss = loss / (logits[..., 0].numel() * self.sequence.size)
         return mpu.reduce_from_model_parallel_region(loss, self.sequence) if self.sequence.size > 1 else loss
 
-    def end_step(self, tokens: Tensor) -> None:
-        """Store `tokens` int64 [e], the tokens of each expert in this step's global batch, and change the biases."""
-        self.tokens.copy_(tokens)
+    def end_step(self, tokens: Tensor, applied: bool | Tensor = True) -> None:
+        """Store `tokens` int64 [e], the tokens of each expert in this step's global batch, and change the biases.
+
+        Nothing changes if the step was not applied.
+        """
+        self.tokens += (tokens - self.tokens) * applied
         if self.config.router_balance == "bias":
-            self.bias_steps += (tokens.sum() - tokens * len(tokens)).sign()
+            self.bias_steps += (tokens.sum() - tokens * len(tokens)).sign() * applied
         self.seen.zero_()
 
 
 @torch.no_grad()
-def update_routers(model: nn.Module) -> None:
+def update_routers(model: nn.Module, applied: bool | Tensor = True) -> None:
     """Give all routers of `model` the number of tokens that each expert had in this step. Call it after each step.
 
+    applied: whether the step changed the weights; if not, the routers stay as they are, like the weights.
     Collective over the ranks that hold the same layers and different tokens.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
@@ -119,4 +123,4 @@ def update_routers(model: nn.Module) -> None:
         if axis.size > 1:
             dist.all_reduce(seen, group=axis.group)
     for router, tokens in zip(routers, torch.split(seen, [len(each.seen) for each in routers]), strict=True):
-        router.end_step(tokens)
+        router.end_step(tokens, applied)

@@ -103,12 +103,15 @@ def _set_lr(engine: Any, lr: float) -> None:
         group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
-def _result(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
+def _end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
+    """Update the routers of experts, and return the result of the step."""
     spike = engine.spike_guard.found if engine.spike_guard else None
     skipped = spike is not None or zero_state.was_skipped(engine)
     norm = engine.spike_guard.norm if spike else math.inf if skipped else norm if norm is not None else 0.0
     if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
         norm = norm.to(loss.device)
+    finite = norm.isfinite() if isinstance(norm, Tensor) else math.isfinite(norm)
+    update_routers(engine.module, not skipped and finite)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)
 
 
@@ -131,9 +134,8 @@ class PipeEngine:
         with self.timers("train batch"):
             ds.train_batch(batches)
         ds.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
-        update_routers(ds.module)
         aux = {name: total / ds.num_targets for name, total in self._aux(ds.micro_batches).items()}
-        return _result(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
+        return _end_step(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
@@ -253,9 +255,8 @@ class NoPipeEngine:
         with self.timers("optimizer"):
             norm = self._clip(ds, loss)
             ds.step()
-        update_routers(ds.module)
         known = ds.get_global_grad_norm() if norm is None else norm
-        return _result(ds, loss, known, dict(zip(names, others, strict=True)))
+        return _end_step(ds, loss, known, dict(zip(names, others, strict=True)))
 
     def _clip(self, ds: Any, loss: Tensor) -> Tensor | None:
         """Clip the gradients and return their norm before it, or infinity if the spike guard rejects the step.

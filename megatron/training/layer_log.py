@@ -105,10 +105,10 @@ class LayerLog(Hook):
             return
         dist.all_reduce(sums)
         dist.all_reduce(self._logits, op=dist.ReduceOp.MAX)
-        self.found = self._row(sums, float(step.grad_norm))
+        self.found = self._row(sums, math.inf if step.skipped else float(step.grad_norm))
 
     def _row(self, sums: Tensor, norm: float) -> dict[str, dict[str, float | None]]:
-        """Return layer -> metric -> value. norm: gradient norm of the model, infinite after a NaN or Inf."""
+        """Return layer -> metric -> value. norm: gradient norm of the model, infinite if the step was skipped."""
         weights, gradients, updates, activations, counts = sums.cpu()
         total = math.sqrt(float(gradients.sum()))
         # The optimizer may get scaled and clipped gradients, all by the same factor.

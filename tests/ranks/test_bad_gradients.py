@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron import mpu
-from megatron.model.layers import global_parameters
+from megatron.model.layers import global_buffers, global_parameters
 from megatron.ranks.errors import RunError
 from megatron.training.loop import Run, train
 from tds import optimizer_state as zero_state
@@ -21,6 +21,7 @@ from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks
 
 SMALL = "--num-layers 2 --batch-size 2 --train-iters 8 --save-interval 0"
+EXPERTS = "--num-experts 4 --experts-per-token 2 --router-balance"
 GUARD = "--skip-step-sigma 20 --skip-step-window 4"
 BAD, SPIKE = 2, 6  # iterations with a NaN gradient and with a large one, counted from 0
 
@@ -74,6 +75,9 @@ LAYOUTS = {
         "--precision bf16 --no-tie-embeddings --pipe-parallel-size 2 --deepspeed-config {folder}/offload.json",
         "final_norm.norm.weight",
     ),
+    "pp2-experts": Layout(f"--precision fp32 --pipe-parallel-size 2 {EXPERTS} bias", "final_norm.norm.weight"),
+    "dp2-zero1-experts": Layout(f"--precision fp32 --zero-stage 1 --expert-parallel-size 2 {EXPERTS} aux-loss"),
+    "dp2-zero1-bf16-experts": Layout(f"--precision bf16 --zero-stage 1 {EXPERTS} bias"),
     "tp2-pipe1": Layout("--precision fp32 --model-parallel-size 2 --pipe-parallel-size 1"),
 }
 IN_CI = [
@@ -85,6 +89,7 @@ IN_CI = [
     "pp2-zero1-fp16",
     "dp2-zero1-muon",
     "dp2-zero1-bf16-offload",
+    "pp2-experts",
     "pp2-zero1-muon-vectors",
 ]
 
@@ -102,9 +107,10 @@ def spoil(run: Run, where: str, iterations: Iterable[int], added: float = float(
 
 
 def everything(run: Run) -> list[bytes]:
-    """Return, as bytes, the optimizer's step count and this rank's weights, master weights and moments."""
+    """Return, as bytes, the optimizer's step count and this rank's buffers, weights, master weights and moments."""
     ds = run.engine.deepspeed
     found = [str(zero_state.get_step(ds)).encode()]
+    found += [name.encode() + str(values.tolist()).encode() for name, values in global_buffers(ds.module)]
     names = zero_state.moment_names(ds)
     for name, p in global_parameters(ds.module):
         tensors = [getattr(p, "ds_tensor", p), zero_state.get_weight(p)]
@@ -139,7 +145,7 @@ def _one_bad_step(
             begin()
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 more = "--gas 2" if "pp2" in name else ""
-                flags = f"{SMALL} {GUARD} {layout.flags.format(folder=folder)} {more}"
+                flags = f"{SMALL} {GUARD} --log-layers {layout.flags.format(folder=folder)} {more}"
                 run = make(Start("gpt2", Path(folder) / name, flags), data, vocab_file)
                 spoil(run, layout.where, [BAD])
                 spoil(run, layout.where, [SPIKE], 500.0)
@@ -173,6 +179,8 @@ def test_no_rank_applies_a_step_that_is_bad_on_one(
         assert "Infinity" not in text
         rows = [json.loads(line) for line in text.splitlines()]
         assert [row["skipped_steps"] for row in rows] == [int(i in (BAD, SPIKE)) for i in range(8)], name
+        for i, row in enumerate(rows):
+            assert all((layer["grad_norm"] is None) == (i in (BAD, SPIKE)) for layer in row["layers"].values()), name
         assert rows[BAD]["grad_norm"] is None
         assert rows[SPIKE]["grad_norm"] > 100
         assert "| 1 skipped step" in found[0][name][1], name

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.model.block import TransformerLayer
 from megatron.model.layers import global_parameters
 from megatron.model.router import Router, Routing
@@ -100,6 +102,13 @@ def test_every_layout_logs_the_same(
                     fp32 = 2e-5 if model != "gpt2" or metric == "attention_logit" else 1e-6
                     exact = {"fp64": 1e-8, "fp32": fp32}.get(precision[name], 0.05)
                     assert found[layer][metric] == pytest.approx(value, rel=exact), (name, layer, metric)
+
+
+def test_padding_of_sequence_parallelism_is_not_counted() -> None:
+    flags = "--family t5 --num-layers 2 --vocab-size 64 --model-parallel-size 2 --sequence-parallel --log-layers"
+    with pytest.raises(ConfigError, match="--enc-seq-length and --dec-seq-length multiples of 2"):
+        parse(f"{flags} --enc-seq-length 20 --dec-seq-length 11".split())
+    parse(f"{flags} --enc-seq-length 20 --dec-seq-length 12".split())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
