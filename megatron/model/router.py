@@ -100,7 +100,7 @@ class Router(nn.Module):
     def end_step(self, tokens: Tensor, applied: bool | Tensor = True) -> None:
         """Store `tokens` int64 [e], the tokens of each expert in this step's global batch, and change the biases.
 
-        Nothing changes if the step was not applied.
+        Nothing changes if the step was skipped.
         """
         self.tokens += (tokens - self.tokens) * applied
         if self.config.router_balance == "bias":
