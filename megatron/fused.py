@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._torch import version
+
 
 def compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `plain`, a function of tensors [...], compiled into one kernel."""
@@ -43,12 +45,15 @@ class Fused:
 
     def _compile(self, *inputs: Any) -> Tensor:
         """Compile `plain` and return its result, or warn once and use `eager` from now on."""
+        writes = version(inputs[0])
         try:
             function = compiled(self.plain)
             found = function(*inputs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler raises errors of many types
+            if version(inputs[0]) != writes:  # `eager` would change the first input a second time
+                raise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warnings.warn(
                 f"{self.plain.__qualname__} runs unfused, because torch.compile failed: {reason}", stacklevel=2

@@ -63,6 +63,8 @@ def compiled_on_cuda(function: Callable[..., Tensor], eager: Callable[..., Tenso
             chosen.append(torch.compile(function))
             try:
                 return chosen[0](x, *more)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # the compiler raises errors of many types
                 warnings.warn(f"{function.__name__} runs unfused, because torch.compile failed: {error}", stacklevel=2)
                 chosen[0] = eager

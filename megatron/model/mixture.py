@@ -8,7 +8,7 @@ Shapes: s sequence, b batch, h hidden, n tokens, k experts of a token, e experts
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,13 +58,38 @@ def _grouped(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
     return found
 
 
-def _weighted_sum(weights: Tensor, outputs: Tensor) -> Tensor:
-    """Sum the outputs [n, k, h] of each token's experts, weighted by [n, 1, k]; returns [n, 1, h]."""
-    dtype = torch.promote_types(outputs.dtype, torch.float32)
-    return (weights.mT.to(dtype) * outputs).sum(1, keepdim=True).to(outputs.dtype)
+def _sum(weights: Tensor, outputs: Tensor) -> Tensor:
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    return (weights.mT.to(wide) * outputs).sum(1, keepdim=True).to(outputs.dtype)
 
 
-weighted_sum = Fused(_weighted_sum, torch.bmm)  # batches of tiny matmuls are slow on CUDA
+def _gradient_of_weights(grad: Tensor, outputs: Tensor) -> Tensor:
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    return (outputs.to(wide) * grad).sum(-1).unsqueeze(1).to(outputs.dtype)
+
+
+def _gradient_of_outputs(weights: Tensor, grad: Tensor) -> Tensor:
+    return weights.mT * grad
+
+
+# Batches of tiny matmuls are slow on CUDA.
+sum_outputs = Fused(_sum, torch.bmm)
+gradient_of_weights = Fused(_gradient_of_weights, lambda grad, outputs: torch.bmm(grad, outputs.mT))
+gradient_of_outputs = Fused(_gradient_of_outputs, lambda weights, grad: torch.bmm(weights.mT, grad))
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Sum of the outputs [n, k, h] of each token's experts, weighted by [n, 1, k]: [n, 1, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, outputs: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, outputs)
+        return sum_outputs(weights, outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        weights, outputs = ctx.saved_tensors
+        return gradient_of_weights(grad, outputs), gradient_of_outputs(weights, grad)
 
 
 class Mixture(nn.Module):
@@ -103,7 +128,7 @@ class Mixture(nn.Module):
         experts = _whole(experts, self.sequence).view(s * b, -1)
         weights = self._enter(weights).to(x.dtype).view(s * b, 1, -1)
         outputs = through_experts(x.flatten(0, 1), experts, self.count, self._run_experts, self.axis)
-        found = weighted_sum(weights, outputs).view(s, b, h)
+        found = cast(Tensor, _WeightedSum.apply(weights, outputs)).view(s, b, h)  # type: ignore[no-untyped-call]
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_gate is not None:

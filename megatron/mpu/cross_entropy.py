@@ -29,9 +29,14 @@ def _total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
 CHUNK, CPU_CHUNK = 1 << 24, 1 << 20
 
 
-def _chunks(logits: Tensor) -> list[slice]:
-    """Cut the n tokens of logits [n, v/t] into slices of at most CHUNK logits each, or CPU_CHUNK logits on a CPU."""
-    step = max(1, (CPU_CHUNK if logits.device.type == "cpu" else CHUNK) // max(1, logits.shape[-1]))
+# Compiled functions hold no logits in fp32. The limit, 1 GiB, is for functions that torch.compile leaves as they are.
+FUSED_CHUNK = 1 << 28
+
+
+def _chunks(logits: Tensor, size: int | None = None) -> list[slice]:
+    """Cut the n tokens of logits [n, v/t] into slices of at most `size` logits, by default CHUNK or CPU_CHUNK."""
+    size = size or (CPU_CHUNK if logits.device.type == "cpu" else CHUNK)
+    step = max(1, size // max(1, logits.shape[-1]))
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
 
@@ -85,47 +90,59 @@ def on_cuda(logits: Tensor) -> bool:
     return logits.is_cuda
 
 
-def _log_sum_exp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the logarithm of the sum of exponentials, [n] in `dtype`, of each row of x [n, v]."""
-    return torch.logsumexp(x.to(dtype), dim=-1)
+def _top_and_log_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [2, n] in `dtype` for logits x [n, v]: the largest logit of each row, and log sum exp(logit - largest)."""
+    x = x.to(dtype)
+    top = x.amax(dim=-1)
+    return torch.stack([top, (x - top.unsqueeze(-1)).exp().sum(dim=-1).log()])
 
 
-log_sum_exp = Fused(_log_sum_exp, lambda x, dtype: torch.cat([_log_sum_exp(x[chunk], dtype) for chunk in _chunks(x)]))
+top_and_log_sum = Fused(
+    _top_and_log_sum, lambda x, dtype: torch.cat([_top_and_log_sum(x[chunk], dtype) for chunk in _chunks(x)], 1)
+)
 
 
 def _fused_losses(
     x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
-) -> tuple[Tensor, Tensor]:
-    """Return each token's loss and log Z, [n] each; arguments are those of `_losses_over_ranks`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's loss, and its largest logit and log sum exp(logit - largest) over all ranks, [n] each.
+
+    Arguments are those of `_losses_over_ranks`.
+    """
     real = x.shape[-1]
-    log_z = log_sum_exp(x, dtype) if real else torch.full_like(target, -torch.inf, dtype=dtype)
+    both = torch.zeros(2, len(target), dtype=dtype, device=x.device)
+    for chunk in _chunks(x, FUSED_CHUNK) if real else []:
+        both[:, chunk] = top_and_log_sum(x[chunk], dtype)
+    top, log_sum = both
     if axis.size > 1:
-        top = _total(log_z.clone(), axis, dist.ReduceOp.MAX)
-        log_z = top + _total((log_z - top).exp(), axis).log()
-    own = torch.zeros_like(log_z)
+        own = top if real else top - torch.inf
+        top = _total(own.clone(), axis, dist.ReduceOp.MAX)
+        log_sum = _total((own - top + log_sum).exp(), axis).log()
+    target_logit = torch.zeros_like(top)
     if real:
         found = x.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(dtype)
-        own = torch.where(target >= 0, found, 0.0)
-    loss = log_z - _total(own, axis)
+        target_logit = torch.where(target >= 0, found - top, 0.0)
+    loss = log_sum - _total(target_logit, axis)
     if label_smoothing:
-        mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - mean_logit)
-    return loss, log_z
+        mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size - top
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - mean_logit)
+    return loss, top, log_sum
 
 
 class LossState(NamedTuple):
     """Values that `gradient` needs in addition to the logits, for n tokens.
 
-    share: [n] this rank's share of each token's probability mass, but 1 on CUDA, where `gradient` uses log Z. Z is the
-    sum of exp(logit) over the vocabulary. With the z-loss c (log Z)^2, it is multiplied by 1 + 2 c log Z.
-    log_z: [n] log Z.
+    share: [n] this rank's share of each token's probability mass, but 1 on CUDA. With the z-loss c (log Z)^2, it is
+    multiplied by 1 + 2 c log Z, where Z is the sum of exp(logit) over the vocabulary.
+    top, log_sum: [n] the largest logit and log sum exp(logit - largest); only CUDA uses them.
     target: [n] the target's index among this rank's vocabulary rows, 0 if another rank holds the target.
     mine: [n] whether this rank holds the target.
     real: number of this rank's rows that are not padding.
     """
 
     share: Tensor
-    log_z: Tensor
+    top: Tensor
+    log_sum: Tensor
     target: Tensor
     mine: Tensor
     real: int
@@ -155,24 +172,29 @@ def compute_losses(
     local, mine, real = _on_this_rank(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     x = logits[:, :real]
-    share = torch.ones_like(target, dtype=dtype)
+    share = top = log_sum = torch.ones_like(target, dtype=dtype)
     elsewhere = torch.where(mine, local, -1)
     if on_cuda(logits):
-        loss, log_z = _fused_losses(x, elsewhere, dtype, label_smoothing, vocab_size, axis)
+        loss, top, log_sum = _fused_losses(x, elsewhere, dtype, label_smoothing, vocab_size, axis)
+        log_z = top + log_sum
     elif axis.size == 1:
         loss, log_z = _losses_on_one_rank(x, local, dtype, label_smoothing)
     else:
         share, loss, log_z = _losses_over_ranks(x, elsewhere, dtype, label_smoothing, vocab_size, axis)
     if z_loss:
         share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
-    return loss, z_loss * log_z**2, LossState(share, log_z, local, mine, real)
+    return loss, z_loss * log_z**2, LossState(share, top, log_sum, local, mine, real)
 
 
 def _write_gradient(
-    x: Tensor, log_z: Tensor, target: Tensor, factor: Tensor, of_target: Tensor, smoothed: Tensor
+    x: Tensor, top: Tensor, log_sum: Tensor, target: Tensor, factor: Tensor, of_target: Tensor, smoothed: Tensor
 ) -> Tensor:
-    """Overwrite logits x [n, v] with factor * exp(x - log_z) - smoothed, plus of_target at targets; others [n]."""
-    d = (x.to(factor.dtype) - log_z.unsqueeze(-1)).exp() * factor.unsqueeze(-1) - smoothed.unsqueeze(-1)
+    """Overwrite logits x [n, v] with factor * exp(x - top - log_sum) - smoothed, plus of_target at targets.
+
+    All other arguments are [n].
+    """
+    shifted = x.to(factor.dtype) - top.unsqueeze(-1) - log_sum.unsqueeze(-1)
+    d = shifted.exp() * factor.unsqueeze(-1) - smoothed.unsqueeze(-1)
     is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
     return x.copy_(torch.where(is_target, d + of_target.unsqueeze(-1), d))
 
@@ -204,9 +226,10 @@ def gradient(
     if on_cuda(logits):
         out = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
         out[:, real:] = 0.0
-        if real:
-            of_target = (label_smoothing - 1) * found.mine * grad
-            write_gradient(out[:, :real], found.log_z, found.target, grad * found.share, of_target, smoothed * grad)
+        of_target = (label_smoothing - 1) * found.mine * grad
+        of_tokens = *found[1:4], grad * found.share, of_target, smoothed * grad
+        for chunk in _chunks(out, FUSED_CHUNK) if real else []:
+            write_gradient(out[chunk, :real], *(values[chunk] for values in of_tokens))
         return out
     out = logits if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
     out[:, real:] = 0.0
@@ -238,7 +261,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
         loss, z, found = compute_losses(logits, target, vocab_size, axis, label_smoothing, z_loss)
-        ctx.save_for_backward(logits, *found[:4])
+        ctx.save_for_backward(logits, *found[:-1])
         ctx.label_smoothing, ctx.smoothed, ctx.real = label_smoothing, label_smoothing / vocab_size, found.real
         ctx.overwrite, ctx.overwritten = overwrite, False
         ctx.mark_non_differentiable(z)
@@ -251,8 +274,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "this loss was differentiated before, which overwrote its logits with their gradient: compute the loss "
                 "again, or use mpu.vocab_parallel_cross_entropy, which leaves logits unchanged"
             )
-        logits, share, log_z, local, mine = ctx.saved_tensors
-        found, ctx.overwritten = LossState(share, log_z, local, mine, ctx.real), ctx.overwrite
+        logits, share, top, log_sum, local, mine = ctx.saved_tensors
+        found, ctx.overwritten = LossState(share, top, log_sum, local, mine, ctx.real), ctx.overwrite
         return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing, ctx.overwrite), *[None] * 6
 
 

@@ -66,7 +66,7 @@ def training_line(
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
     layers = row.get("layers", {}).values()
     imbalances = [each["imbalance"] for each in layers if each.get("imbalance") is not None]
-    dead = sum(each.get("dead_experts", 0) for each in layers)
+    dead = sum(each.get("dead_experts") or 0 for each in layers)
     columns = [
         time.strftime("%m-%d %H:%M:%S" if details else "%H:%M:%S", time.localtime(when)),
         f"iteration {row['iteration']:{len(str(last))}d}/{last}",

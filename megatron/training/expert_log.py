@@ -10,7 +10,7 @@ TOKENS = ".mlp.router.tokens"  # end of the global name of a router's buffer `to
 
 
 def expert_tokens(model: Any) -> dict[str, list[int]]:
-    """Return layer -> number of tokens that each expert had in the last step of training, in network order.
+    """Return layer -> number of tokens that each expert had in the last step that was not skipped, in network order.
 
     Collective over the pipeline stages.
     """
@@ -25,8 +25,9 @@ def expert_tokens(model: Any) -> dict[str, list[int]]:
 def balance_of(tokens: list[int]) -> dict[str, float | None]:
     """Return the metrics of a layer whose experts had these numbers of tokens.
 
-    imbalance: largest share of an expert times the number of experts; 1 if all shares are equal, None without tokens.
-    dead_experts: number of experts without tokens.
+    imbalance: largest share of an expert times the number of experts; 1 if all shares are equal.
+    dead_experts: number of experts without tokens. Both are None before the first step that was not skipped.
     """
-    total = sum(tokens)
-    return {"imbalance": max(tokens) * len(tokens) / total if total else None, "dead_experts": tokens.count(0)}
+    if not any(tokens):
+        return {"imbalance": None, "dead_experts": None}
+    return {"imbalance": max(tokens) * len(tokens) / sum(tokens), "dead_experts": tokens.count(0)}

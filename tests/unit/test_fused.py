@@ -37,7 +37,22 @@ def test_compiled_equals_eager(name: str) -> None:
     compiled_equals_eager(name, torch.device("cpu"))
 
 
-def testchanged_weights_replace_their_exact_values() -> None:
+def test_the_loss_of_a_sure_token_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest logit is subtracted before anything is rounded, so large logits do no harm."""
+    monkeypatch.setattr(cross_entropy, "on_cuda", lambda _: True)
+    logits = torch.tensor([[1000.0, 990.0], [-1000.0, -1010.0]])
+    loss, _ = mpu.vocab_parallel_losses(logits, torch.tensor([0, 0]), axis=mpu.ALONE)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.double(), torch.tensor([0, 0]), reduction="none").float())
+
+
+def test_no_tokens_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "on_cuda", lambda _: True)
+    logits = torch.zeros(0, 5, requires_grad=True)
+    mpu.vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.int64), axis=mpu.ALONE).sum().backward()
+    assert logits.grad is not None and logits.grad.shape == (0, 5)
+
+
+def test_changed_weights_replace_their_exact_values() -> None:
     exact, seen = changed_weights()
     before = exact.clone()
     buckets.adopt_changes(exact, seen)
