@@ -212,6 +212,7 @@ def adopt(exact: Tensor, seen: Tensor) -> Tensor:
 
 
 def adopt_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
+    """Do what `adopt` does to tensors `[n]`, slice by slice."""
     # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
     size = NORM_SLICE if exact.device.type == "cpu" else 8 * NORM_SLICE
     for at in range(0, exact.numel(), size):

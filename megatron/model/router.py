@@ -112,7 +112,7 @@ class Router(nn.Module):
 def update_routers(model: nn.Module, applied: bool | Tensor = True) -> None:
     """Give all routers of `model` the number of tokens that each expert had in this step. Call it after each step.
 
-    applied: whether the step changed the weights; if not, the routers stay as they are, like the weights.
+    applied: whether the step changed the weights, as a bool or a tensor []; if not, the routers stay as they are.
     Collective over the ranks that hold the same layers and different tokens.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]

@@ -86,7 +86,7 @@ def _losses_over_ranks(
 
 
 def on_cuda(logits: Tensor) -> bool:
-    """Return whether the fused functions compute the loss of these logits and its gradient."""
+    """Return whether the fused functions compute the loss of logits [n, v/t] and its gradient."""
     return logits.is_cuda
 
 
