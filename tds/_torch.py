@@ -40,7 +40,7 @@ def host_copy(tensor: Tensor, device: torch.device) -> Tensor:
 def copy_widened(to: Tensor, tensor: Tensor) -> None:
     """Copy a tensor `[...]` into another one of its shape and the same or a wider dtype.
 
-    `copy_` from bf16 to fp32 takes CUDA several times as long as this copy.
+    On CUDA, `copy_` from bf16 to fp32 takes 1.5 times as long as this function (measured on an H200).
     """
     if to.is_cuda and to.dtype is not tensor.dtype and hasattr(torch, "_foreach_copy_"):
         torch._foreach_copy_([to], [tensor])

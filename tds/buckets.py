@@ -203,9 +203,9 @@ class Bucket:
 
 
 def adopt(exact: Tensor, seen: Tensor) -> Tensor:
-    """Set the elements of `exact` `[n]` that do not round to those of `seen` `[n]`, in half precision, to the latter.
+    """Copy those elements of `seen` `[n]`, in half precision, into `exact` `[n]` to which `exact` does not round.
 
-    The bits are compared because the compiler leaves out a rounding whose result is only computed with.
+    The bits are compared, because torch.compile leaves out a cast to half precision whose result is not stored.
     """
     rounded = exact.to(seen.dtype).view(torch.int16)
     return exact.copy_(torch.where(rounded == seen.view(torch.int16), exact, seen))

@@ -73,16 +73,24 @@ def _losses_over_ranks(
     shift = _total(top.clone(), axis, dist.ReduceOp.MAX)
     own_sum = (top - shift).exp() / of_top  # this rank's sum of exp(logit - shift)
     sum_exp = _total(own_sum.clone(), axis)
+    log_sum = sum_exp.log()
+    loss = _loss(x, target, shift, log_sum, label_smoothing, vocab_size, axis)
+    return own_sum / sum_exp, loss, log_sum + shift
+
+
+def _loss(
+    x: Tensor, target: Tensor, top: Tensor, log_sum: Tensor, label_smoothing: float, vocab_size: int, axis: Axis
+) -> Tensor:
+    """Return each token's loss [n] from log sum exp(logit - top) over all ranks; see `_losses_over_ranks`."""
     target_logit = torch.zeros_like(top)
-    if real:
-        found = x.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(dtype)
-        target_logit = torch.where(target >= 0, found - shift, 0.0)
-    log_z = sum_exp.log()
-    loss = log_z - _total(target_logit, axis)
+    if x.shape[-1]:
+        found = x.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(top.dtype)
+        target_logit = torch.where(target >= 0, found - top, 0.0)
+    loss = log_sum - _total(target_logit, axis)
     if label_smoothing:
-        mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size - shift
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_z - mean_logit)
-    return own_sum / sum_exp, loss, log_z + shift
+        mean_logit = _total(x.sum(dim=-1, dtype=top.dtype), axis) / vocab_size - top
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - mean_logit)
+    return loss
 
 
 def on_cuda(logits: Tensor) -> bool:
@@ -118,15 +126,7 @@ def _fused_losses(
         own = top if real else top - torch.inf
         top = _total(own.clone(), axis, dist.ReduceOp.MAX)
         log_sum = _total((own - top + log_sum).exp(), axis).log()
-    target_logit = torch.zeros_like(top)
-    if real:
-        found = x.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(dtype)
-        target_logit = torch.where(target >= 0, found - top, 0.0)
-    loss = log_sum - _total(target_logit, axis)
-    if label_smoothing:
-        mean_logit = _total(x.sum(dim=-1, dtype=dtype), axis) / vocab_size - top
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - mean_logit)
-    return loss, top, log_sum
+    return _loss(x, target, top, log_sum, label_smoothing, vocab_size, axis), top, log_sum
 
 
 class LossState(NamedTuple):
@@ -227,7 +227,7 @@ def gradient(
         out = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
         out[:, real:] = 0.0
         of_target = (label_smoothing - 1) * found.mine * grad
-        of_tokens = *found[1:4], grad * found.share, of_target, smoothed * grad
+        of_tokens = found.top, found.log_sum, found.target, grad * found.share, of_target, smoothed * grad
         for chunk in _chunks(out, FUSED_CHUNK) if real else []:
             write_gradient(out[chunk, :real], *(values[chunk] for values in of_tokens))
         return out

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import mpu
-from megatron._torch import gather_in_graph, scatter_sum_in_graph, sum_in_graph
+from megatron._torch import gather_in_graph, is_compiled, scatter_sum_in_graph, sum_in_graph
 from megatron.config.command_line import parse
 from megatron.model import global_parameters
 from megatron.ranks import device as device_module
@@ -126,7 +126,7 @@ def train(
         "skipped": [step.skipped for step in found],
         "weights": digest.hexdigest(),
         "kernels": names,
-        "compiled_layers": sum(m._compiled_call_impl is not None for m in engine.deepspeed.module.modules()),
+        "compiled_layers": sum(map(is_compiled, engine.deepspeed.module.modules())),
         "graph_breaks": sum(counters["graph_break"].values()) if dynamo else 0,
         "peak_mb": device_module.peak_memory_mb(device),
     }
