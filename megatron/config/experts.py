@@ -68,7 +68,7 @@ class ExpertsConfig(Section):
         if self.shared_expert_gate and not self.num_shared_experts:
             yield "--shared-expert-gate needs --num-shared-experts"
         words = self.moe_layer_frequency
-        if len(words) > 1 and not set(words) <= {"0", "1"} or set(words) == {"0"}:
+        if len(words) > 1 and not set(words) <= {"0", "1"} or not "".join(words).strip("0"):
             yield (
                 f"--moe-layer-frequency {' '.join(words)} must be one number from 1, or a 0 or 1 for each layer; to "
                 "train without experts, leave --num-experts out"

@@ -68,4 +68,7 @@ def _exchanged(rows: Tensor, counts: Tensor, apply: Apply, axis: mpu.Axis) -> Te
     sends, receives = torch.stack([counts.view(axis.size, -1).sum(1), here.sum(1)]).tolist()
     order, place = _sorted(numbers)
     arrived = _copy(mpu.exchange_rows(rows, sends, receives, axis), order, place)
+    if torch.is_grad_enabled() and not arrived.requires_grad:
+        # If some experts are frozen, all ranks must still take part in sending gradients of outputs back.
+        arrived.requires_grad_()
     return mpu.exchange_rows(_copy(apply(arrived, here.sum(0)), place, order), receives, sends, axis)

@@ -43,13 +43,15 @@ class Expert(ParallelMLP):
 def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
     """Return whether one grouped matmul multiplies rows [m, h] by the weights of all experts: in bf16 on CUDA devices.
 
-    Experts with biases, recomputed activations or weights that ZeRO 3 shards are applied one after another, as on CPUs.
+    Experts with biases, recomputed activations, weights that ZeRO 3 shards or widths that are not multiples of 8, which
+    the grouped matmul needs, are applied one after another, as on CPUs.
     """
     first = experts[0]
     plain = first.dense_4h_to_h.bias is None and not first.activation_again
     weight = first.dense_h_to_4h.weight
     whole = tuple(weight.shape) == mpu.spec_of(weight).local_shape
-    return plain and whole and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
+    aligned = all(width % 8 == 0 for width in first.dense_4h_to_h.weight.shape)
+    return plain and whole and aligned and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
 
 
 def _grouped(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:

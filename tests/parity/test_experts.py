@@ -111,16 +111,23 @@ def test_random_settings(numbers: tuple[int, ...], tmp_path: Path, tiny_data: st
                 )
 
 
-def test_groups_of_single_experts(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+GROUPS = [
+    '[{"pattern": "*experts.3.*", "lr_factor": 0.1}, {"pattern": "layers.1.*experts.0.*", "frozen": true}]',
+    # Below the one expert that learns, no weight does, so no rank needs a gradient of its rows.
+    '[{"pattern": "*", "frozen": true}, {"pattern": "layers.0.*experts.0.*", "frozen": false}, '
+    '{"pattern": "final_norm*", "frozen": false}]',
+]
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=["several", "one"])
+def test_groups_of_single_experts(groups: str, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     """Weights of an expert that is on other ranks only can be frozen or get their own learning rate."""
     rules = tmp_path / "rules.json"
-    rules.write_text(
-        '[{"pattern": "*experts.3.*", "lr_factor": 0.1}, {"pattern": "layers.1.*experts.0.*", "frozen": true}]'
-    )
+    rules.write_text(groups)
     flags = f"--num-experts 4 --init-method-std 0.2 --param-groups {rules}"
     case = Case("llama", flags, "", 4, "fp32")
     start = _start(case, tmp_path / "alone", f"--batch-size 2 --gas {GLOBAL_BATCH // 2}")
     on_ranks(1, run_all, [start], tiny_data, vocab_file)
     layout = "--pipe-parallel-size 2 --expert-parallel-size 2 --zero-stage 1 --batch-size 2 --gas 2"
-    on_ranks(4, run_all, [_start(case, tmp_path / "here", layout)], tiny_data, vocab_file)
+    on_ranks(4, run_all, [_start(case, tmp_path / "here", layout)], tiny_data, vocab_file, timeout=100)
     np.testing.assert_allclose(losses_of(tmp_path / "here"), losses_of(tmp_path / "alone"), rtol=1e-5)

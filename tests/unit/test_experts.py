@@ -1,5 +1,8 @@
 """Mixtures of experts in one process: equal to the dense MLP and to a loop over tokens, and refused settings."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,6 +105,15 @@ def test_one_grouped_matmul_equals_a_loop_over_experts(dtype: torch.dtype, monke
         torch.testing.assert_close(grouped, loop, rtol=tolerance, atol=tolerance * float(loop.detach().abs().max()))
 
 
+@pytest.mark.parametrize(("width", "grouped"), [(24, True), (20, False)])
+def test_only_widths_that_the_grouped_matmul_supports_use_it(width: int, grouped: bool) -> None:
+    flags = f"{FAMILIES['llama']} --hidden-size 16 --num-experts 2 --no-hidden-bias --expert-ff-hidden-size {width}"
+    mixture = Mixture(parse(flags.split()).model, "layers.0.mlp", 0.02).bfloat16()
+    rows: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    experts: Any = list(mixture.experts.values())
+    assert mixture_module.multiplies_in_groups(rows, experts) is grouped
+
+
 def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
     model = _model("llama", "--num-experts 4 --router-aux-loss 1 --router-z-loss 0.5")
     router = next(module for module in model.modules() if isinstance(module, Router))
@@ -187,6 +199,7 @@ REFUSED = [
     ("--num-experts 2 --moe-router-dtype fp64", "--moe-router-dtype"),
     ("--num-experts 2 --shared-expert-gate", "--num-shared-experts"),
     ("--num-experts 2 --moe-layer-frequency 0", "--moe-layer-frequency"),
+    ("--num-experts 2 --moe-layer-frequency 00", "--moe-layer-frequency"),
     ("--num-experts 2 --moe-layer-frequency 1 0 1", "--moe-layer-frequency"),
     ("--num-experts 2 --moe-layer-frequency 2 1", "--moe-layer-frequency"),
     ("--num-experts 3 --expert-parallel-size 2", "--num-experts"),
