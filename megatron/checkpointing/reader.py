@@ -156,6 +156,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "sequence_parallel": False,  # needs sequence lengths divisible by the number of ranks
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
+        "expert_parallel_size": 1,
         "tp_comm_overlap": False,
         "flash_attention_impl": None,
     }

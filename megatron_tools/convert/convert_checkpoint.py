@@ -315,9 +315,10 @@ def main(args: argparse.Namespace) -> None:
         "load": ("upcycle", "ema"),
         "upcycle": ("experts_per_token", "moe_layer_frequency"),
     }
+    is_given = {name: value is not None and value is not False for name, value in vars(args).items()}
     for needed, names in only_with.items():
         for name in names:
-            if getattr(args, name) not in (None, False) and not getattr(args, needed):
+            if is_given[name] and not is_given[needed]:
                 raise ValueError(f"{flag(name)} needs {flag(needed)}")
     exports = args.load and args.upcycle is None
     for name, default in (("dtype", "fp32"), ("max_shard_size", 5.0)):

@@ -44,6 +44,9 @@ def upcycled_config(
     values: dict[str, Any] = {
         "num_experts": experts,
         "experts_per_token": min(2, experts) if per_token is None else per_token,
+        # The dense run may have used --compile or --precision fp8, which experts cannot be combined with.
+        "compile": None,
+        "precision": dense.train.dtype,
     }
     return with_values(dense, values | ({"moe_layer_frequency": tuple(frequency)} if frequency else {}))
 

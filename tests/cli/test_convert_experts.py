@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
-from megatron_tools.convert.upcycle import read_whole
+from megatron_tools.convert.upcycle import read_whole, upcycled_config
 from megatron_tools.write import evaluate, generate
 from megatron_tools.write.generation import Sampling, sample
 from tests.cli.test_convert import T5, convert, round_trip
@@ -216,10 +218,26 @@ def test_upcycling_refuses_by_name(dense: Any, tmp_path: Path) -> None:
         ([*load, "--upcycle", "3", "--dtype", "bf16"], "--dtype is for an export"),
         (["--from-hf", "x", "--max-shard-size", "1"], "--max-shard-size is for an export"),
         (["--from-hf", "x", "--upcycle", "3"], "--upcycle needs --load"),
+        (["--from-hf", "x", "--upcycle", "0"], "--upcycle needs --load"),
+        ([*load, "--experts-per-token", "0"], "--experts-per-token needs --upcycle"),
+        ([*load, "--upcycle", "2", "--experts-per-token", "0"], "--experts-per-token 0 must be at least 1"),
         (["--load", str(tmp_path / "c"), "--upcycle", "4"], "the model already has --num-experts 4"),
     ):
         assert message in fails("tools/convert_checkpoint.py", *argv, *out)
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("--compile --precision bf16", {"compile": None, "precision": "bf16"}),
+        ("--precision fp8", {"compile": None, "precision": "bf16"}),
+    ],
+)
+def test_a_dense_run_may_use_what_experts_cannot(flags: str, kept: dict[str, Any], tmp_path: Path) -> None:
+    reader: Any = SimpleNamespace(path=tmp_path, config=parse(flags.split()).to_dict(), tensors={})
+    train = upcycled_config(reader, 4, None, None).train
+    assert {name: getattr(train, name) for name in kept} == kept
 
 
 def test_averages_of_mixtures(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

@@ -130,6 +130,12 @@ def test_former_names_of_settings(tmp_path: Path) -> None:
     assert plain_config(reader).model.reference_ops == ("rope", "swiglu")
 
 
+def test_a_checkpoint_with_divided_experts_is_read_by_one_process(tmp_path: Path) -> None:
+    content = parse(["--num-experts", "4", "--expert-parallel-size", "2"]).to_dict()
+    reader: Any = SimpleNamespace(path=tmp_path, config=content, tensors={})
+    assert plain_config(reader).parallel.data_parallel_size(1) == 1
+
+
 def test_none_of_other_sections_and_where_it_means_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", {"data_path": ["a", "b"], "load": "runs/a", "keep_last": 2, "zero_stage": 1})
     flags = "--data-path none --load none --keep-last none --zero-stage none"

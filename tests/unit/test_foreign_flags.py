@@ -389,6 +389,25 @@ def test_every_row_does_what_it_says(name: str) -> None:
                 assert len(notes) == 1 and notes[0].startswith(name)
 
 
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--moe-router-topk 2", (0.0, True)),
+        ("--moe-router-topk 2 --moe-aux-loss-coeff 0.01", (0.01, True)),
+        ("--moe-router-topk 2 --router-aux-loss 0.01", (0.01, True)),
+        ("--moe-router-load-balancing-type aux_loss", (0.0, True)),
+        ("--moe-router-pre-softmax", (0.01, False)),
+        ("--moe-router-score-function sigmoid --moe-router-pre-softmax", (0.01, True)),
+        ("--moe-router-score-function sigmoid --moe-router-topk 1", (0.0, False)),
+        ("--moe-router-score-function sigmoid --moe-router-topk 1 --normalize-expert-weights", (0.0, True)),
+    ],
+)
+def test_routers_of_megatron(flags: str, found: tuple[float, bool]) -> None:
+    """The auxiliary loss and the normalization are those of Megatron-LM's router, unless the user gives others."""
+    model = taken(f"--num-experts 4 {flags}")[0].model
+    assert (model.router_aux_loss, model.normalize_expert_weights) == found
+
+
 def test_args_name_the_setting_that_takes_the_place() -> None:
     args = Args(Config())
     with pytest.raises(AttributeError, match="micro_batch_size.*batch_size"):

@@ -3,12 +3,15 @@
 flags.py adds the rows of this module to its table.
 """
 
-from .outcomes import SAME_LOSS, ByValue, Means, NoEffect, Refused, Row, given, in_json, same
+from .dependent import pre_softmax
+from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
 
 _DROPLESS = Refused("no token is dropped, so experts have no capacity")
 _ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can load")
 _CUTS = Refused("--partition-method sets how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
+_DEFAULT_AUX_LOSS = "Megatron-LM's factor of the auxiliary loss is 0 by default"
+_AUX_LOSS = Means({"router_balance": "aux-loss"}, _DEFAULT_AUX_LOSS, unless={"router_aux_loss": 0.0})
 _NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")
 
 ROWS = (
@@ -35,22 +38,38 @@ ROWS = (
     ),
     Row("--expert-model-parallel-size", same("expert_parallel_size"), int),
     Row("--expert-tensor-parallel-size", Refused("experts are split over --model-parallel-size ranks"), int),
-    Row("--moe-router-topk", same("experts_per_token"), int),
+    Row(
+        "--moe-router-topk",
+        Means({"experts_per_token": given}, _DEFAULT_AUX_LOSS, unless={"router_aux_loss": 0.0}),
+        int,
+    ),
     Row("--moe-ffn-hidden-size", same("expert_ff_hidden_size"), int),
     Row("--moe-shared-expert-intermediate-size", Refused("give --num-shared-experts, each as wide as an expert"), int),
     Row("--moe-layer-freq", Means({"moe_layer_frequency": lambda n: (str(n),)}), int),
     Row(
         "--moe-router-score-function",
-        ByValue({"softmax": Means({"router_score": "softmax"}), "sigmoid": Means({"router_score": "sigmoid"})}),
+        ByValue(
+            {
+                "softmax": Means({"router_score": "softmax"}),
+                "sigmoid": Means(
+                    {"router_score": "sigmoid"},
+                    "Megatron-LM normalizes sigmoid scores, except that of a single expert",
+                    unless={"normalize_expert_weights": lambda values: values["experts_per_token"] != 1},
+                ),
+            }
+        ),
         str,
     ),
-    Row("--moe-router-pre-softmax", Means({"normalize_expert_weights": False})),
+    Row(
+        "--moe-router-pre-softmax",
+        Depends(pre_softmax, "`--no-normalize-expert-weights`; no effect with `--router-score sigmoid`"),
+    ),
     Row(
         "--moe-router-load-balancing-type",
         ByValue(
             {
-                "aux_loss": Means({"router_balance": "aux-loss"}),
-                "global_aux_loss": Means({"router_balance": "aux-loss"}),
+                "aux_loss": _AUX_LOSS,
+                "global_aux_loss": _AUX_LOSS,
                 "none": Means({"router_balance": "none"}),
             },
             Refused("choose --router-balance aux-loss, bias or none"),
