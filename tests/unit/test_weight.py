@@ -49,8 +49,8 @@ LIMITS = {
     # for charts and heat maps of layers, 1,950 for muP: 200 for exports, and 1,750 for coordinate checks, 1,000 for
     # mixtures of experts in plans, reports and comparisons of layouts, 3,000 for Hugging Face's and for upcycling, and
     # 70 for refusing flags of exports with imports and for a note on auxiliary losses of exports, 110 for
-    # certificates whose source or model has changed, 50 for refusing models in the coordinate check, and 30 for upcycling
-    # compiled runs and runs in fp8.
+    # certificates whose source or model has changed, 50 for refusing models in the coordinate check, and 30 for
+    # upcycling compiled runs and runs in fp8.
     "megatron_tools": (74_710, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
