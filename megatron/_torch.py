@@ -169,9 +169,10 @@ def is_compiled(module: nn.Module) -> bool:
 def version(tensor: Tensor) -> int:
     """Return autograd's version counter of a tensor, which rises with each in-place change.
 
-    Detecting a change without the counter would need a copy of the tensor.
+    Tensors of `torch.inference_mode()` have no counter; the result is then 0. Detecting a change without the counter
+    would need a copy of the tensor.
     """
-    return int(tensor._version)
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def amx_tiles() -> bool:

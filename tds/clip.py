@@ -100,12 +100,17 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
     if is_fused(optimizer) and not isinstance(optimizer, torch.optim.SGD):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     elif not norm.isfinite():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        if not steps_separately(optimizer):  # apex's Adam counts a step even without gradients
-            for group in adam_of(optimizer).param_groups:
-                group["step"] = group.get("step", 0) - 1
+        drop_gradients(optimizer)
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Drop all gradients, so that the next `optimizer.step()` is a no-op, step counts included."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    if not steps_separately(optimizer):  # apex's Adam counts a step even without gradients
+        for group in adam_of(optimizer).param_groups:
+            group["step"] = group.get("step", 0) - 1
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
-from .clip import clip_by_norm
+from .clip import clip_by_norm, drop_gradients
 from .holders import squared_norm_of_replica
 from .losses import Losses
 from .reductions import Reduction
@@ -121,7 +121,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             norm = self.spike_guard.checked(norm)
         self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
         if self.optimizer.overflow:
-            self.module.zero_grad(set_to_none=True)
+            drop_gradients(self.optimizer)
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if self.spike_guard:

@@ -158,6 +158,8 @@ def _name_changes(reader: CheckpointReader, engine: Any) -> None:
     for names, now, then in ((frozen, "frozen", "trained"), (thawed, "trained", "frozen")):
         if names:
             print_rank_0(f"note: {now} from now on, but {then} before this checkpoint: {first_of(names)}")
+    if frozen and AVERAGE in reader.optimizer["moments"]:
+        print_rank_0("note: the averages of newly frozen weights are dropped; --ema uses the weights themselves")
 
 
 def refuse_contradictions(

@@ -4,7 +4,7 @@ The file holds a list such as `[{"pattern": "layers.[01].*", "frozen": true}, {"
 """
 
 import json
-import math
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def _rule(entry: Any, where: str) -> ParamRule:
 
 
 def _is_rate(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def match_rules(rules: Iterable[ParamRule], names: Collection[str]) -> dict[str, ParamRule]:

@@ -6,7 +6,7 @@ expert parallelism, each rank has some of the experts, for the tokens of all ran
 Shapes: s sequence, b batch, h hidden, n tokens, k experts of a token, e experts, t model-parallel ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -54,10 +54,42 @@ def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
     return plain and whole and aligned and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
 
 
-def _grouped(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """Multiply each expert's rows of [m, i] by the transpose of its weight [o, i] -> [m, o]. ends: int32 [experts]."""
-    found: Tensor = F.grouped_mm(rows, torch.stack(list(weights)).transpose(1, 2), offs=ends)
-    return found
+class _Grouped(torch.autograd.Function):
+    """Product of each expert's rows of [m, i] and the transpose of its weight [o, i]: [m, o].
+
+    The grouped matmul needs a copy of all weights in one tensor. The backward pass makes this copy again, so that no
+    layer holds one between its forward and its backward pass.
+    ends: int32 [experts], the number of the row after each expert's last one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ends, *weights)
+        found: Tensor = F.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, ends, *weights = ctx.saved_tensors
+        needs_rows, _, *needs = ctx.needs_input_grad
+        grad = grad.contiguous()
+        of_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends) if needs_rows else None
+        if not any(needs):
+            return of_rows, None, *[None] * len(weights)
+        of_weights = F.grouped_mm(grad.t(), rows, offs=ends)
+        if _skips_empty_sums(grad):
+            idle = ends.diff(prepend=ends.new_zeros(1)) == 0
+            of_weights.masked_fill_(idle.view(-1, 1, 1), 0.0)
+        return of_rows, None, *of_weights.unbind()
+
+
+def _skips_empty_sums(x: Tensor) -> bool:
+    """Return whether the grouped matmul may leave the sum over no rows undefined, as on Blackwell (cutlass#2674)."""
+    return x.is_cuda and torch.get_device_module(x.device).get_device_capability(x.device)[0] >= 10
+
+
+def _grouped(rows: Tensor, weights: Iterable[Tensor], ends: Tensor) -> Tensor:
+    return cast(Tensor, _Grouped.apply(rows, ends, *weights))  # type: ignore[no-untyped-call]
 
 
 def _sum(weights: Tensor, outputs: Tensor) -> Tensor:
@@ -144,8 +176,8 @@ class Mixture(nn.Module):
         experts = cast(list[Expert], list(self.experts.values()))
         if multiplies_in_groups(rows, experts):
             ends = counts.cumsum(0, dtype=torch.int32)
-            inner = _grouped(rows, [expert.dense_h_to_4h.weight for expert in experts], ends)
-            return _grouped(experts[0].activation(inner), [expert.dense_4h_to_h.weight for expert in experts], ends)
+            inner = _grouped(rows, (expert.dense_h_to_4h.weight for expert in experts), ends)
+            return _grouped(experts[0].activation(inner), (expert.dense_4h_to_h.weight for expert in experts), ends)
         parts = zip(experts, rows.split(counts.tolist()), strict=True)  # type: ignore[no-untyped-call]
         return torch.cat([expert(own) for expert, own in parts])
 

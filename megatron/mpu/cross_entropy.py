@@ -37,6 +37,8 @@ def _chunks(logits: Tensor, size: int | None = None) -> list[slice]:
     """Cut the n tokens of logits [n, v/t] into slices of at most `size` logits, by default CHUNK or CPU_CHUNK."""
     size = size or (CPU_CHUNK if logits.device.type == "cpu" else CHUNK)
     step = max(1, size // max(1, logits.shape[-1]))
+    if step > 8:
+        step -= step % 8  # compiled kernels would copy slices whose addresses are not multiples of 16 bytes
     return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
 
 
@@ -226,7 +228,7 @@ def gradient(
     if on_cuda(logits):
         out = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
         out[:, real:] = 0.0
-        of_target = (label_smoothing - 1) * found.mine * grad
+        of_target = found.mine * grad * (label_smoothing - 1)
         of_tokens = found.top, found.log_sum, found.target, grad * found.share, of_target, smoothed * grad
         for chunk in _chunks(out, FUSED_CHUNK) if real else []:
             write_gradient(out[chunk, :real], *(values[chunk] for values in of_tokens))
@@ -239,7 +241,7 @@ def gradient(
         d *= (grad[chunk] * found.share[chunk]).unsqueeze(-1)
         if smoothed:
             d -= (smoothed * grad[chunk]).unsqueeze(-1)
-        of_target = (label_smoothing - 1) * found.mine[chunk] * grad[chunk]
+        of_target = found.mine[chunk] * grad[chunk] * (label_smoothing - 1)
         d.scatter_add_(-1, found.target[chunk].unsqueeze(-1), of_target.unsqueeze(-1))
         if not same:
             out[chunk, :real] = d

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from megatron.optim.muon import Muon, orthogonalise
 from megatron.training.memory.per_rank import moments_of
 from megatron.training.memory.sizes import count_layers, layers_of
 from tds.clip import leave_out_unless_finite, steps_separately
+from tds.hooks import PipelineHooks
 from tests.parity.muon_reference import exact_iterations, separate
 
 SIZES = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --ff-hidden-size 40"
@@ -178,3 +180,18 @@ def test_an_adam_that_counts_in_groups_is_stepped_once() -> None:
     leave_out_unless_finite(ours, torch.tensor(math.nan))
     ours.step()
     assert [group.get("step") for group in ours.param_groups] == [None, 1]
+
+
+def test_a_pipeline_without_zero_does_not_count_skipped_steps() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = _CountsInGroups([{"params": [weight]}])
+    engine: Any = SimpleNamespace(
+        module=nn.ParameterList([weight]), optimizer=optimizer, spike_guard=None, torch_autocast_z0_gradscaler=None
+    )
+    engine.gradient_clipping, engine._norm_is_shared = (lambda: 1.0), False
+    for norm in (1.0, math.nan, 1.0):
+        weight.grad, engine._take_norm = torch.ones(2), lambda norm=norm: torch.tensor(norm)
+        PipelineHooks.clip_fp32_gradients(engine)
+        assert (weight.grad is None) == math.isnan(norm)
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 2
