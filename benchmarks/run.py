@@ -155,24 +155,30 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return each contender's seconds in each round, seconds to the end of its first step, and peak MB."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
+    processes = []
     found: dict[str, dict[str, Any]] = {}
     for name in contenders(args):
         mine, theirs = context.Pipe()
-        process = context.Process(target=worker, args=(name, args, theirs), daemon=False)
-        process.start()
+        processes.append(context.Process(target=worker, args=(name, args, theirs), daemon=False))
+        processes[-1].start()
         theirs.close()
         try:
             found[name] = {"first": mine.recv(), "seconds": []}
             pipes[name] = mine
         except EOFError:
             print(f"{name}: could not be built, skipped", file=sys.stderr)
-    for _ in range(args.rounds):
+    try:
+        for _ in range(args.rounds):
+            for name, pipe in pipes.items():
+                pipe.send(True)
+                found[name]["seconds"].append(pipe.recv() / args.steps)
         for name, pipe in pipes.items():
-            pipe.send(True)
-            found[name]["seconds"].append(pipe.recv() / args.steps)
-    for name, pipe in pipes.items():
-        pipe.send(False)
-        found[name]["peak_mb"] = pipe.recv()
+            pipe.send(False)
+            found[name]["peak_mb"] = pipe.recv()
+    except (EOFError, OSError):
+        for process in processes:
+            process.kill()
+        sys.exit(f"{name} has died. All contenders stay in memory: if it does not suffice, lower --batch")
     return found
 
 
