@@ -24,7 +24,7 @@ class CheckpointConfig(Section):
         False, "load only the weights of --load; optimizer state, data and iterations start from scratch"
     )
     load_optim: bool = opt(True, "load the optimizer's moments, the loss scale and the average of --ema-decay")
-    load_rng: bool = opt(True, "continue the checkpoint's random streams of dropout, instead of new ones from --seed")
+    load_rng: bool = opt(True, "draw dropout from the seed in the checkpoint, not from --seed")
     override_data: bool = opt(False, "continue although the data, --split, --seed or the sample length has changed")
     override_tokenizer: bool = opt(False, "continue with another tokenizer that has the same vocabulary size")
     async_save: bool = opt(
