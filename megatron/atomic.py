@@ -97,8 +97,11 @@ def _write(path: Path, text: str, synced: bool) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill; rename it to `folder` afterwards, or delete it after an error.
 
-    Raises FileExistsError if `folder` exists and is not empty.
+    Raises FileExistsError if `folder` exists and is not empty, or cannot be replaced.
     """
+    folder = folder.resolve()
+    if folder.is_mount():
+        raise FileExistsError(f"{folder} is a mount point, which cannot be replaced; choose a folder inside it")
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
     there = temporary_name(folder)

@@ -114,7 +114,7 @@ def discard(checkpoint: Path) -> None:
 def point_latest_to(checkpoint: Path) -> None:
     """Write the name of a complete checkpoint into the file `latest` next to it."""
     folder = checkpoint.parent
-    content = f"{checkpoint.name}\n{SHA256.of(_sums_file(checkpoint))}\n"
+    content = f"{checkpoint.name}\n{SHA256.of(sums_file(checkpoint))}\n"
     if isinstance(folder, RemotePath):
         (folder / "latest").write_bytes(content.encode())
         return
@@ -122,13 +122,14 @@ def point_latest_to(checkpoint: Path) -> None:
     sync(folder)
 
 
-def _sums_file(checkpoint: Path) -> Path:
+def sums_file(checkpoint: Path) -> Path:
+    """Return the path of the file with the checksums of a checkpoint's other files."""
     return checkpoint / checksum_of(checkpoint).file
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint; in object storage, the index shows that the upload has finished."""
-    return path.name[5:].isdigit() and _sums_file(path).is_file() and (path / INDEX).is_file()
+    return path.name[5:].isdigit() and sums_file(path).is_file() and (path / INDEX).is_file()
 
 
 def _aside(checkpoint: Path) -> Path:
@@ -136,12 +137,21 @@ def _aside(checkpoint: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Undo the temporary name (.old.tmp) that a crash has left on the checkpoint that `latest` points to."""
+    """Undo what a crash has left when it interrupted another save of the iteration that `latest` names.
+
+    It has left the earlier save under a temporary name (.old.tmp). If the new save is complete, `latest` has the
+    checksum of the earlier one.
+    """
     if isinstance(folder, RemotePath):  # there, nothing is renamed
         return
     name = latest_name(folder) if folder.is_dir() else None
-    if name is not None and not (folder / name).exists() and _aside(folder / name).is_dir():
-        _aside(folder / name).rename(folder / name)
+    if name is None or not _aside(folder / name).is_dir():
+        return
+    final, old = folder / name, _aside(folder / name)
+    if not final.exists():
+        old.rename(final)
+    elif sums_file(old).is_file() and SHA256.of(sums_file(old)) in (folder / "latest").read_text("utf-8", "replace"):
+        point_latest_to(final)
 
 
 def clear(folder: Path) -> None:
@@ -183,7 +193,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     path = folder / found["name"]
     if not path.is_dir():
         raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name in its folder")
-    sums = _sums_file(path)
+    sums = sums_file(path)
     if found["sums"] and sums.is_file() and SHA256.of(sums) != found["sums"]:
         check = {BLAKE3.file: "b3sum -c", SHA256.file: "sha256sum -c"}[sums.name]
         raise CheckpointError(
@@ -197,7 +207,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def find_checkpoint(load: str) -> Path:
     """Return the checkpoint at `load`, or the newest checkpoint if `load` is a run directory or a checkpoint folder."""
     for folder in (place(load) / "checkpoints", place(load)):
-        if _sums_file(folder).is_file() or (folder / INDEX).is_file():
+        if sums_file(folder).is_file() or (folder / INDEX).is_file():
             return folder
         path = latest_checkpoint(folder)
         if path:
@@ -210,7 +220,7 @@ def find_checkpoint(load: str) -> Path:
 
 def read_sums(checkpoint: Path) -> dict[str, str]:
     """Read the checksum file and return the checksum of each file, by name. Raises CheckpointError."""
-    path = _sums_file(checkpoint)
+    path = sums_file(checkpoint)
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     sums = {}

@@ -14,7 +14,7 @@ from megatron import mpu
 from megatron.config import Config
 from megatron.config.fields import first_of, flag
 from megatron.model.layers import global_parameters
-from megatron.ranks.agreement import all_ranks
+from megatron.ranks.agreement import all_ranks, same_everywhere
 from megatron.ranks.buffers import remember
 from megatron.ranks.initialize import ranks_here
 from megatron.ranks.objects import gather_objects
@@ -22,7 +22,7 @@ from megatron.ranks.rank_0 import print_rank_0
 from tds import optimizer_state as zero_state
 from tds.average import AVERAGE
 
-from .files import BUFFER, INDEX, WEIGHT, CheckpointError
+from .files import BUFFER, INDEX, SHA256, WEIGHT, CheckpointError, sums_file
 from .reader import CheckpointReader, load_buffers, plain_config
 from .state import TrainState
 
@@ -75,6 +75,8 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     with all_ranks():
         reader = CheckpointReader(path)
         refuse_contradictions(reader, config, fingerprint, wanted)
+        sums = SHA256.of(sums_file(path))
+    same_everywhere({f"the SHA-256 of {sums_file(path)}": sums})  # each node may have a copy of its own
     unread = _unread_weights(reader, engine)
     if wanted.position:
         _name_changes(reader, engine)

@@ -14,6 +14,7 @@ from megatron.data.sample_hash import extend
 from megatron.data.splits import parse_split, split_documents
 from megatron.optim import settled
 from megatron.ranks.agreement import all_ranks
+from megatron.ranks.objects import from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from megatron.storage import place
 
@@ -38,12 +39,12 @@ def find_start(config: Config, save_dir: str) -> Start:
 
     If any rank fails, every rank raises RunError.
     """
-    load = config.checkpoint.load
-    with all_ranks():
+    load, path = config.checkpoint.load, None
+    with all_ranks():  # Rank 0 alone looks, because a run that is training may replace `latest` meanwhile.
         if is_rank_0():
             recover(place(save_dir))
-    with all_ranks():
-        path = latest_checkpoint(place(save_dir))
+            path = latest_checkpoint(place(save_dir))
+    path = from_rank_0(path)
     wanted = Wanted.by(config, beside_load=path is not None and bool(load))
     if path is not None and load:
         print_rank_0(f"--load {load} is ignored: this run resumes from its own checkpoint {path}")
@@ -51,7 +52,8 @@ def find_start(config: Config, save_dir: str) -> Start:
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
     elif load:
         with all_ranks():
-            path = find_checkpoint(load)
+            path = find_checkpoint(load) if is_rank_0() else None
+        path = from_rank_0(path)
     return Start(path, wanted)
 
 

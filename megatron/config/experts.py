@@ -60,7 +60,8 @@ class ExpertsConfig(Section):
         yield from super()._problems()
         if self.num_experts is None:
             for each in fields(ExpertsConfig):
-                if getattr(self, each.name) != each.default:
+                value = getattr(self, each.name)
+                if value != each.default and (each.name, value) != ("router_aux_loss", 0.0):
                     yield f"{flag(each.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
             return
         if self.experts_per_token > self.num_experts:

@@ -49,7 +49,7 @@ def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
     first = experts[0]
     plain = first.dense_4h_to_h.bias is None and not first.activation_again
     weight = first.dense_h_to_4h.weight
-    whole = tuple(weight.shape) == mpu.spec_of(weight).local_shape
+    whole = not hasattr(weight, "ds_id")  # ZeRO 3 may gather a weight before the module that uses it asks for it
     aligned = all(width % 8 == 0 for width in first.dense_4h_to_h.weight.shape)
     return plain and whole and aligned and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
 
@@ -71,10 +71,9 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, ends, *weights = ctx.saved_tensors
-        needs_rows, _, *needs = ctx.needs_input_grad
         grad = grad.contiguous()
-        of_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends) if needs_rows else None
-        if not any(needs):
+        of_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends) if mpu.needs_grad(ctx, 0) else None
+        if not any(mpu.needs_grad(ctx, 2 + expert) for expert in range(len(weights))):
             return of_rows, None, *[None] * len(weights)
         of_weights = F.grouped_mm(grad.t(), rows, offs=ends)
         if _skips_empty_sums(grad):

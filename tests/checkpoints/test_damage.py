@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import os
 import random
 import shutil
 import subprocess
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint
+from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, find_start
+from megatron.config.command_line import parse
 from megatron.ranks.errors import RunError
-from tests.support import ROOT, covering, on_ranks
+from tests.support import ROOT, RankFailure, covering, on_ranks
 
 from .runs import MODELS, Start, run_all
 
@@ -217,3 +219,34 @@ def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: 
     clear(folder)
     assert refusal(folder) == ""
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
+
+
+def _enter_own_folder(folder: Path) -> None:
+    os.chdir(folder / f"node{os.environ['RANK']}")  # each rank is a machine with its own disk
+
+
+def _start(folder: Path) -> str:
+    _enter_own_folder(folder)
+    path = find_start(parse(["--load", "copy"]), "run").path
+    return path.name if path else ""
+
+
+def _finetune(folder: Path, data: str, vocab_file: str) -> None:
+    _enter_own_folder(folder)
+    flags = "--precision fp32 --pipe-parallel-size 2 --train-iters 1 --finetune --load copy"
+    run_all([Start("gpt2", Path("run"), flags)], data, vocab_file)
+
+
+def test_all_ranks_start_from_one_checkpoint(saved: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """Rank 0's `latest` decides, as a run that is training may replace it meanwhile; other copies are refused."""
+    for node in range(2):
+        shutil.copytree(saved, tmp_path / f"node{node}" / "copy")
+    other = tmp_path / "node1" / "copy"
+    (other / "latest").write_text("iter_0000001\n")
+    assert on_ranks(2, _start, tmp_path) == ["iter_0000002", "iter_0000002"]
+    on_ranks(2, _finetune, tmp_path, tiny_data, vocab_file)
+    shutil.copytree(saved / "iter_0000001", other / "iter_0000002", dirs_exist_ok=True)
+    for node in range(2):
+        shutil.rmtree(tmp_path / f"node{node}" / "run")
+    with pytest.raises(RankFailure, match="iter_0000002/BLAKE3SUMS"):
+        on_ranks(2, _finetune, tmp_path, tiny_data, vocab_file)

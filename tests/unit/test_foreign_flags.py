@@ -396,6 +396,8 @@ def test_every_row_does_what_it_says(name: str) -> None:
         ("--moe-router-topk 2 --moe-aux-loss-coeff 0.01", (0.01, True)),
         ("--moe-router-topk 2 --router-aux-loss 0.01", (0.01, True)),
         ("--moe-router-load-balancing-type aux_loss", (0.0, True)),
+        ("--moe-ffn-hidden-size 16 --moe-z-loss-coeff 0.1", (0.0, True)),
+        ("--num-experts none --expert-model-parallel-size 1 --moe-router-topk 2", (0.0, True)),
         ("--moe-router-pre-softmax", (0.01, False)),
         ("--moe-router-score-function sigmoid --moe-router-pre-softmax", (0.01, True)),
         ("--moe-router-score-function sigmoid --moe-router-topk 1", (0.0, False)),

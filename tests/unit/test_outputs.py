@@ -21,7 +21,7 @@ import zstandard
 from data_utils import clean_corpus, inspect_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.streams import InputError, open_bytes
-from megatron.atomic import own_folder, remove, write_text
+from megatron.atomic import own_folder, remove, whole_folder, write_text
 from megatron.checkpointing.files import clear
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import DatasetError
@@ -307,3 +307,16 @@ def test_named_splits_of_losses_are_not_those_of_tasks() -> None:
     rows = [{"split": split} for split in ("train", "valid", "valid/web", "train/web", "eval/lambada", "valid/web")]
     assert named_splits(rows, "train", "valid", "test") == ["train/web", "valid/web"]
     assert named_splits(rows, "eval") == ["eval/lambada"]
+
+
+def test_a_folder_behind_a_link_is_filled_and_a_mount_point_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with whole_folder(tmp_path / "link") as there:
+        (there / "a").write_text("x")
+    assert (tmp_path / "disk" / "a").read_text() == "x" and (tmp_path / "link").is_symlink()
+    monkeypatch.setattr(Path, "is_mount", lambda _: True)
+    with pytest.raises(FileExistsError, match="mount point"), whole_folder(tmp_path / "new"):
+        pass

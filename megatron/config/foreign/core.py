@@ -3,6 +3,8 @@
 flags.py adds the rows of this module to its table.
 """
 
+from typing import Any
+
 from .dependent import pre_softmax
 from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
 
@@ -11,7 +13,14 @@ _ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can
 _CUTS = Refused("--partition-method sets how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
 _DEFAULT_AUX_LOSS = "Megatron-LM's factor of the auxiliary loss is 0 by default"
-_AUX_LOSS = Means({"router_balance": "aux-loss"}, _DEFAULT_AUX_LOSS, unless={"router_aux_loss": 0.0})
+
+
+def _of_experts(setting: str, value: Any) -> Means:
+    """Return a translation to a setting of experts, with Megatron-LM's default factor of the auxiliary loss."""
+    return Means({setting: value}, _DEFAULT_AUX_LOSS, unless={"router_aux_loss": 0.0})
+
+
+_AUX_LOSS = _of_experts("router_balance", "aux-loss")
 _NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")
 
 ROWS = (
@@ -36,16 +45,12 @@ ROWS = (
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         NoEffect("--partition-method balanced always counts the work of the embedding and the loss"),
     ),
-    Row("--expert-model-parallel-size", same("expert_parallel_size"), int),
+    Row("--expert-model-parallel-size", _of_experts("expert_parallel_size", given), int),
     Row("--expert-tensor-parallel-size", Refused("experts are split over --model-parallel-size ranks"), int),
-    Row(
-        "--moe-router-topk",
-        Means({"experts_per_token": given}, _DEFAULT_AUX_LOSS, unless={"router_aux_loss": 0.0}),
-        int,
-    ),
-    Row("--moe-ffn-hidden-size", same("expert_ff_hidden_size"), int),
+    Row("--moe-router-topk", _of_experts("experts_per_token", given), int),
+    Row("--moe-ffn-hidden-size", _of_experts("expert_ff_hidden_size", given), int),
     Row("--moe-shared-expert-intermediate-size", Refused("give --num-shared-experts, each as wide as an expert"), int),
-    Row("--moe-layer-freq", Means({"moe_layer_frequency": lambda n: (str(n),)}), int),
+    Row("--moe-layer-freq", _of_experts("moe_layer_frequency", lambda n: (str(n),)), int),
     Row(
         "--moe-router-score-function",
         ByValue(
@@ -77,7 +82,7 @@ ROWS = (
         str,
     ),
     Row("--moe-aux-loss-coeff", same("router_aux_loss"), float),
-    Row("--moe-z-loss-coeff", same("router_z_loss"), float),
+    Row("--moe-z-loss-coeff", _of_experts("router_z_loss", given), float),
     Row("--moe-input-jitter-eps", same("router_jitter"), float),
     Row("--moe-router-enable-expert-bias", Means({"router_balance": "bias"})),
     Row("--moe-router-bias-update-rate", same("router_bias_rate"), float),

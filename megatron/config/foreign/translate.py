@@ -172,11 +172,12 @@ class Translation:
         found: dict[str, Any] = {}
         for given, new, outcome in self._open:
             stands = all(values.get(setting) == v for setting, v in new.items())
+            implied = {name: v({**_USUAL, **values}) if callable(v) else v for name, v in outcome.unless.items()}
             more = {
-                setting: v({**_USUAL, **values}) if callable(v) else v
-                for setting, v in outcome.unless.items()
-                if stands and setting not in said and setting not in self.values
-                if values.get(setting, _USUAL[setting]) == _USUAL[setting]
+                setting: v
+                for setting, v in implied.items()
+                if stands and setting not in said and setting not in self.values and setting not in found
+                if values.get(setting, _USUAL[setting]) == _USUAL[setting] != v
             }
             if taken := {**new, **more}:
                 self.notes.append(_taken(given, taken, outcome.but if more else ""))

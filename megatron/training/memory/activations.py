@@ -150,7 +150,8 @@ def inner_working(x: Shapes, layer: Layer) -> float:
     m, tokens = x.config.model, x.of_layer(layer)
     if layer.routes:
         rows, copies = tokens * m.experts_per_token, 0.0
-        if x.accelerated and x.precision == "bf16" and not m.hidden_bias and "activation" not in m.recompute_modules:
+        looped = m.hidden_bias or "activation" in m.recompute_modules or x.config.parallel.zero_stage == 3
+        if x.accelerated and x.precision == "bf16" and not looped:
             here = (m.num_experts or 0) / x.config.parallel.expert_parallel_size / x.ranks
             copies = 2 * here * m.hidden_size * m.expert_ff_size * (2 if m.gated else 1) * x.width
         return 2 * x.hidden(tokens) + 3 * rows * m.hidden_size * x.width + copies
