@@ -60,7 +60,6 @@ class PipelineState:
         if not grid.get_global_rank():
             (folder / f"{NOTE}.tmp").write_text(json.dumps(layout_of(self._module)), encoding="utf-8")
             os.replace(folder / f"{NOTE}.tmp", folder / NOTE)
-            _remove_stages_from(folder, grid.get_pipe_parallel_world_size())
         state = {name: value.detach().cpu() for name, value in self._state().items()}
         if not state:
             return
@@ -94,14 +93,6 @@ class PipelineState:
         missing = sorted(here.keys() - found.keys())
         if missing and not self._grid.get_global_rank():
             warnings.warn(f"{path} does not hold {', '.join(missing)}, which keep their initial values", stacklevel=3)
-
-
-def _remove_stages_from(folder: Path, stages: int) -> None:
-    """Delete the files of stages number `stages` and higher, which an earlier save with more stages has left."""
-    for path in folder.glob("tds_state-stage*"):
-        number = path.name.removeprefix("tds_state-stage").partition("-")[0]
-        if number.isdigit() and int(number) >= stages:
-            path.unlink()
 
 
 def layout_of(module: Any) -> dict[str, Any]:

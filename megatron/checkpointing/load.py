@@ -22,7 +22,8 @@ from megatron.ranks.rank_0 import print_rank_0
 from tds import optimizer_state as zero_state
 from tds.average import AVERAGE
 
-from .files import BUFFER, INDEX, SHA256, WEIGHT, CheckpointError, sums_file
+from .checksums import SHA256
+from .files import BUFFER, INDEX, WEIGHT, CheckpointError, sums_file
 from .reader import CheckpointReader, load_buffers, plain_config
 from .state import TrainState
 

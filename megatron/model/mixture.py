@@ -48,8 +48,7 @@ def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
     """
     first = experts[0]
     plain = first.dense_4h_to_h.bias is None and not first.activation_again
-    weight = first.dense_h_to_4h.weight
-    whole = not hasattr(weight, "ds_id")  # ZeRO 3 may gather a weight before the module that uses it asks for it
+    whole = not mpu.sharded_by_zero(first.dense_h_to_4h.weight)
     aligned = all(width % 8 == 0 for width in first.dense_4h_to_h.weight.shape)
     return plain and whole and aligned and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
 

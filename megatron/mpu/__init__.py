@@ -50,7 +50,18 @@ from .mesh import (
     parallel_context,
     skip_init,
 )
-from .parameters import FusedRows, InitMethod, ParamSpec, declare, normal, ones, replicas_of, spec_of, zeros
+from .parameters import (
+    FusedRows,
+    InitMethod,
+    ParamSpec,
+    declare,
+    normal,
+    ones,
+    replicas_of,
+    sharded_by_zero,
+    spec_of,
+    zeros,
+)
 from .random import RngStreams, derive_seed, seeded
 from .sequence import (
     gather_from_sequence_parallel_region,
@@ -318,6 +329,7 @@ __all__ = [
     "set_model_parallel_rank",
     "set_model_parallel_world_size",
     "skip_init",
+    "sharded_by_zero",
     "spec_of",
     "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy",

@@ -180,6 +180,14 @@ def spec_of(parameter: Tensor) -> ParamSpec:
     return ParamSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)))
 
 
+def sharded_by_zero(parameter: Tensor) -> bool:
+    """Return whether ZeRO stage 3 shards `parameter` [any shape].
+
+    Its shape does not tell, because ZeRO 3 may gather a weight before the module that uses it runs.
+    """
+    return hasattr(parameter, "ds_shape")
+
+
 def replicas_of(parameter: Tensor) -> Axis:
     """Return the ranks of the data axis that hold `parameter` [any shape]: all, or only some if it is of an expert."""
     mesh = parallel_context().mesh

@@ -234,7 +234,7 @@ def _start(folder: Path) -> str:
 def _finetune(folder: Path, data: str, vocab_file: str) -> None:
     _enter_own_folder(folder)
     flags = "--precision fp32 --pipe-parallel-size 2 --train-iters 1 --finetune --load copy"
-    run_all([Start("gpt2", Path("run"), flags)], data, vocab_file)
+    run_all([Start("gpt2", folder / "run", flags)], data, vocab_file)
 
 
 def test_all_ranks_start_from_one_checkpoint(saved: Path, tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
@@ -246,7 +246,21 @@ def test_all_ranks_start_from_one_checkpoint(saved: Path, tmp_path: Path, tiny_d
     assert on_ranks(2, _start, tmp_path) == ["iter_0000002", "iter_0000002"]
     on_ranks(2, _finetune, tmp_path, tiny_data, vocab_file)
     shutil.copytree(saved / "iter_0000001", other / "iter_0000002", dirs_exist_ok=True)
-    for node in range(2):
-        shutil.rmtree(tmp_path / f"node{node}" / "run")
+    shutil.rmtree(tmp_path / "run")
     with pytest.raises(RankFailure, match="iter_0000002/BLAKE3SUMS"):
         on_ranks(2, _finetune, tmp_path, tiny_data, vocab_file)
+
+
+def test_a_crash_before_latest_gets_the_checksum_of_the_new_save(saved: Path, tmp_path: Path) -> None:
+    """The new save of an iteration is complete, but `latest` still has the checksum of the earlier one."""
+    from megatron.checkpointing.files import clear, recover
+
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    shutil.copytree(folder / "iter_0000002", folder / "iter_0000002.old.tmp")
+    shutil.copytree(saved / "iter_0000001", folder / "iter_0000002", dirs_exist_ok=True)  # another save
+    assert "damaged" in refusal(folder)
+    recover(folder)
+    clear(folder)
+    assert refusal(folder) == ""
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]

@@ -115,26 +115,6 @@ def test_saved_and_restored(own: bool, tmp_path: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def _save_under_one_tag(folder: str, stages: int) -> dict[str, Tensor]:
-    engine = _engine(stages, False)
-    _train(engine, range(stages))
-    engine.save_checkpoint(folder, "last")
-    return _state(engine)
-
-
-def _load_tag(folder: str) -> dict[str, Tensor]:
-    engine = _engine(2, False)
-    engine.load_checkpoint(folder, "last", load_module_only=True)
-    return _state(engine)
-
-
-def test_a_later_save_with_fewer_stages_replaces_the_state_of_all_stages(tmp_path: Path) -> None:
-    on_ranks(4, _save_under_one_tag, str(tmp_path), 4)
-    expected = on_ranks(2, _save_under_one_tag, str(tmp_path), 2)
-    for found, saved in zip(on_ranks(2, _load_tag, str(tmp_path)), expected, strict=True):
-        assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
-
-
 def _replicas(folder: str, pipeline: bool) -> list[str]:
     config = {"train_micro_batch_size_per_gpu": 2}
     if pipeline:

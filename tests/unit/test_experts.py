@@ -92,11 +92,12 @@ def test_one_grouped_matmul_equals_a_loop_over_experts(dtype: torch.dtype, monke
     model = _model("llama", "--num-experts 5 --experts-per-token 2 --router-balance bias").to(dtype)
     mixture = next(module for module in model.modules() if isinstance(module, Mixture))
     mixture.router.bias_steps[3] = -(10**6)
-    product, saved = F.grouped_mm, set[int]()
+    product, saved, of_weights = F.grouped_mm, set[int](), []
 
     def without_empty_sums(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         found = product(a, b, offs=offs)
         if b.dim() == 2:
+            of_weights.append(found)
             found[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
         return found
 
@@ -108,6 +109,8 @@ def test_one_grouped_matmul_equals_a_loop_over_experts(dtype: torch.dtype, monke
         hidden = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.add(x.numel()) or x, lambda x: x):
             output = mixture(hidden)[0]
+        torch.autograd.grad(output.sum(), hidden, retain_graph=True)
+        assert not of_weights  # a pipeline may ask for these gradients later
         output.float().square().sum().backward()
         weights = [p for name, p in mixture.named_parameters() if "experts" in name]
         found.append([output, hidden.grad, *(p.grad for p in weights)])
@@ -126,6 +129,8 @@ def test_only_widths_that_the_grouped_matmul_supports_use_it(width: int, grouped
     rows: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     experts: Any = list(mixture.experts.values())
     assert mixture_module.multiplies_in_groups(rows, experts) is grouped
+    experts[0].dense_h_to_4h.weight.ds_shape = (48, 16)  # ZeRO 3 shards it, though it may be whole at times
+    assert not mixture_module.multiplies_in_groups(rows, experts)
 
 
 def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
