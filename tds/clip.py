@@ -108,8 +108,9 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-    if not steps_separately(optimizer):  # apex's Adam counts a step even without gradients
-        for group in adam_of(optimizer).param_groups:
+    inner = adam_of(optimizer)
+    for group in [] if steps_separately(optimizer) else inner.param_groups:
+        if "step" in group or type(inner).__module__.startswith("apex."):  # counts a step even without gradients
             group["step"] = group.get("step", 0) - 1
 
 

@@ -43,7 +43,7 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
 
     If an earlier checkpoint exists, a crash at any moment leaves at least one complete checkpoint, and `latest` names
     it. There is one exception: if this iteration had been saved before, a crash between the two renames leaves that
-    checkpoint under a temporary name, and `recover` gives it back the name that `latest` holds.
+    checkpoint under a temporary name, and a crash after them leaves `latest` with its checksum. `recover` mends both.
     index: text of checkpoint.json.
     sums: the checksum of each tensor file in `temporary`, by name.
     """

@@ -8,14 +8,20 @@ from megatron.config.foreign import keys as foreign_keys
 from megatron.config.foreign.flags import MEGATRON, VALUES
 from megatron.config.foreign.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
 from megatron.config.foreign.translate import written
+from megatron.config.sections import settings
 from tests.unit.flags_words import CHINESE
 
+USUAL = {f.name: f.default for _, _, f in settings()}
 
-def _ours(settings: Mapping[str, object]) -> str:
-    return " ".join(
-        f"{flag(name)} N" if value is given or callable(value) else written(flag(name), value)
-        for name, value in settings.items()
-    )
+
+def _ours(changed: Mapping[str, object]) -> str:
+    return " ".join(_shown(name, value) for name, value in changed.items())
+
+
+def _shown(name: str, value: object) -> str:
+    if value is not given and callable(value) and isinstance(USUAL[name], bool):
+        return written(flag(name), not USUAL[name])  # the only result that changes the setting
+    return f"{flag(name)} N" if value is given or callable(value) else written(flag(name), value)
 
 
 def _outcome(outcome: Outcome, chinese: bool = False) -> str:

@@ -79,7 +79,7 @@ CHINESE = {
     "routers compute in fp32": "路由器用 fp32 计算",
     "Megatron-LM's factor of the auxiliary loss is 0 by default": "Megatron-LM 的辅助损失系数默认为 0",
     "Megatron-LM normalizes sigmoid scores, except that of a single expert": "Megatron-LM 会归一化 sigmoid 得分，但只选一个专家时不归一化",
-    "`--no-normalize-expert-weights`; no effect with `--router-score sigmoid`": "`--no-normalize-expert-weights`；`--router-score sigmoid` 时不起作用",
+    "Megatron-LM always normalizes sigmoid scores of several experts": "Megatron-LM 总是归一化几个专家的 sigmoid 得分",
     "experts are split over --model-parallel-size ranks": "专家按 --model-parallel-size 切分",
     "give --num-shared-experts, each as wide as an expert": "请给 --num-shared-experts，每个与专家同宽",
     "choose --router-balance aux-loss, bias or none": "可选 --router-balance aux-loss、bias 或 none",

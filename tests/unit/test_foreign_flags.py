@@ -398,15 +398,19 @@ def test_every_row_does_what_it_says(name: str) -> None:
         ("--moe-router-load-balancing-type aux_loss", (0.0, True)),
         ("--moe-ffn-hidden-size 16 --moe-z-loss-coeff 0.1", (0.0, True)),
         ("--num-experts none --expert-model-parallel-size 1 --moe-router-topk 2", (0.0, True)),
-        ("--moe-router-pre-softmax", (0.01, False)),
-        ("--moe-router-score-function sigmoid --moe-router-pre-softmax", (0.01, True)),
+        ("--moe-router-pre-softmax", (0.0, False)),
+        ("--moe-router-score-function sigmoid --moe-router-pre-softmax", (0.0, True)),
+        ("--moe-router-pre-softmax --moe-router-topk 1 --moe-router-score-function sigmoid", (0.0, False)),
+        ("FILE", (0.0, False)),
         ("--moe-router-score-function sigmoid --moe-router-topk 1", (0.0, False)),
         ("--moe-router-score-function sigmoid --moe-router-topk 1 --normalize-expert-weights", (0.0, True)),
     ],
 )
-def test_routers_of_megatron(flags: str, found: tuple[float, bool]) -> None:
+def test_routers_of_megatron(flags: str, found: tuple[float, bool], tmp_path: Path) -> None:
     """The auxiliary loss and the normalization are those of Megatron-LM's router, unless the user gives others."""
-    model = taken(f"--num-experts 4 {flags}")[0].model
+    path = tmp_path / "a.json"
+    path.write_text('{"moe_router_pre_softmax": true}')
+    model = taken(f"--num-experts 4 {flags.replace('FILE', f'--config {path}')}")[0].model
     assert (model.router_aux_loss, model.normalize_expert_weights) == found
 
 

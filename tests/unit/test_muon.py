@@ -182,6 +182,29 @@ def test_an_adam_that_counts_in_groups_is_stepped_once() -> None:
     assert [group.get("step") for group in ours.param_groups] == [None, 1]
 
 
+class _CountsPerWeight(torch.optim.Optimizer):
+    """Counts steps as DeepSpeed's FusedAdam does: per weight, beginning with the count of the group."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        super().__init__(weights, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[weight]
+                state["step"] = state.get("step", group.get("step", 0)) + 1
+
+
+def test_a_skipped_first_step_does_not_shift_the_counts_of_weights() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = _CountsPerWeight([weight])
+    for norm in (math.nan, 1.0):
+        weight.grad = torch.ones(2)
+        leave_out_unless_finite(optimizer, torch.tensor(norm))
+        optimizer.step()
+    assert optimizer.state[weight]["step"] == 1
+
+
 def test_a_pipeline_without_zero_does_not_count_skipped_steps() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = _CountsInGroups([{"params": [weight]}])

@@ -5,8 +5,7 @@ flags.py adds the rows of this module to its table.
 
 from typing import Any
 
-from .dependent import pre_softmax
-from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
+from .outcomes import SAME_LOSS, ByValue, Means, NoEffect, Refused, Row, given, in_json, same
 
 _DROPLESS = Refused("no token is dropped, so experts have no capacity")
 _ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can load")
@@ -55,11 +54,14 @@ ROWS = (
         "--moe-router-score-function",
         ByValue(
             {
-                "softmax": Means({"router_score": "softmax"}),
+                "softmax": _of_experts("router_score", "softmax"),
                 "sigmoid": Means(
                     {"router_score": "sigmoid"},
                     "Megatron-LM normalizes sigmoid scores, except that of a single expert",
-                    unless={"normalize_expert_weights": lambda values: values["experts_per_token"] != 1},
+                    unless={
+                        "normalize_expert_weights": lambda values: values["experts_per_token"] != 1,
+                        "router_aux_loss": 0.0,
+                    },
                 ),
             }
         ),
@@ -67,7 +69,14 @@ ROWS = (
     ),
     Row(
         "--moe-router-pre-softmax",
-        Depends(pre_softmax, "`--no-normalize-expert-weights`; no effect with `--router-score sigmoid`"),
+        Means(
+            {},
+            "Megatron-LM always normalizes sigmoid scores of several experts",
+            unless={
+                "normalize_expert_weights": lambda values: values["router_score"] == "sigmoid",
+                "router_aux_loss": 0.0,
+            },
+        ),
     ),
     Row(
         "--moe-router-load-balancing-type",

@@ -171,10 +171,3 @@ def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
             "only N,0 is supported: N earlier tokens and no later ones; leave the flag out for full attention"
         )
     return Means({"sliding_window": int(before) + 1}, "--sliding-window also counts the token itself")
-
-
-def pre_softmax(config: Config, _: Any, ranks: int) -> Means | NoEffect:
-    """Translate --moe-router-pre-softmax: weights of experts are the softmax over all experts, not normalized."""
-    if config.model.router_score == "sigmoid":
-        return NoEffect("--router-score sigmoid has no softmax")
-    return Means({"normalize_expert_weights": False})
