@@ -5,8 +5,8 @@ some of its edges lead to an input and others only to weights, as in a matmul. T
 the inputs and records the gradients that arrive at each fork. The second pass starts from these gradients and follows
 the edges that lead only to weights.
 
-No gradient is computed twice, except by a custom `autograd.Function`: it runs in both passes, and
-`ctx.needs_input_grad` does not tell which gradients a pass needs. Hooks on activations run in both passes, too. A
+No gradient is computed twice, except by a custom `autograd.Function`: it runs in both passes, and its
+`ctx.needs_input_grad` lists the inputs that need a gradient in either of them. Hooks on activations run in both, too. A
 compiled layer computes all its gradients at once, so its weights get their gradients in the first pass. A re-entrant
 checkpoint runs a nested backward pass, which torch allows only within an unsplit backward pass, so with such a
 checkpoint no gradient is deferred.

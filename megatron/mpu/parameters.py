@@ -183,7 +183,7 @@ def spec_of(parameter: Tensor) -> ParamSpec:
 def sharded_by_zero(parameter: Tensor) -> bool:
     """Return whether ZeRO stage 3 shards `parameter` [any shape].
 
-    Its shape does not tell, because ZeRO 3 may gather a weight before the module that uses it runs.
+    A sharded weight can have its whole shape, because ZeRO 3 may gather it before the module that uses it runs.
     """
     return hasattr(parameter, "ds_shape")
 

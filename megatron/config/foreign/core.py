@@ -12,11 +12,12 @@ _ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can
 _CUTS = Refused("--partition-method sets how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
 _DEFAULT_AUX_LOSS = "Megatron-LM's factor of the auxiliary loss is 0 by default"
+_NO_AUX_LOSS = {"router_aux_loss": 0.0}
 
 
 def _of_experts(setting: str, value: Any) -> Means:
     """Return a translation to a setting of experts, with Megatron-LM's default factor of the auxiliary loss."""
-    return Means({setting: value}, _DEFAULT_AUX_LOSS, unless={"router_aux_loss": 0.0})
+    return Means({setting: value}, _DEFAULT_AUX_LOSS, unless=_NO_AUX_LOSS)
 
 
 _AUX_LOSS = _of_experts("router_balance", "aux-loss")
@@ -60,7 +61,7 @@ ROWS = (
                     "Megatron-LM normalizes sigmoid scores, except that of a single expert",
                     unless={
                         "normalize_expert_weights": lambda values: values["experts_per_token"] != 1,
-                        "router_aux_loss": 0.0,
+                        **_NO_AUX_LOSS,
                     },
                 ),
             }
@@ -74,7 +75,7 @@ ROWS = (
             "Megatron-LM always normalizes sigmoid scores of several experts",
             unless={
                 "normalize_expert_weights": lambda values: values["router_score"] == "sigmoid",
-                "router_aux_loss": 0.0,
+                **_NO_AUX_LOSS,
             },
         ),
     ),
