@@ -64,9 +64,9 @@ class ParallelAttention(nn.Module):
 class TransformerBlock(nn.Module):
     def __init__(self, hidden_size, num_heads):
         super().__init__()
-        self.input_layernorm = nn.LayerNorm(hidden_size)
+        self.input_layernorm = mpu.LayerNorm(hidden_size)
         self.attention = ParallelAttention(hidden_size, num_heads)
-        self.post_attention_layernorm = nn.LayerNorm(hidden_size)
+        self.post_attention_layernorm = mpu.LayerNorm(hidden_size)
         self.mlp = ParallelMLP(hidden_size)
 
     def forward(self, hidden, mask):
@@ -83,12 +83,12 @@ class EmbeddingPipe(nn.Module):
     def __init__(self, vocab_size, hidden_size, positions):
         super().__init__()
         self.word_embeddings = mpu.VocabParallelEmbedding(vocab_size, hidden_size)
-        self.position_embeddings = nn.Embedding(positions, hidden_size)
-        nn.init.normal_(self.position_embeddings.weight, std=0.02)
+        positions = nn.Parameter(torch.empty(positions, hidden_size))
+        self.position_embeddings = mpu.declare(positions, mpu.normal(0.02))
 
     def forward(self, inputs):
         tokens, position_ids, mask = inputs  # [b, s], [b, s], [1 or b, 1, s, s]
-        hidden = self.word_embeddings(tokens.t()) + self.position_embeddings(position_ids.t())
+        hidden = self.word_embeddings(tokens.t()) + mpu.embedding(position_ids.t(), self.position_embeddings)
         return hidden, mask  # [s, b, h]
 
 
@@ -98,7 +98,7 @@ class TransformerBlockPipe(TransformerBlock):
         return super().forward(hidden, mask), mask
 
 
-class FinalNormPipe(nn.LayerNorm):
+class FinalNormPipe(mpu.LayerNorm):
     def forward(self, inputs):
         hidden, mask = inputs
         return super().forward(hidden), mask

@@ -39,7 +39,7 @@ from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
 from .measure import check_scale
 from .messages import say
-from .mistakes import warn_of_untied
+from .mistakes import note_of_narrow_sums, warn_of_untied
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .recorder import record_collectives
 from .store_host import prepare_store_host
@@ -68,7 +68,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         check_scale(made[0], untested=outside is not None)
     if pipe.is_pipeline(made[0].module):
         warn_of_untied(made[0].module)
-    notes += [f"warning: {each}" for each in (outside, _deepspeed.refuse_wrong_route(made[0])) if each]
+    warnings = outside, _deepspeed.refuse_wrong_route(made[0]), note_of_narrow_sums(made[0])
+    notes += [f"warning: {each}" for each in warnings if each]
     if notes and made[0].global_rank == 0:
         say("\n".join(notes))
     return made

@@ -5,9 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from .groups import gather_objects
 from .nested import as_tuple
 
 
@@ -69,6 +71,44 @@ def warn_of_untied(module: Any) -> None:
                 f"{', '.join(map(str, stages))}: each stage trains a separate copy; use TiedLayerSpec to tie them",
                 stacklevel=3,
             )
+
+
+def note_of_narrow_sums(engine: Any) -> str | None:
+    """Return a warning if torch's CPU kernels would sum gradients of weights over all tokens in bf16 or fp16.
+
+    They do so for nn.LayerNorm, nn.Embedding and nn.EmbeddingBag (torch 2.11 to 2.14). Collective if the engine trains
+    in less than fp32 on a CPU.
+    """
+    autocast = engine._config.torch_autocast_enabled
+    if engine.device.type != "cpu" or not (autocast or engine.bfloat16_enabled() or engine.fp16_enabled()):
+        return None
+    # Under autocast, embeddings look up rows in fp32.
+    kinds = (nn.LayerNorm,) if autocast else (nn.LayerNorm, nn.Embedding, nn.EmbeddingBag)
+    here = set()
+    for module in engine.module.modules():
+        for kind in kinds:
+            if isinstance(module, kind) and module.weight is not None and _runs_forward_of(kind, module):
+                here.add(f"nn.{kind.__name__}")
+    everywhere = set().union(*gather_objects(here)) if torch.distributed.is_initialized() else here
+    if not everywhere:
+        return None
+    return (
+        f"{' and '.join(sorted(everywhere))} in half precision on a CPU: torch adds gradients of their weights over "
+        "all tokens in half precision, so they are wrong by up to 90 %; train in fp32, or use mpu.LayerNorm and "
+        "mpu.VocabParallelEmbedding, which add in fp32"
+    )
+
+
+def _runs_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
+    """Return whether `module`, of a subclass of `kind`, runs the forward method of `kind`, directly or by super()."""
+    for each in type(module).__mro__:
+        forward = vars(each).get("forward")
+        if forward is vars(kind)["forward"]:
+            return True
+        code = getattr(forward, "__code__", None)
+        if code is not None and "__class__" not in code.co_freevars:  # a method that calls super() has this variable
+            return False
+    return False
 
 
 def _things(layer: Any) -> Iterator[tuple[str, Any]]:

@@ -92,7 +92,7 @@ class ModelStart(nn.Module):
     def vectors(self, places: Tensor) -> Tensor:
         """Look up the vectors of positions [s, b] or [s, 1] -> [s, b or 1, h], with sequence parallelism [s/t, ...]."""
         assert self.weight is not None
-        return nn.functional.embedding(mpu.local_shard(places, axis=self.sequence), self.weight)
+        return mpu.embedding(mpu.local_shard(places, axis=self.sequence), self.weight)
 
 
 class DecoderStart(ModelStart):

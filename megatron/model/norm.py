@@ -67,8 +67,12 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def _build(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
-    kind: Any = norm_class(config.kernels, rms) or (RMSNorm if rms else nn.LayerNorm)
-    norm: Any = (nn.RMSNorm if rms and "rms-norm" in config.reference_ops else kind)(size, eps=config.layernorm_epsilon)
+    kind: Any = norm_class(config.kernels, rms) or (RMSNorm if rms else mpu.LayerNorm)
+    if rms and "rms-norm" in config.reference_ops:
+        kind = nn.RMSNorm
+    norm: Any = kind(size, eps=config.layernorm_epsilon)
+    if kind is mpu.LayerNorm:
+        return norm  # type: ignore[no-any-return]  # it has declared its weights
     mpu.declare(norm.weight, mpu.ones, sequence=sequence)
     if not rms:
         mpu.declare(norm.bias, sequence=sequence)

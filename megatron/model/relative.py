@@ -56,14 +56,18 @@ class RelativePositions(nn.Module):
 
 
 def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, causal: bool) -> Tensor:
-    """Look up the bias of the last `queries` of `keys` positions in table [r, n/t] -> [1, n/t, q, k]."""
+    """Look up the bias of the last `queries` of `keys` positions in table [r, n/t] -> [1, n/t, q, k].
+
+    The look-ups run in at least fp32, because their backward pass adds many gradients to each row of the table.
+    """
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))
     count, furthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
     if "relative-positions" in config.reference_ops:
         seen = torch.arange(keys, device=table.device)
         each = buckets(seen - seen[keys - queries :].unsqueeze(1), count, furthest, causal)  # [q, k]
-        return F.embedding(each, table).permute(2, 0, 1).unsqueeze(0)
+        return F.embedding(each, wide).to(table.dtype).permute(2, 0, 1).unsqueeze(0)
     # Look up all distances once, as one row. Each query's bias is a window of this row, and the window of the next
     # query begins one element further left.
     distance = torch.arange(1 - keys, queries, device=table.device)
-    row = F.embedding(buckets(distance, count, furthest, causal), table).t().contiguous()  # [n/t, q + k - 1]
-    return row.unfold(1, keys, 1).flip(1).unsqueeze(0)
+    row = F.embedding(buckets(distance, count, furthest, causal), wide).t().contiguous()  # [n/t, q + k - 1]
+    return row.unfold(1, keys, 1).flip(1).to(table.dtype).unsqueeze(0)

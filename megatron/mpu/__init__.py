@@ -73,6 +73,7 @@ from .sequence import (
 )
 from .topology import Coord, Topology
 from .traced import gather_partial_from_model_parallel_region
+from .wide_sums import embedding
 
 
 def initialize_model_parallel(
@@ -281,6 +282,7 @@ __all__ = [
     "derive_seed",
     "destroy_model_parallel",
     "divide",
+    "embedding",
     "exchange_rows",
     "gather_context",
     "gather_from_model_parallel_region",

@@ -8,7 +8,6 @@ those of the current context (`mpu.parallel_context`).
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import assert_later
@@ -24,6 +23,7 @@ from .mesh import ALONE, Axis, Options, parallel_context
 from .parameters import NORMAL, InitMethod, declare, spec_of
 from .sequence import reduce_scatter_to_sequence_parallel_region
 from .traced import is_traced, traced_reduce
+from .wide_sums import embedding
 
 
 def _divide(total: int, axis: Axis, what: str) -> int:
@@ -94,10 +94,10 @@ class VocabParallelEmbedding(_Sharded):
         spec_of(self.weight).used_as_embedding = True
         self._refuse_strange(ids)
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight)
+            return embedding(ids, self.weight)
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = embedding(local.masked_fill(elsewhere, 0), self.weight)
         return _sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis, self.options)
 
     def _refuse_strange(self, ids: Tensor) -> None:

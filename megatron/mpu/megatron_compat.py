@@ -14,6 +14,7 @@ from . import mesh as _mesh
 from .data import default_device
 from .parameters import declare, ones, zeros
 from .random import RngStreams, checkpoint_with, derive_seed
+from .wide_sums import layer_norm
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -35,13 +36,20 @@ def split_tensor_along_last_dim(
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm (Ba et al. 2016), with weights declared as replicated on the model-parallel ranks."""
+    """LayerNorm (Ba et al. 2016) with weights declared as replicated on the model-parallel ranks.
+
+    In bf16 on a CPU, it sums the gradients of its weights in fp32, unlike torch's; see `wide_sums.py`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for weight, init_method in ((self.weight, ones), (self.bias, zeros)):
             if weight is not None:
                 declare(weight, init_method, sequence=_mesh.parallel_context().sequence)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., h] -> [..., h]."""
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 def is_unitialized() -> bool:

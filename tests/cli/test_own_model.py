@@ -65,7 +65,7 @@ def _by_plain_torch(weights: dict[str, Tensor], text: Tensor, heads: int) -> Ten
     """Return the mean loss, a scalar, of text [b, s + 1], computed by plain torch."""
     tokens, labels = text[:, :-1], text[:, 1:]
     words = weights["tied_modules.embedding.word_embeddings.weight"]
-    hidden = words[tokens] + weights["tied_modules.embedding.position_embeddings.weight"][: tokens.shape[1]]
+    hidden = words[tokens] + weights["tied_modules.embedding.position_embeddings"][: tokens.shape[1]]
     b, s, h = hidden.shape
 
     def norm(name: str, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """`tds` answers mistakes in a user's training loop or model with an error of one sentence, and no rank hangs."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -157,3 +159,63 @@ def test_stacks_of_cpp_are_left_out() -> None:
         == "error"
     )
     assert without_cpp("nothing #1 of the kind\nframe") == "nothing #1 of the kind\nframe"
+
+
+# ------------------------------------------------------------------- layers that torch trains wrongly in bf16
+
+
+class FloatNorm(nn.LayerNorm):
+    """A norm that calls torch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.0
+
+
+class OwnNorm(nn.LayerNorm):
+    """A norm with a forward pass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.bias
+
+
+def _notes(make: Any, stages: int, precision: dict[str, Any]) -> str:
+    net = tds.PipelineModule(make(), num_stages=stages, loss_fn=mse, partition_method="uniform")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        tds.initialize(model=net, optimizer=optimizer, config={"train_batch_size": 2, **precision})
+    return said.getvalue()
+
+
+def _norm_last() -> list[Any]:
+    return [nn.Linear(4, 4), nn.LayerNorm(4)]
+
+
+def _words_first() -> list[Any]:
+    return [nn.Embedding(4, 4), nn.Linear(4, 4)]
+
+
+def _notes_of_narrow_sums() -> dict[str, str]:
+    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    return {
+        "norm": _notes(_norm_last, 2, bf16),
+        "words": _notes(_words_first, 2, bf16),
+        "norm under autocast": _notes(_norm_last, 2, autocast),
+        "words under autocast": _notes(_words_first, 2, autocast),
+        "subclass": _notes(lambda: [nn.Linear(4, 4), FloatNorm(4)], 2, bf16),
+        "own norm": _notes(lambda: [nn.Linear(4, 4), OwnNorm(4)], 2, bf16),
+        "fp32": _notes(_norm_last, 2, {}),
+    }
+
+
+def test_layers_whose_gradients_torch_sums_in_bf16_are_named() -> None:
+    said, silent = on_ranks(2, _notes_of_narrow_sums)
+    assert {name for name, text in said.items() if "fp32" in text} == {
+        "norm",
+        "words",
+        "norm under autocast",
+        "subclass",
+    }
+    assert "nn.LayerNorm" in said["norm"] and "nn.Embedding" in said["words"]
+    assert not any("fp32" in text for text in silent.values())
