@@ -34,10 +34,10 @@ def gpt2_view(
         tokens, tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
     documents, _, _ = get_ltor_documents_and_position_ids(tokens, tokenizer.eod, True, True, False)
-    seen = (documents if data.reset_attention_mask else torch.zeros_like(documents)) + 1
+    seen = documents if data.reset_attention_mask else torch.ones_like(documents)
     if "prefixes" in sample:
-        seen, loss_mask = with_prefixes(sample["prefixes"][None], seen - 1, loss_mask)
-    table = _table(tokens[0], labels, tokenizer, loss_mask[0], positions[0], documents[0] + 1)
+        seen, loss_mask = with_prefixes(sample["prefixes"][None], seen, loss_mask)
+    table = _table(tokens[0], labels, tokenizer, loss_mask[0], positions[0], documents[0])
     return {"tokens": table}, {"attention": _causal(seen)}
 
 

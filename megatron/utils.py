@@ -16,7 +16,7 @@ def get_ltor_documents_and_position_ids(
 
     An end-of-document token belongs to the document that it ends.
     Returns (document ids, loss mask, position ids):
-    - document ids: int32 [b, s], the number of each token's document; empty unless `reset_attention_mask`.
+    - document ids: int32 [b, s], the number of each token's document, from 1; empty unless `reset_attention_mask`.
       The attention builds its mask from them (`megatron.model.masks`).
     - loss mask: fp32 [b, s], 0 at end-of-document tokens if `eod_mask_loss`.
     - position ids: int64 [b, s], counted from 0 in each document if `reset_position_ids`.
@@ -24,8 +24,8 @@ def get_ltor_documents_and_position_ids(
     b, s = tokens.shape
     is_eod = tokens == eod
     positions = torch.arange(s, device=tokens.device).expand(b, s)
-    numbers = torch.zeros_like(tokens)
-    numbers[:, 1:] = is_eod[:, :-1].cumsum(dim=1)
+    numbers = torch.ones_like(tokens)
+    numbers[:, 1:] += is_eod[:, :-1].cumsum(dim=1)
     if reset_position_ids:
         begins = torch.zeros_like(tokens)
         begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)

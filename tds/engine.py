@@ -50,7 +50,7 @@ class PipelineEngine(PipelineHooks):
     returns each mean. If `loss_fn` has a method `count_targets(labels)`, `loss_fn` must return sums over targets.
     The loss of a step is then the total of these sums divided by the number of targets in the global batch, whatever
     the micro-batches and replicas. If `loss_fn` also has an attribute `mean_targets`, each step sets it to the mean
-    number of targets of its micro-batches, a scalar.
+    number of targets of its micro-batches, or the vector of means if `count_targets` returns a vector of counts.
     """
 
     data_iterator: Any
@@ -374,7 +374,7 @@ class PipelineEngine(PipelineHooks):
             self._at("reading its micro-batches to count their targets")
             self._losses.count(count, batches.all_labels(), self._replicas)
             if hasattr(self.module.loss_fn, "mean_targets"):
-                self.module.loss_fn.mean_targets = self._losses.divisor / (micros * replicas)
+                self.module.loss_fn.mean_targets = self._losses.counts / (micros * replicas)
         if last:
             self._step.scale = self.loss_factor / self._losses.divisor
 

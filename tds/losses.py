@@ -47,6 +47,7 @@ class Losses:
         self._known: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all ranks
         self._own = 1  # micro-batches of this replica
         self._divisor: Tensor | None = None  # number of targets in the global batch, if they are counted
+        self.counts: Tensor | None = None  # sum of what `count_targets` returned, at least 1 each
         # fp64 vector that the ranks reduce together. Its elements, in order: number of targets and of micro-batches of
         # all replicas; 1 if a loss has a new name; 1 if losses are fp64; for each key of `_known`, 1 if a replica has
         # this loss; the mean of each of these losses; the number that `share` sums, if it was called.
@@ -67,12 +68,16 @@ class Losses:
         self.dtype = torch.float32
 
     def count(self, count_targets: Callable[[Any], Any], labels: Sequence[Any], replicas: Any) -> None:
-        """Set the divisor of the losses to the number of targets in `labels`, summed over the replicas."""
+        """Set the divisor of the losses to the number of targets in `labels`, summed over the replicas.
+
+        count_targets: returns a scalar, or a vector [k] of which the first element is the number of targets.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for each in labels:
-            total += count_targets(each)
+            total = total + count_targets(each)
         dist.all_reduce(total, group=replicas)
-        self._divisor = total.clamp(min=1.0)
+        self.counts = total.clamp(min=1.0)
+        self._divisor = self.counts.view(-1)[0]
 
     @property
     def divisor(self) -> Tensor:

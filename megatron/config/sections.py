@@ -45,7 +45,6 @@ class Config:
             self._positions(),
             self._contexts(),
             self._expert_parallelism(),
-            self._padded_sequences(),
             self._object_storage(),
         )
 
@@ -231,22 +230,6 @@ class Config:
             given = "(none)" if experts is None else experts
             yield f"--num-experts {given} cannot be divided among --expert-parallel-size {ranks} ranks"
 
-    def _padded_sequences(self) -> Iterator[str]:
-        """Yield conflicts with the tokens that sequence parallelism appends to the sequences of a T5."""
-        if not (self.is_t5 and self.parallel.sequence_parallel):
-            return
-        if self.model.num_experts:
-            yield (
-                "--sequence-parallel pads the sequences of a T5, and routers would count the padding: with "
-                "--num-experts, use --no-sequence-parallel"
-            )
-        t, lengths = self.parallel.model_parallel_size, (self.data.enc_seq_length or 0, self.data.dec_seq_length or 0)
-        if self.log.log_layers and any(length % t for length in lengths):
-            yield (
-                "--sequence-parallel pads the sequences of a T5, and --log-layers would count the padding: make "
-                f"--enc-seq-length and --dec-seq-length multiples of {t}, or use --no-sequence-parallel"
-            )
-
     def _contexts(self) -> Iterator[str]:
         c, t, s = self.parallel.context_parallel_size, self.parallel.model_parallel_size, self.data.seq_length
         if c > 1 and s % (2 * c):
@@ -280,7 +263,7 @@ class Config:
         if asked is not None:
             return asked
         lengths = d.seq_length // self.parallel.context_parallel_size, d.enc_seq_length or 0, d.dec_seq_length or 0
-        padded = any(n % ranks for n in lengths) or (self.is_t5 and self.model.num_experts is not None)
+        padded = any(n % ranks for n in lengths)
         return accelerated and ranks > 1 and self.model.family is not None and not padded
 
     @property

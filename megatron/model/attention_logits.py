@@ -13,27 +13,31 @@ AT_ONCE, ROWS = 1 << 24, 128  # largest numbers of logits in memory, and of quer
 
 
 @torch.no_grad()
-def largest_logit(c: Call) -> Tensor:
+def largest_logit(c: Call, text: Tensor | None = None) -> Tensor:
     """Return the largest logit, q k^T x scale + bias, over all keys that a query may see: a scalar, in fp32 or fp64.
+
+    text: bool [b, q], False for queries that are padding and do not count; None if all count.
 
     With context parallelism, gather the keys of all ranks, so all of them must call this.
     """
     if not isinstance(c.mask, Views):
-        return _largest(c)
+        return _largest(c, text)
     views = c.mask
     key, value = whole_keys_and_values(c.key, c.value, views.axis)
     found = []
+    texts = None if text is None else torch.split(text, views.each, 1)
     for at, query in enumerate(torch.split(c.query, views.each, 2)):
         begin, end = views.keys(at)
         mask = views.mask(at)
         if mask is None:
             q, k = query.shape[2], end - begin
             mask = torch.ones(1, 1, q, k, dtype=torch.bool, device=query.device).tril(k - q)
-        found.append(_largest(c._replace(query=query, key=key[:, :, begin:end], value=value, mask=mask)))
+        seen = c._replace(query=query, key=key[:, :, begin:end], value=value, mask=mask)
+        found.append(_largest(seen, None if texts is None else texts[at]))
     return torch.stack(found).max()
 
 
-def _largest(c: Call) -> Tensor:
+def _largest(c: Call, text: Tensor | None) -> Tensor:
     mask, hides = c.visible()
     dtype = torch.promote_types(c.query.dtype, torch.float32)
     (b, n, q, d), (g, k) = c.query.shape, c.key.shape[1:3]
@@ -51,6 +55,8 @@ def _largest(c: Call) -> Tensor:
             logits[..., begin:].masked_fill_(~seen, -torch.inf)
         elif mask is not None:
             logits.masked_fill_(~mask[:, :, begin : begin + rows], -torch.inf)
+        if text is not None:
+            logits.masked_fill_(~text[:, None, begin : begin + rows, None], -torch.inf)
         found.append(logits.max())
     largest = torch.stack(found).max()
     return largest if c.bias is not None else largest * c.scale

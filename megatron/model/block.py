@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -16,7 +17,7 @@ from megatron.config import ModelConfig
 from .attention import CrossAttention, KeyValueCache, SelfAttention
 from .attention_kernels import Mask
 from .context_attention import views_of
-from .masks import DocumentRole, Documents, document_scope, window_mask
+from .masks import DocumentRole, Documents, Text, document_scope, text_tokens, window_mask
 from .mixture import Mixture
 from .mlp import ParallelMLP
 from .norm import build_norm
@@ -61,7 +62,11 @@ class TransformerLayer(nn.Module):
 
     name: name of the layer in the whole model.
     branches: number of residual branches of the whole stack, see `ModelConfig.output_std`.
+    stack, stacks: number of the layer's stack, from 0, and number of stacks of the model: 2 for encoder and decoder.
     """
+
+    stack = 0
+    stacks = 1
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
@@ -90,11 +95,14 @@ class TransformerLayer(nn.Module):
         caches: Caches | None = None,
         angles: Rotation | None = None,
         router_losses: list[Tensor] | None = None,
+        text: Text | None = None,
     ) -> Tensor:
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
         mask, bias, angles: arguments of self-attention, see `SelfAttention`.
-        router_losses: list to which a layer with experts adds the loss [1] of its router, see `Routing`.
+        router_losses: list to which a layer with experts adds the loss of its router, see `Routing`: [n] for the n
+        stacks of the model, 0 except for its own stack.
+        text: which tokens are text; routers leave out padding in training.
         """
         own, other = (caches.own, caches.cross) if caches else (None, None)
         with offloaded() if self.offload and self.training else nullcontext():
@@ -113,14 +121,20 @@ class TransformerLayer(nn.Module):
                 )
 
             def mlp(x: Tensor, _: Recipe | None) -> tuple[Tensor, Tensor | None]:
-                added, bias, *loss = self.mlp(x)
+                added, bias, *loss = self.mlp(x, text) if isinstance(self.mlp, Mixture) else self.mlp(x)
                 if loss and router_losses is None:
                     raise ValueError("a layer with experts needs `router_losses`, a list for the loss of its router")
                 if router_losses is not None:
-                    router_losses.extend(loss)
+                    router_losses.extend(F.pad(each, (self.stack, self.stacks - 1 - self.stack)) for each in loss)
                 return added, bias
 
             return self._add(self.post_attention_layernorm, self.mlp_dropout, mlp, hidden)
+
+    def text(self, document_ids: Tensor) -> Text | None:
+        """Return which tokens the router counts by document ids [b, s]; None for all, or if nothing is counted."""
+        if not (self.training and isinstance(self.mlp, Mixture)):
+            return None
+        return text_tokens(document_ids, self.sequence, self.context)
 
     def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
         """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""
@@ -133,7 +147,7 @@ class TransformerLayer(nn.Module):
 
 
 def summed(losses: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return a tuple with the sum [1] of routers' losses [1], or an empty tuple if there are none."""
+    """Return a tuple with the sum [n] of routers' losses [n], or an empty tuple if there are none."""
     return (torch.stack(list(losses)).sum(0),) if losses else ()
 
 
@@ -165,7 +179,7 @@ class Block(TransformerLayer):
         caches: keys and values of the text generated so far; positions continue after the cached tokens. With
         context parallelism hidden is this rank's part of the sequence, [s/c, b, h] for c ranks, and passing
         caches raises ValueError.
-        If an earlier layer has experts, the last input is the summed loss [1] of its router; the last output adds the
+        If an earlier layer has experts, the last input is the summed loss [n] of its router; the last output adds the
         loss of this layer's router.
         """
         if caches and self.context.size > 1:
@@ -184,5 +198,6 @@ class Block(TransformerLayer):
             mask = window_mask(document_ids, s, seen, self.window, documents)
         restart = self.role.positions and not caches
         angles = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
-        hidden = self.layer(hidden, mask, caches=caches, angles=angles, router_losses=losses)
+        text = self.text(document_ids)
+        hidden = self.layer(hidden, mask, caches=caches, angles=angles, router_losses=losses, text=text)
         return hidden, document_ids, *summed(losses)

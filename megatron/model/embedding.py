@@ -58,7 +58,7 @@ class WordEmbedding(nn.Module):
 
     @staticmethod
     def logits_and_loss(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Any:
-        """Return `logits` and the routers' loss [1]; in evaluation only the logits.
+        """Return `logits` and the routers' loss [n]; in evaluation only the logits.
 
         inputs: (hidden [s, b, h], ..., loss).
         """

@@ -115,16 +115,16 @@ class LanguageModel(LayerStack):
         inputs: tuple[Tensor, ...],
         labels: Tensor | None,
         loss_mask: Tensor | None,
-        corpora: Tensor | None = None,
+        **others: Tensor | None,
     ) -> Tensor:
         """Run the layers and return logits, [b, s, v/t] or [b, s, v].
 
         With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, the masked sum.
-        corpora: see `Targets` in loss.py.
+        others: `corpora` and `text`, see `Targets` in loss.py.
         """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
-            return self.loss_fn.of_labels(logits, labels, loss_mask, corpora)
+            return self.loss_fn.of_labels(logits, labels, loss_mask, others)
         logits, _ = split_loss(logits)
         return self.output(logits, self.vocab_size, self.parallel_output)
 
@@ -144,6 +144,7 @@ class GPT2Model(LanguageModel):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         corpora: Tensor | None = None,
+        text: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of tokens [b, s], or the loss if labels are given.
 
@@ -152,9 +153,10 @@ class GPT2Model(LanguageModel):
         the logits.
         position_ids: [b, s], by default counted from 0. A rotary model computes its positions itself and uses the
         position ids only to find where they restart at 0, see `DecoderStart`.
-        document_ids: [b, s], the number of the document to which each token's attention is restricted; by
-        default one document.
+        document_ids: [b, s], the number of the document to which each token's attention is restricted, 0 for padding;
+        by default one document without padding.
         corpora: float [b, c], 1 at the corpus of each sample, to get the loss of each corpus as additional losses.
+        text: fp64 [1], the number of text tokens, for routers' losses over several micro-batches, see `Targets`.
         On each of c context-parallel ranks, tokens, labels and loss mask are the rank's own, [b, s/c]; position and
         document ids are those of the whole sequence.
         """
@@ -163,4 +165,4 @@ class GPT2Model(LanguageModel):
             position_ids = torch.arange(own * self.context.size, device=tokens.device).expand(b, -1)
         if document_ids is None:
             document_ids = no_documents(tokens.device)
-        return self.compute((tokens, position_ids, document_ids), labels, loss_mask, corpora)
+        return self.compute((tokens, position_ids, document_ids), labels, loss_mask, corpora=corpora, text=text)

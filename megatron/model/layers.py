@@ -43,6 +43,14 @@ class Layer:
     work: int = 0
     routes: bool = False
 
+    @property
+    def ids_at(self) -> int:
+        """Index of the document ids of the layer's tokens among its inputs and among its outputs."""
+        if "encoded" in self.puts_out:
+            return self.puts_out.index("decoder_document_ids")
+        encodes = "encoder_document_ids" in self.puts_out
+        return self.puts_out.index("encoder_document_ids" if encodes else "document_ids")
+
     def build(self, seed: int) -> nn.Module:
         """Build the module; its constructor draws random numbers from a generator seeded by (seed, layer name).
 

@@ -3,7 +3,7 @@
 Shapes: s sequence, b batch, v vocabulary, t model-parallel ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,19 +15,32 @@ from megatron.config import Config
 
 IsText = Callable[[Tensor], Tensor]
 Logits = Tensor | mpu.DeferredLogits
-# Labels and loss mask, both [b, s]; with several corpora also float [b, c], 1 at the corpus of each sample and else 0.
-Targets = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+# Labels and loss mask, both [b, s], and perhaps a dict of further tensors:
+# - `corpora`: float [b, c], 1 at the corpus of each sample and else 0;
+# - `text`: fp64 [n], the number of text tokens of the micro-batch in each of the model's n stacks of layers, divided by
+#   the number of context-parallel ranks.
+Targets = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
 CORPUS_LOSS, CORPUS_TARGETS = "corpus_loss", "corpus_targets"  # names of additional values, followed by a number
 
 
 def split_loss(logits: Any) -> tuple[Logits, Tensor | None]:
-    """Separate what a model returns: its logits [s, b, v/t], and in training the loss [1] of its routers, if any."""
+    """Separate what a model returns: its logits [s, b, v/t], and in training the loss [n] of its routers, if any."""
     return logits if isinstance(logits, tuple) else (logits, None)
 
 
+def targets_of(labels: Tensor, loss_mask: Tensor, others: Mapping[str, Tensor]) -> Targets:
+    """Return `Targets`, without the dict if it is empty."""
+    return (labels, loss_mask, others) if others else (labels, loss_mask)
+
+
 def count_targets(targets: Targets) -> Tensor:
-    """Return the number of targets of a micro-batch, a scalar in fp64, exact for any batch."""
-    return targets[1].sum(dtype=torch.float64)
+    """Return the number of targets of a micro-batch, a scalar in fp64, exact for any batch.
+
+    If the targets contain numbers of text tokens [n], return a vector [1 + n] of the number of targets and these.
+    """
+    found = targets[1].sum(dtype=torch.float64)
+    text = targets[2].get("text") if len(targets) > 2 else None
+    return found if text is None else torch.cat([found.view(1), text])
 
 
 def _by_corpus(losses: Tensor, loss_mask: Tensor, corpora: Tensor) -> dict[str, Tensor]:
@@ -70,8 +83,8 @@ class TokenLoss:
         self.vocab_size, self.fused, self.is_text, self.z_loss = vocab_size, fused, is_text, z_loss
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
-        # Mean number of targets of a micro-batch in this step, a scalar that the engine sets; without an engine, the
-        # micro-batch's own number is used. The loss of the routers, a mean over tokens, is multiplied by it.
+        # Mean over the micro-batches of this step of `count_targets`, which the engine sets; without an engine, the
+        # micro-batch's own number is used. See `_of_routers`.
         self.mean_targets: Tensor | None = None
         # Values of the last micro-batch. Evaluation: sums over text tokens (`_of_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
@@ -85,14 +98,16 @@ class TokenLoss:
         fused = "cross-entropy" not in config.model.reference_ops
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
-    def of_labels(self, logits: Any, labels: Tensor, loss_mask: Tensor | None, corpora: Tensor | None = None) -> Tensor:
+    def of_labels(
+        self, logits: Any, labels: Tensor, loss_mask: Tensor | None, others: Mapping[str, Tensor | None]
+    ) -> Tensor:
         """Return the loss [b, s] of every token, or with a loss mask [b, s] the sum over targets, a scalar.
 
-        corpora: third element of `Targets`.
+        others: third element of `Targets`, with None for tensors that are missing.
         """
         if loss_mask is None:
             return self.per_token(logits, labels)
-        return self(logits, (labels, loss_mask) if corpora is None else (labels, loss_mask, corpora))
+        return self(logits, (labels, loss_mask, {name: each for name, each in others.items() if each is not None}))
 
     def per_token(self, logits: Any, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of logits [s, b, v/t] and labels [b, s], in nats, fp32 (fp64 for fp64 logits).
@@ -158,9 +173,10 @@ class TokenLoss:
 
         logits: [s, b, v/t], in training with the loss of the routers, see `split_loss`. Like the z-loss, this loss has
         a gradient but is not shown in the sum.
-        targets: (labels [b, s], loss mask [b, s]), perhaps with the samples' corpora [b, c].
+        targets: (labels [b, s], loss mask [b, s]), perhaps with a dict, see `Targets`.
         """
-        labels, loss_mask, *corpora = targets
+        labels, loss_mask = targets[:2]
+        others = targets[2] if len(targets) > 2 else {}
         logits, router_loss = split_loss(logits)
         if not torch.is_grad_enabled():
             values = self._per_token(logits, labels) * loss_mask
@@ -177,13 +193,25 @@ class TokenLoss:
             total = losses.sum()
             self.aux = {"z_loss": z.sum()} if self.z_loss else {}
         if router_loss is not None:
-            mean = loss_mask.sum() if self.mean_targets is None else self.mean_targets
-            router_loss = mean.to(router_loss) * router_loss
-            total = total + (router_loss - router_loss.detach()).sum()
-            self.aux = self.aux | {"router_loss": router_loss.detach().sum()}
-        if corpora:
-            self.aux = self.aux | _by_corpus(losses.detach(), loss_mask, corpora[0])
+            router_loss = self._of_routers(router_loss, targets)
+            total = total + (router_loss - router_loss.detach())
+            self.aux = self.aux | {"router_loss": router_loss.detach()}
+        if "corpora" in others:
+            self.aux = self.aux | _by_corpus(losses.detach(), loss_mask, others["corpora"])
         return total
+
+    def _of_routers(self, losses: Tensor, targets: Targets) -> Tensor:
+        """Return the routers' loss, a scalar, in the units of the sum over targets, by which the engine divides it.
+
+        losses: [n], for each stack of layers the mean over the text tokens of this micro-batch. A micro-batch with more
+        text than others counts more, so that the loss of a step is the mean over all of its text tokens.
+        """
+        own = count_targets(targets)
+        means = own if self.mean_targets is None else self.mean_targets
+        if own.dim():
+            losses = losses * (own[1:] / means[1:].clamp(min=1.0)).to(losses)
+            means = means[0]
+        return means.to(losses) * losses.sum()
 
     def count_targets(self, targets: Targets) -> Tensor:
         """Return the number of targets, a scalar by which the engine divides."""

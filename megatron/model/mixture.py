@@ -19,6 +19,7 @@ from megatron.config import ModelConfig
 from megatron.fused import Fused
 
 from .dispatch import through_experts
+from .masks import Text
 from .mlp import ParallelMLP
 from .router import Router
 
@@ -149,12 +150,12 @@ class Mixture(nn.Module):
             gate = nn.Parameter(torch.empty(1, config.hidden_size))
             self.shared_gate = mpu.declare(gate, mpu.normal(config.hidden_std), sequence=self.sequence)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None, Tensor]:
+    def forward(self, hidden: Tensor, text: Text | None = None) -> tuple[Tensor, None, Tensor]:
         """Apply the mixture: [s, b, h] -> ([s, b, h], no bias, loss of the router [1]); s/t with sequence parallelism.
 
-        In evaluation the loss is zero.
+        In evaluation the loss is zero. text: which tokens the router counts in training, see `Router`.
         """
-        experts, weights, loss = self.router(hidden)
+        experts, weights, loss = self.router(hidden, text)
         x = self._enter(hidden)
         s, b, h = x.shape
         experts = _whole(experts, self.sequence).view(s * b, -1)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
+from .masks import Text
+
 
 class Routing(NamedTuple):
     """Result of a router for hidden states [s, b, h].
@@ -54,8 +56,11 @@ class Router(nn.Module):
         for name, persistent in (("tokens", True), ("bias_steps", True), ("seen", False)):
             self.register_buffer(name, torch.zeros(config.num_experts, dtype=torch.int64), persistent)
 
-    def forward(self, hidden: Tensor) -> Routing:
-        """Route hidden states [s, b, h], or with sequence parallelism this rank's shard [s/t, b, h]."""
+    def forward(self, hidden: Tensor, text: Text | None = None) -> Routing:
+        """Route hidden states [s, b, h], or with sequence parallelism this rank's shard [s/t, b, h].
+
+        text: which tokens count in the loss and in `tokens`; None for all.
+        """
         config = self.config
         x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         if self.training and config.router_jitter:
@@ -72,29 +77,40 @@ class Router(nn.Module):
         if not self.training:
             return Routing(experts, weights, logits.new_zeros(1))
         if not self.stream.rng.recomputing:
-            self.seen += torch.bincount(experts.flatten(), minlength=len(self.seen))
-        return Routing(experts, weights, self._loss(logits, scores))
+            self.seen += self._counts(experts, text)
+        return Routing(experts, weights, self._loss(logits, scores, text))
+
+    def _counts(self, experts: Tensor, text: Text | None) -> Tensor:
+        """Return int64 [e], the number of text tokens that each expert gets by `experts` [s, b, k]."""
+        count = len(self.seen)
+        if text is not None:
+            experts = experts.masked_fill(~text.mask.unsqueeze(-1), count)  # a number that no expert has
+        return torch.bincount(experts.flatten(), minlength=count)[:count]
 
     def _jitter(self, x: Tensor) -> Tensor:
         with self.stream.rng.fork(self.stream.name, x.device, self.stream.split):
             return 1 + self.config.router_jitter * (2 * torch.rand_like(x) - 1)
 
-    def _loss(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return the mean of auxiliary loss and z-loss over all tokens of logits and scores [s, b, e], as [1].
+    def _loss(self, logits: Tensor, scores: Tensor, text: Text | None) -> Tensor:
+        """Return the mean of auxiliary loss and z-loss over the text tokens of logits and scores [s, b, e], as [1].
 
         The auxiliary loss of a token is the factor times e times the sum over experts of share x probability. It is
         smallest, equal to the factor, if the shares are equal.
         """
-        config, loss = self.config, logits.new_zeros(1)
+        config = self.config
+        each = logits.new_zeros(logits.shape[:-1])  # [s, b]
         if config.router_balance == "aux-loss" and config.router_aux_loss:
             shares = self.tokens / self.tokens.sum().clamp(min=1)
             shares = shares + (shares.sum() == 0) / len(shares)  # equal before the first step
             probabilities = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
             factor = config.router_aux_loss * len(shares)
-            loss = loss + factor * (probabilities.flatten(0, -2).sum(0) @ shares.to(scores.dtype))
+            each = each + factor * (probabilities @ shares.to(scores.dtype))
         if config.router_z_loss:
-            loss = loss + config.router_z_loss * logits.logsumexp(-1).square().sum()
-        loss = loss / (logits[..., 0].numel() * self.sequence.size)
+            each = each + config.router_z_loss * logits.logsumexp(-1).square()
+        if text is None:
+            loss = each.sum().view(1) / (each.numel() * self.sequence.size)
+        else:
+            loss = each.masked_fill(~text.mask, 0.0).sum().view(1) / text.total.clamp(min=1.0)
         return mpu.reduce_from_model_parallel_region(loss, self.sequence) if self.sequence.size > 1 else loss
 
     def end_step(self, tokens: Tensor, applied: bool | Tensor = True) -> None:

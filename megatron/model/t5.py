@@ -94,6 +94,8 @@ class EncoderBlock(TransformerLayer):
     relative positions, their table is one more input, the last.
     """
 
+    stacks = 2
+
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=2 * config.num_layers, causal=False)
         self.config = config
@@ -102,13 +104,14 @@ class EncoderBlock(TransformerLayer):
         """Run the layer on (hidden [k, b, h], decoder tokens [b, q], encoder ids, decoder ids, loss, table).
 
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
-        positions is [r, n/t]. The loss [1] is the summed one of the routers. Both are optional.
+        positions is [r, n/t]. The loss [2] is the summed one of the routers, by stack. Both are optional.
         """
         hidden, tokens, encoder_ids, decoder_ids = inputs[:4]
         losses, table = _losses_and_table(inputs[4:], self.config)
         s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table, s, s, self.config, causal=False) if table is not None else None
-        hidden = self.layer(hidden, document_scope(encoder_ids), bias, router_losses=losses)
+        text = self.text(encoder_ids)
+        hidden = self.layer(hidden, document_scope(encoder_ids), bias, router_losses=losses, text=text)
         return hidden, tokens, encoder_ids, decoder_ids, *summed(losses)
 
 
@@ -119,6 +122,9 @@ class DecoderBlock(TransformerLayer):
     relative positions, their table is one more input, the last.
     """
 
+    stack = 1
+    stacks = 2
+
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=3 * config.decoder_layers, causal=True, cross=True)
         self.config = config
@@ -127,7 +133,7 @@ class DecoderBlock(TransformerLayer):
         """Run the layer on (hidden [q, b, h], encoded [k, b, h], encoder ids, decoder ids, loss, table).
 
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
-        positions is [r, n/t]. The loss [1] is the summed one of the routers. Both are optional.
+        positions is [r, n/t]. The loss [2] is the summed one of the routers, by stack. Both are optional.
         """
         hidden, encoded, encoder_ids, decoder_ids = inputs[:4]
         losses, table = _losses_and_table(inputs[4:], self.config)
@@ -135,7 +141,9 @@ class DecoderBlock(TransformerLayer):
         q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table, q, seen + q, self.config, causal=True) if table is not None else None
         mask, cross = document_scope(decoder_ids, causal=True), document_scope(decoder_ids, encoder_ids)
-        hidden = self.layer(hidden, mask, bias, Encoded(encoded, cross), caches, router_losses=losses)
+        text = self.text(decoder_ids)
+        memory = Encoded(encoded, cross)
+        hidden = self.layer(hidden, mask, bias, memory, caches, router_losses=losses, text=text)
         return hidden, encoded, encoder_ids, decoder_ids, *summed(losses)
 
 
@@ -216,6 +224,7 @@ class T5Model(LanguageModel):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         corpora: Tensor | None = None,
+        text: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of encoder tokens [b, k] and decoder tokens [b, q], or the loss if labels are given.
 
@@ -230,4 +239,4 @@ class T5Model(LanguageModel):
         encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids
         decoder_document_ids = none if decoder_document_ids is None else decoder_document_ids
         inputs = encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids
-        return self.compute(inputs, labels, loss_mask, corpora)
+        return self.compute(inputs, labels, loss_mask, corpora=corpora, text=text)

@@ -1,6 +1,5 @@
 """The corpus of each sample in a batch, for the loss of each corpus. Only runs with several corpora have it."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -35,17 +34,12 @@ def with_numbers(data: Batch | None, config: Config, samples: int) -> Batch | No
     return {**data, KEY: torch.full((samples,), _number_of_corpora(config.data))}
 
 
-def targets(labels: Tensor, loss_mask: Tensor, batch: Batch, config: Config) -> tuple[Tensor, ...]:
-    """Return (labels, loss mask), both [b, s], and with several corpora float [b, c], 1 at the corpus of each sample.
+def corpora_of(batch: Batch, config: Config) -> dict[str, Tensor]:
+    """Return {"corpora": float [b, c], 1 at the corpus of each sample}; {} with one corpus.
 
     batch: broadcast batch, with the number of each sample's corpus [b].
     """
     if KEY not in batch:
-        return labels, loss_mask
+        return {}
     corpora = _number_of_corpora(config.data)
-    return labels, loss_mask, F.one_hot(batch[KEY], corpora + 1)[:, :corpora].float()
-
-
-def given(corpora: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the keyword argument `corpora` of a model, if there are several corpora: [] or [tensor [b, c]]."""
-    return {"corpora": corpora[0]} if corpora else {}
+    return {"corpora": F.one_hot(batch[KEY], corpora + 1)[:, :corpora].float()}

@@ -13,6 +13,7 @@ from ..data.fim import FillInTheMiddle
 from ..data.gpt2_dataset import build_train_valid_test_datasets
 from ..data.prefixes import Prefixes
 from ..model.gpt2 import GPT2Model
+from ..model.loss import Targets, targets_of
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
@@ -58,23 +59,23 @@ class GPT2(Task):
 
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    ) -> tuple[tuple[Tensor, ...], Targets]:
         """Return ((tokens, positions, document ids), (labels, loss mask)), each [b, s].
 
-        With several corpora, the second tuple also has the samples' corpora [b, c], see `by_corpus`.
+        The second tuple also has a dict of further tensors, see `Targets` in megatron/model/loss.py.
         data: batch of samples with the keys that `datasets` describes, or None on ranks that read no data.
 
         With c context-parallel ranks, tokens, labels and loss mask are this rank's shard, [b, s/c]. Positions and
         document ids cover the whole sequence on every rank.
         """
         data = by_corpus.with_numbers(data, config, config.train.batch_size)
-        (tokens, *others), (labels, loss_mask, *corpora) = self._whole_batch(data, config, tokenizer)
+        (tokens, *positions), (labels, loss_mask, *others) = self._whole_batch(data, config, tokenizer)
         tokens, labels, loss_mask = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (tokens, labels, loss_mask))
-        return (tokens, *others), (labels, loss_mask, *corpora)
+        return (tokens, *positions), targets_of(labels, loss_mask, others[0] if others else {})
 
     def _whole_batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    ) -> tuple[tuple[Tensor, ...], Targets]:
         if config.objective == "sft":
             return sft.batch(data, config)
         assert tokenizer is not None, "batches of GPT-2 need the tokenizer's end-of-document id"
@@ -94,15 +95,16 @@ class GPT2(Task):
         )
         if "prefixes" in found:
             document_ids, loss_mask = with_prefixes(found["prefixes"], document_ids, loss_mask)
-        return (tokens, position_ids, document_ids), by_corpus.targets(labels, loss_mask, found, config)
+        inputs = tokens, position_ids, document_ids
+        return inputs, targets_of(labels, loss_mask, by_corpus.corpora_of(found, config))
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the summed loss, a scalar.
 
         The model computes the loss because it may compute the logits in chunks.
         """
-        inputs, (labels, loss_mask, *corpora) = batch
-        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **by_corpus.given(corpora))
+        inputs, (labels, loss_mask, *others) = batch
+        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **(others[0] if others else {}))
         return total
 
 

@@ -14,7 +14,7 @@ def with_prefixes(prefixes: Tensor, document_ids: Tensor, loss_mask: Tensor) -> 
     Returns (document ids, loss mask), both [b, s]. The last token of a prefix keeps its loss because its label is the
     first token after the prefix.
     """
-    numbers = document_ids + 1 if document_ids.numel() else torch.ones_like(prefixes, dtype=torch.int32)
+    numbers = document_ids if document_ids.numel() else torch.ones_like(prefixes, dtype=torch.int32)
     inside = prefixes.bool()
     seen = torch.zeros_like(inside)
     seen[:, :-1] = inside[:, :-1] & inside[:, 1:]

@@ -10,7 +10,8 @@ from megatron import mpu
 
 from ..config import Config
 from ..data.sft_dataset import build_train_valid_test_datasets
-from ..model.masks import positions_in_documents
+from ..model.loss import Targets, targets_of
+from ..model.masks import positions_in_documents, text_count
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets
 from . import by_corpus
@@ -29,10 +30,10 @@ def datasets(config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]
     )
 
 
-def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], Targets]:
     """Return ((tokens, positions, document ids), (labels, loss mask)), each [b, s], from a batch of samples.
 
-    With several corpora, the second tuple also has the samples' corpora [b, c], see `by_corpus`.
+    The second tuple also has a dict of further tensors, see `Targets` in megatron/model/loss.py.
     --reset-position-ids and --reset-attention-mask have no effect here: records are always separate documents.
     """
     size = config.train.batch_size, config.data.seq_length
@@ -43,4 +44,7 @@ def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], tuple
     found = mpu.broadcast_data(list(sizes), data, torch.int64, sizes=sizes)
     positions = positions_in_documents(found["document_ids"])
     inputs = found["tokens"], positions, found["document_ids"].int()
-    return inputs, by_corpus.targets(found["labels"], found["loss_mask"].float(), found, config)
+    others = by_corpus.corpora_of(found, config)
+    if config.model.num_experts is not None:
+        others["text"] = text_count(found["tokens"], found["document_ids"], mpu.context_axis())
+    return inputs, targets_of(found["labels"], found["loss_mask"].float(), others)

@@ -13,7 +13,8 @@ from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
 from ..data.corpora import prefixes_of
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
-from ..model.masks import no_documents
+from ..model.loss import Targets, targets_of
+from ..model.masks import no_documents, text_count
 from ..model.t5 import T5Model
 from ..tokenizer import SentinelTokenizer, Tokenizer
 from ..training.task import Batch, Datasets, Task
@@ -39,6 +40,17 @@ def _without_needless_ids(data: Batch) -> Batch:
     if all(bool(each.all()) for each in ids.values()):
         ids = {name: data[name][:, :0] for name in names}
     return {**data, **ids}
+
+
+def _needs_ids(batch: Batch, config: Config) -> bool:
+    """Return whether document ids must mark padding that sequence parallelism appends to the tokens.
+
+    Encoder tokens would attend to padding; routers and --log-layers would count it. Padding of the decoder changes no
+    other number, because no decoder token attends to later tokens.
+    """
+    counted = config.model.num_experts is not None or config.log.log_layers
+    sides = ("encoder", "decoder") if counted else ("encoder",)
+    return any(mpu.pad_sequence(batch[side], 0).shape != batch[side].shape for side in sides)
 
 
 class T5(Task):
@@ -81,14 +93,13 @@ class T5(Task):
 
     def batch(
         self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    ) -> tuple[tuple[Tensor, ...], Targets]:
         """Return ((encoder, decoder, encoder document ids, decoder document ids), (labels, loss mask)).
 
         Shapes: encoder and its document ids [b, k], all other tensors [b, q].
-        With several corpora, the second tuple also has the samples' corpora [b, c], see `by_corpus`.
-        The layers build attention masks from the document ids; padding has id 0. Padding that this method appends to
-        the decoder gets id 1. Any id is correct there, because no decoder token attends to later tokens. Labels that
-        do not count in the loss become padding.
+        The second tuple may have a dict of further tensors, see `Targets` in megatron/model/loss.py.
+        The layers build attention masks from the document ids; padding has id 0, also padding that this method appends.
+        Labels that do not count in the loss become padding.
         """
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
@@ -97,10 +108,10 @@ class T5(Task):
         sent = mpu.broadcast_data([*KEYS, *by_corpus.keys(config)], data, torch.int64)
         batch = {key: sent[key] for key in KEYS}
         plain = not batch["encoder_document_ids"].numel()
-        if plain and mpu.pad_sequence(batch["encoder"], words.pad).shape != batch["encoder"].shape:
+        if plain and _needs_ids(batch, config):
             plain = False
             batch |= {f"{side}_document_ids": torch.ones_like(batch[side]) for side in ("encoder", "decoder")}
-        fillers = {"encoder": words.pad, "decoder": words.pad, "labels": words.pad, "decoder_document_ids": 1}
+        fillers = {"encoder": words.pad, "decoder": words.pad, "labels": words.pad}
         batch = {key: mpu.pad_sequence(each, fillers.get(key, 0)) for key, each in batch.items()}
         labels, loss_mask = batch["labels"], batch["loss_mask"].float()
         if config.data.eod_mask_loss:
@@ -111,13 +122,19 @@ class T5(Task):
             for side in ("encoder", "decoder")
         )
         inputs = batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids
-        return inputs, by_corpus.targets(labels, loss_mask, sent, config)
+        others = by_corpus.corpora_of(sent, config)
+        if config.model.num_experts is not None:
+            alone = mpu.context_axis()
+            in_encoder = text_count(batch["encoder"], encoder_ids, alone)
+            in_decoder = text_count(batch["decoder"], decoder_ids, alone)
+            others["text"] = torch.cat([in_encoder, in_decoder])
+        return inputs, targets_of(labels, loss_mask, others)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the summed loss, a scalar.
 
         The model computes the loss because it may compute the logits in chunks.
         """
-        inputs, (labels, loss_mask, *corpora) = batch
-        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **by_corpus.given(corpora))
+        inputs, (labels, loss_mask, *others) = batch
+        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **(others[0] if others else {}))
         return total

@@ -78,6 +78,7 @@ def training_line(
         f"grad norm {norm:7.3f}",
         *([] if row["loss_scale"] is None else [f"loss scale {row['loss_scale']:8g}"]),
         f"{row['tokens_per_second']:9,.0f} tokens/s",
+        *([f"padding {row['padding']:5.1%}"] if row.get("padding") else []),
         *([] if row["mfu"] is None else [f"MFU {row['mfu']:5.1%}"]),
         *(_details(row, last, seconds) if details else []),
         f"{duration(left):>7} left",

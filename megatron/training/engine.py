@@ -92,10 +92,11 @@ class Engine(Protocol):
         ...
 
 
-def _scalar(found: Any, function: str) -> Any:
-    if isinstance(found, Tensor) and not found.dim() or isinstance(found, (int, float)):
+def _counts(found: Any) -> Any:
+    """Return what `count_targets` returned, if it is a number, a scalar or a vector. Raises ValueError otherwise."""
+    if isinstance(found, Tensor) and found.dim() < 2 or isinstance(found, (int, float)):
         return found
-    raise ValueError(f"{function} returns {what(found)}: return one number, or a tensor of one number")
+    raise ValueError(f"count_targets returns {what(found)}: return one number, or a tensor of one number")
 
 
 def _set_lr(engine: Any, lr: float) -> None:
@@ -223,10 +224,11 @@ class NoPipeEngine:
         ds.set_micro_batches(gas)
         _set_lr(ds, lr)
         ds.train()
-        made, targets = self._read(batches, gas)
+        made, counts = self._read(batches, gas)
         loss_fn: Any = getattr(ds.module, "loss_fn", None)
         if hasattr(loss_fn, "mean_targets"):
-            loss_fn.mean_targets = targets / (gas * self.data.size)
+            loss_fn.mean_targets = counts / (gas * self.data.size)
+        targets = counts.view(-1)[0]
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Any] = defaultdict(float)
         for micro, batch in enumerate(made):
@@ -351,8 +353,8 @@ class NoPipeEngine:
     def _read(self, batches: Batches | None, gas: int) -> tuple[list[Any], Tensor]:
         """Return (`gas` micro-batches, number of targets of the global batch).
 
-        A batch without targets counts as 1 target. The number stays on the device, so that the host does not wait for
-        the device.
+        If `count_targets` returns a vector, the number is the first element of a vector of counts. A batch without
+        targets counts as 1 target. The number stays on the device, so that the host does not wait for the device.
         """
         with self.timers("data"):
             read = [next(batches) if batches is not None else None for _ in range(gas)]
@@ -362,7 +364,7 @@ class NoPipeEngine:
                 return made, torch.tensor(float(gas * self.data.size), dtype=torch.float64)
             total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
             for batch in made:
-                total += _scalar(self.count_targets(batch), "count_targets")
+                total = total + _counts(self.count_targets(batch))
             return made, self._sum(total).clamp(min=1.0)
 
     def _norm_of_shares(self, ds: Any) -> Tensor:

@@ -17,6 +17,7 @@ from ..model.attention import Attention
 from ..model.attention_kernels import Call
 from ..model.attention_logits import largest_logit
 from ..model.layers import Layer, global_parameters
+from ..model.masks import text_tokens
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from .engine import Step
@@ -30,8 +31,8 @@ METRICS = "weight_norm", "grad_norm", "update_ratio", "activation_rms", "attenti
 class LayerLog(Hook):
     """Hook that measures each layer in the iterations of log lines.
 
-    Activations are the outputs of transformer layers. Models that are not a list of layers have no activations and
-    logits, and compiled layers have no logits.
+    Activations are the outputs of transformer layers. Padding does not count. Models that are not a list of layers have
+    no activations and logits, and compiled layers have no logits.
     found: layer -> metric -> value of the last measured iteration; empty if none was measured since the last log line.
     """
 
@@ -55,6 +56,7 @@ class LayerLog(Hook):
                 "note: --log-layers leaves out attention logits, as layers are compiled; --no-compile logs them"
             )
         self._activations, self._logits = torch.zeros(()), torch.zeros(())
+        self._text: Tensor | None = None  # bool [b, q], the queries of the current layer that are text; None for all
         self._armed = False
         self.found: dict[str, dict[str, float | None]] = {}
 
@@ -79,16 +81,24 @@ class LayerLog(Hook):
             module.watch = partial(self._watch, at)
 
     def _observe(self, layer: Layer, call: Callable[[Any], Any], inputs: Any) -> Any:
+        if not (layer.repeated and self._model.training):
+            return call(inputs)
+        ids = inputs[layer.ids_at]
+        context = mpu.context_axis()
+        queries = text_tokens(ids, mpu.ALONE, context)
+        self._text = None if queries is None else queries.mask.t()
         outputs = call(inputs)
-        if layer.repeated and self._model.training:
-            hidden = outputs[0].detach()
-            square = squared_norm(hidden)
-            self._activations[:, self._at[layer.name]] += torch.stack([square, torch.full_like(square, hidden.numel())])
+        hidden = outputs[0].detach()  # [s, b, h]
+        text = text_tokens(ids, mpu.sequence_axis(), context)
+        if text is not None:
+            hidden = hidden[text.mask]
+        square = squared_norm(hidden)
+        self._activations[:, self._at[layer.name]] += torch.stack([square, torch.full_like(square, hidden.numel())])
         return outputs
 
     def _watch(self, at: int, call: Call) -> None:
-        if self._model.training:
-            self._logits[at] = torch.maximum(self._logits[at], largest_logit(call).double())
+        if self._model.training and not mpu.get_rng().recomputing:
+            self._logits[at] = torch.maximum(self._logits[at], largest_logit(call, self._text).double())
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         """Set `found`, if this iteration was measured. All ranks must call this."""

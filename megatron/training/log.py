@@ -15,6 +15,7 @@ from ..ranks.rank_0 import print_rank_0
 from ..ranks.stragglers import straggler
 from .console import TimeLeft, training_line
 from .corpus_losses import CorpusLosses
+from .data_ranks import PaddingCount
 from .engine import Step
 from .expert_log import balance_of, expert_tokens
 from .find_nonfinite import explain
@@ -36,6 +37,7 @@ class TrainingLog(Hook):
         self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
         self.left = TimeLeft()
         self.corpora = CorpusLosses(run.config)
+        self.padding = PaddingCount(run.config)
         self.batch = run.global_batch  # number of samples of the last iteration
         self.last = SampleRange(run.state.iteration, run.state.consumed_samples, 0)  # of the last iteration
         self.forget()
@@ -149,6 +151,8 @@ class TrainingLog(Hook):
             "memory_mb": device_module.peak_memory_mb(run.device),
         }
         row |= {name: torch.stack(values).mean().item() for name, values in self.added.items() if values}
+        if self.padding.enabled:
+            row["padding"] = self.padding.take(run.device)
         row |= {"global_batch": self.batch} if len(run.batches.sizes) > 1 else {}
         row |= {"spikes": self.spikes} if self.spikes else {}
         row |= self._of_layers()

@@ -43,10 +43,11 @@ def train(run: Run) -> None:
         raised = "--train-samples" if config.train.train_samples else "--train-iters"
         print_rank_0(DONE.format(state.iteration, last, raised))
     skips = _skips(run)
+    log = TrainingLog(run)
     batches = None
     if state.iteration < last:
         batches = read(run.datasets[0], config, state.consumed_samples, skips, run.micro_batches)
-    log = TrainingLog(run)
+        batches = log.padding.counted(batches)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
     signals = StopSignals(config.checkpoint.exit_duration_in_mins, run.device)

@@ -1,7 +1,9 @@
 """In every layout, fine-tuning on packed records has the losses of plain torch, which processes records one by one."""
 
+import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,3 +81,38 @@ def test_losses_equal_records_by_themselves(
     found = ours(layout, tmp_path, records, vocab_file, *flags, precision="fp64")
     np.testing.assert_allclose(found, expected, rtol=1e-10)
     assert expected[0] - min(expected) > 0.3  # the reference's loss falls, so an error in our training would show
+
+
+STATISTICS = "--objective sft --log-layers --num-experts 4 --router-z-loss 0.05 --router-aux-loss 0.1"
+
+
+def _logged(layout: Layout, more: str, records: str, run_dir: Path, vocab_file: str) -> list[dict[str, Any]]:
+    ours(layout, run_dir, records, vocab_file, *STATISTICS.split(), *more.split(), precision="fp64", steps=3)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_no_layout_counts_padding(records: str, tmp_path: Path, vocab_file: str) -> None:
+    """Losses of routers, tokens of experts, activations and logits are those of the text, in every layout."""
+    one = _logged(Layout(0, 1, 1), "", records, tmp_path / "one", vocab_file)
+    order = SftDataset(Records(records, None), range(300), SEQ, 0, SEED, "train").order
+    for step, row in enumerate(one):
+        pieces = [order.pieces(n) for n in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)]
+        text = sum(length for each in pieces for _, _, length in each)
+        assert row["padding"] == pytest.approx(1 - text / (GLOBAL_BATCH * SEQ))
+        assert all(sum(tokens) == 2 * text for tokens in row["expert_tokens"].values())
+    for at, (layout, more) in enumerate(COUNTED):
+        found = _logged(layout, more, records, tmp_path / str(at), vocab_file)
+        for row, wanted in zip(found, one, strict=True):
+            for name in ("lm_loss", "router_loss", "padding", "grad_norm"):
+                assert row[name] == pytest.approx(wanted[name], rel=1e-9), (layout, name)
+            assert row["expert_tokens"] == wanted["expert_tokens"], layout
+            for layer, metrics in wanted["layers"].items():
+                assert row["layers"][layer] == pytest.approx(metrics, rel=1e-8), (layout, layer)
+
+
+COUNTED = [
+    (Layout(0, 1, 2), "--sequence-parallel"),
+    (Layout(2, 1, 1), "--batch-size 4 --gas 2"),
+    (Layout(0, 2, 1), "--expert-parallel-size 2 --batch-size 1 --gas 4"),
+    (Layout(0, 1, 1, cp=2), ""),
+]

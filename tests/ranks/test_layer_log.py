@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megatron.config.command_line import parse
-from megatron.config.fields import ConfigError
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.model.block import TransformerLayer
 from megatron.model.layers import global_parameters
+from megatron.model.masks import no_documents
 from megatron.model.router import Router, Routing
 from megatron.training.layer_log import METRICS, LayerLog
 from megatron.training.loop import train
@@ -46,6 +47,7 @@ EXPERTS = "--num-experts 4 --experts-per-token 2 --num-shared-experts 1 --router
 CASES = [
     ("gpt2", ["dp2-zero1", "dp2-zero3", "dp2-muon-zero1", "pp2", "tp2-sequence", "cp2"]),
     ("gpt2 experts", ["dp2-ep2", "dp2-ep2-zero1", "pp2"]),
+    ("t5-cpm experts", ["dp2-ep2", "pp2", "tp2-sequence"]),
 ]
 MORE = [
     ("gpt2", ["dp2-muon", "tp2-muon-zero1"]),
@@ -104,11 +106,34 @@ def test_every_layout_logs_the_same(
                     assert found[layer][metric] == pytest.approx(value, rel=exact), (name, layer, metric)
 
 
-def test_padding_of_sequence_parallelism_is_not_counted() -> None:
-    flags = "--family t5 --num-layers 2 --vocab-size 64 --model-parallel-size 2 --sequence-parallel --log-layers"
-    with pytest.raises(ConfigError, match="--enc-seq-length and --dec-seq-length multiples of 2"):
-        parse(f"{flags} --enc-seq-length 20 --dec-seq-length 11".split())
-    parse(f"{flags} --enc-seq-length 20 --dec-seq-length 12".split())
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A corpus of 200 documents of 3 to 12 tokens; T5 samples of such documents contain padding."""
+    prefix = str(tmp_path_factory.mktemp("short") / "corpus_text_document")
+    rng = np.random.default_rng(2)
+    with IndexedDatasetBuilder(prefix, np.uint16) as tokens:
+        for _ in range(200):
+            tokens.add_document(rng.integers(10, 2900, int(rng.integers(3, 13))))
+    return prefix
+
+
+@pytest.mark.parametrize("kind", ["cpm", "t5"])
+def test_padding_of_sequence_parallelism_is_not_counted(
+    kind: str, tmp_path: Path, short_documents: str, vocab_file: str
+) -> None:
+    """Lengths that two ranks cannot divide are padded; the decoder needs document ids only if something is counted."""
+    lengths = "--enc-seq-length 31 --dec-seq-length 13" if kind == "cpm" else "--enc-seq-length 32 --dec-seq-length 13"
+    model = "t5-cpm" if kind == "cpm" else "t5-v1.1"
+    flags = f"--train-iters 2 --log-layers --precision fp64 {EXPERTS} {lengths} --batch-size 4"
+    on_ranks(1, run_all, [Start(model, tmp_path / "one", flags)], short_documents, vocab_file)
+    start = Start(model, tmp_path / "two", f"{flags} --model-parallel-size 2 --sequence-parallel")
+    on_ranks(2, run_all, [start], short_documents, vocab_file)
+    assert (kind == "cpm") <= all(row["padding"] > 0 for row in _rows(tmp_path / "one"))
+    for found, wanted in zip(_rows(tmp_path / "two"), _rows(tmp_path / "one"), strict=True):
+        assert found["expert_tokens"] == wanted["expert_tokens"]
+        assert found["router_loss"] == pytest.approx(wanted["router_loss"], rel=1e-8)
+        for layer, metrics in wanted["layers"].items():
+            assert found["layers"][layer] == pytest.approx(metrics, rel=1e-8), layer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,8 +142,8 @@ def test_activations_of_large_tensors_are_exact(dtype: torch.dtype) -> None:
     sums: Any = SimpleNamespace(
         _model=SimpleNamespace(training=True), _at={"x": 0}, _activations=torch.zeros(2, 1).double()
     )
-    layer: Any = SimpleNamespace(repeated=True, name="x")
-    LayerLog._observe(sums, layer, lambda inputs: inputs, (hidden,))
+    layer: Any = SimpleNamespace(repeated=True, name="x", ids_at=1)
+    LayerLog._observe(sums, layer, lambda inputs: inputs, (hidden, no_documents(hidden.device)))
     square, count = sums._activations[:, 0].tolist()
     assert square / count == pytest.approx(hidden.double().square().mean().item(), rel=1e-6)
 

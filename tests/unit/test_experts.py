@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron import mpu
 from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
 from megatron.model import mixture as mixture_module
+from megatron.model.loss import count_targets
+from megatron.model.masks import text_tokens
 from megatron.model.mixture import Mixture
 from megatron.model.router import Router, update_routers
 
@@ -251,8 +254,76 @@ def test_notes(flags: str, named: str | None) -> None:
     assert len(notes) == (named is not None) and all(str(named) in note for note in notes)
 
 
-def test_padding_of_sequences_would_reach_the_routers() -> None:
-    flags = f"{FAMILIES['t5']} --num-experts 4 --model-parallel-size 2"
-    with pytest.raises(ConfigError, match="--no-sequence-parallel"):
-        parse(f"{flags} --sequence-parallel".split())
-    assert not parse(flags.split()).splits_sequences(accelerated=True)
+# ------------------------------------------------------- padding
+
+DOCUMENTS = (7, 5, 3, 9, 4, 8, 6, 6)  # lengths; two of them fill a window of 12 tokens
+
+
+def _windows(length: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and document ids, [4, length] each: two documents a window, then padding."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.full((4, length), 1)
+    ids = torch.zeros(4, length, dtype=torch.int32)
+    for number, size in enumerate(DOCUMENTS):
+        window = number // 2
+        begin = 0 if number % 2 == 0 else DOCUMENTS[number - 1]
+        here = slice(begin, begin + size)
+        tokens[window, here] = torch.randint(2, VOCAB, (size,), generator=generator)
+        ids[window, here] = number % 2 + 1
+    return tokens, ids
+
+
+def _with_padding(family: str, length: int, balance: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return gradients and the routers' counts of one micro-batch with windows of `length` tokens."""
+    model = _model(family, f"--objective sft --num-experts 4 --router-z-loss 0.1 --router-balance {balance}")
+    tokens, ids = _windows(length)
+    model(tokens, None, ids, labels=tokens, loss_mask=(ids != 0).double()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return grads, {name: module.seen for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+@pytest.mark.parametrize("balance", ["aux-loss", "bias"])
+def test_padding_does_not_change_what_routers_learn_and_count(balance: str) -> None:
+    grads, counts = _with_padding("llama", 12, balance)
+    padded_grads, padded_counts = _with_padding("llama", 29, balance)
+    assert grads.keys() == padded_grads.keys() and len(counts) == 2
+    for name, grad in grads.items():
+        torch.testing.assert_close(padded_grads[name], grad, rtol=1e-10, atol=1e-13, msg=name)
+    for name, seen in counts.items():
+        assert seen.sum() == 2 * sum(DOCUMENTS) and torch.equal(padded_counts[name], seen)
+
+
+def test_the_auxiliary_loss_of_padded_windows_is_that_of_transformers() -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    settings = f"{FAMILIES['llama']} --num-experts 4 --router-aux-loss 0.5 --init-method-std 1"
+    router = Router(parse(settings.split()).model, "router").train()
+    hidden = torch.randn(29, 4, 16, generator=torch.Generator().manual_seed(3))
+    ids = _windows(29)[1]
+    text = text_tokens(ids, mpu.ALONE, mpu.ALONE)
+    router(hidden, text)
+    router.end_step(router.seen)  # The next loss uses the shares of this step, as that of transformers does.
+    found = router(hidden, text).loss
+    logits = (hidden @ router.weight.t()).transpose(0, 1).flatten(0, 1)
+    expected = mixtral.load_balancing_loss_func((logits,), 4, 2, (ids != 0).long())
+    torch.testing.assert_close(found, 0.5 * expected.view(1) / 2)  # transformers sums the shares over the two choices
+
+
+def test_micro_batches_with_more_text_count_more() -> None:
+    """A step of two micro-batches has the router's gradient of one micro-batch with the same samples."""
+    tokens, ids = _windows(29)
+    ids[0, 5:] = 0
+    whole = {}
+    for parts in (1, 2):
+        model = _model("llama", "--objective sft --num-experts 4 --router-z-loss 0.1 --router-aux-loss 0.5")
+        targets = [
+            (t, (i != 0).double(), {"text": (i != 0).sum().double().view(1)})
+            for t, i in zip(tokens.chunk(parts), ids.chunk(parts), strict=True)
+        ]
+        counts = [count_targets(each) for each in targets]
+        model.loss_fn.mean_targets = sum(counts) / parts  # type: ignore[union-attr]
+        for (t, mask, others), i in zip(targets, ids.chunk(parts), strict=True):
+            loss = model(t, None, i, labels=t, loss_mask=mask, **others)
+            (loss / sum(counts)[0]).backward()
+        whole[parts] = {name: p.grad for name, p in model.named_parameters()}
+    for name, grad in whole[1].items():
+        torch.testing.assert_close(whole[2][name], grad, rtol=1e-10, atol=1e-13, msg=name)

@@ -37,7 +37,7 @@ def _seen(documents: list[int], inside: list[int]) -> list[list[bool]]:
 
 
 def test_who_sees_whom_and_what_counts() -> None:
-    documents, inside = [0, 0, 0, 0, 1, 1, 2, 2, 2], [1, 1, 1, 0, 0, 0, 1, 1, 0]
+    documents, inside = [1, 1, 1, 1, 2, 2, 3, 3, 3], [1, 1, 1, 0, 0, 0, 1, 1, 0]
     ids, counts = with_prefixes(torch.tensor([inside]), torch.tensor([documents]), torch.ones(1, 9))
     mask = document_mask(ids, causal=True)
     assert mask is not None and mask[0, 0].tolist() == _seen(documents, inside)
