@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
-from megatron.atomic import remove, write_text
+from megatron.atomic import remove
 from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.ranks.agreement import all_ranks, check_replicas
@@ -26,7 +26,6 @@ from megatron.storage import RemotePath, place
 from tds import optimizer_state as zero_state
 
 from .buffers import Buffers, savable
-from .certificate import FILE as CERTIFICATE
 from .checksums import SHA256, preferred
 from .files import FORMAT, discard, make_room, publish, publish_remote
 from .remote import upload
@@ -89,7 +88,6 @@ class Saver:
 
     background: a thread copies this rank's share to the CPU and writes the copy. Training continues meanwhile; only an
     optimizer step, which changes the share, waits for the copy.
-    certificate: text of a certificate to put into each checkpoint; rank 0's is used.
     staging: folder on this machine for files on their way to object storage; needed if `folder` is a URL. There, a
     thread uploads this rank's share after it has been written, so every save finishes in the background.
     """
@@ -101,10 +99,8 @@ class Saver:
         config: Config,
         fingerprint: str,
         background: bool = False,
-        certificate: str | None = None,
         staging: Path | None = None,
     ) -> None:
-        self.certificate = certificate
         self.folder, self.engine, self.config = place(folder), engine, config
         self._staging = staging if isinstance(self.folder, RemotePath) else None
         self.fingerprint, self.background = fingerprint, background
@@ -317,13 +313,6 @@ class Saver:
         text = index_text(content["state"], self.config, self.fingerprint, tensors, optimizer, mpu.get_rng().seed)
         sums = {each["file"]: each["sum"] for each in reports}
         with named_if_slow(final):
-            if self.certificate is not None:
-                path = temporary / CERTIFICATE
-                if isinstance(path, RemotePath):
-                    path.write_bytes(self.certificate.encode())
-                else:
-                    write_text(path, self.certificate, synced=True)
-                sums[CERTIFICATE] = self._checksum.of(path)
             if isinstance(final, RemotePath):
                 publish_remote(final, text, self._checksum, sums)
             else:

@@ -25,6 +25,7 @@ from .sections import SECTIONS, Config, settings
 HOME = {f.name: section for section, _, f in settings()}  # name of a setting -> name of its section
 # Former name of a setting -> its new name. Flags, files, checkpoints and `get_args()` accept both for one version.
 RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
+REMOVED = {"certificate"}  # former settings, which files of earlier versions still contain
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
 # Setting -> the value that the word `none` stands for in a file: None, or the default if the setting is a tuple.
 _WITHOUT = dict.fromkeys(_MAY_BE_NONE) | {f.name: f.default for _, s, f in settings() if tuple in types_of(s, f.name)}
@@ -184,6 +185,7 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
     """
     values: dict[str, Any] = {}
     foreign: dict[str, Any] = {}
+    removed: list[str] = []
     for key, value in content.items():
         here = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
         names = [f.name for f in fields(SECTIONS[key])] if here is value else list(HOME)
@@ -193,11 +195,14 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
                 values[name] = _WITHOUT[name] if each == "none" and name in _WITHOUT else each
             elif other := flag_of(name):
                 foreign[other] = each
+            elif name in REMOVED:
+                removed += [f"{flag(name)} has been removed and has no effect"] if each is not None else []
             elif here is value:
                 raise ConfigError(f"{where}: section {key!r} has no setting {name!r}{nearest(name, names)}")
             else:
                 raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
+    found.notes += removed
     for name, value in foreign.items():
         if value is not None:  # other frameworks write null for flags that were not given
             found.add(name, value)

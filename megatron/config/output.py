@@ -43,11 +43,6 @@ class CheckpointConfig(Section):
     keep_every: int | None = opt(
         None, "with --keep-last: also keep checkpoints whose iteration is a multiple of this number", at_least(1)
     )
-    certificate: str | None = opt(
-        None,
-        "put this certificate of tools/verify_layout.py into each checkpoint; the run ends with an error if the "
-        "certificate did not pass, or was made with other code, versions or model settings",
-    )
     exit_duration_in_mins: float | None = opt(
         None, "save a checkpoint and end the run after this many minutes", at_least(0)
     )

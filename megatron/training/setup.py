@@ -1,6 +1,5 @@
 """Setup of a run from its settings: starts the ranks, opens the data, builds the engine, loads the checkpoint."""
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from tds.diagnose import Watchdog
 
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
-from ..checkpointing.certificate import certificate_for_run
 from ..checkpointing.data_plan import with_consumed_data
 from ..checkpointing.files import clear
 from ..checkpointing.load import step_lags
@@ -56,7 +54,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     publish(config, tokenizer, timers)
     with all_ranks():
-        certificate, task_sets, locks = _checked_on_rank_0(config, tokenizer, run_dir)
+        task_sets, locks = _checked_on_rank_0(config, tokenizer, run_dir)
     try:
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
@@ -95,7 +93,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         engine,
         datasets,
         state,
-        _saver(config, save_dir, engine.deepspeed, tokenizer.fingerprint, certificate, run_dir),
+        _saver(config, save_dir, engine.deepspeed, tokenizer.fingerprint, run_dir),
         timers,
         metrics,
         tokenizer,
@@ -106,12 +104,10 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     )
 
 
-def _saver(
-    config: Config, save_dir: str, engine: Any, fingerprint: str, certificate: str | None, run_dir: Path
-) -> RetryingSaver:
+def _saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir: Path) -> RetryingSaver:
     """Return the saver of the run's checkpoints. fingerprint: SHA-256 of the tokenizer."""
     background, staging = config.checkpoint.async_save, run_dir / "upload"
-    saver = Saver(save_dir, engine, config, fingerprint, background, certificate, staging)
+    saver = Saver(save_dir, engine, config, fingerprint, background, staging)
     return RetryingSaver(saver, config.checkpoint.max_failed_saves)
 
 
@@ -124,24 +120,15 @@ def _print_estimates(task: Task, config: Config, resolved: Resolved, device: tor
     return bool(estimates)
 
 
-def _checked_on_rank_0(
-    config: Config, tokenizer: Tokenizer, run_dir: Path
-) -> tuple[str | None, list[TaskSet], list[RunLock]]:
-    """Return the text of --certificate, the tasks of --eval-tasks and the locks of the run's folders.
+def _checked_on_rank_0(config: Config, tokenizer: Tokenizer, run_dir: Path) -> tuple[list[TaskSet], list[RunLock]]:
+    """Return the tasks of --eval-tasks and the locks of the run's folders.
 
-    Ranks other than 0 get None and empty lists. Raises ValueError for files and flags that cannot be used.
+    Ranks other than 0 get empty lists. Raises ValueError for files and flags that cannot be used.
     """
     if not is_rank_0():
-        return None, [], []
-    certificate = _certificate(config)
+        return [], []
     writers.check(config.log)
-    return certificate, read_tasks(config, tokenizer), run_folder.lock(config, run_dir)
-
-
-def _certificate(config: Config) -> str | None:
-    """Return the text of --certificate, or None without this flag. Raises CertificateError if it does not fit."""
-    given = config.checkpoint.certificate
-    return None if given is None else certificate_for_run(given, sys.argv[0], config.to_dict()["model"])
+    return read_tasks(config, tokenizer), run_folder.lock(config, run_dir)
 
 
 def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:

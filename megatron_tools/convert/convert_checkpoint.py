@@ -16,7 +16,6 @@ from data_utils.cli import Parser, run, write_json
 from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.bounds import refuse_absurd_sizes
-from megatron.checkpointing.certificate import FILE as CERTIFICATE
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.relocation import keep_roles, keep_tokenizer, kept_beside, with_kept_tokenizer
 from megatron.checkpointing.stream import Entry
@@ -86,8 +85,6 @@ def export(args: argparse.Namespace) -> None:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
         for note in notes:
             print(f"note: {note}")
-        if CERTIFICATE in reader.sums:
-            (folder / CERTIFICATE).write_bytes((path / CERTIFICATE).read_bytes())
         # The folder has a temporary name until this check has passed. If the check fails, the folder is deleted.
         if args.verify:
             if tokenizer:

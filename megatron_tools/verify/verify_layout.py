@@ -2,11 +2,10 @@
 
 Each layout trains for a few steps. Everything after -- is passed to the script. Use a tiny model. Dropout is
 off unless --keep-dropout is given, because replicas and tensor-parallel ranks draw different masks. Exit code 0
-if all layouts agree, else 1. --certificate writes the result into a file, and --check repeats the run of such a file.
+if all layouts agree, else 1.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -16,19 +15,15 @@ from pathlib import Path
 
 import megatron
 from data_utils.cli import Parser, run
-from megatron.checkpointing.certificate import Certificate, read_certificate
-from megatron.ranks.source import source_hash
+from megatron.ranks.source import source_hash, versions
 
-from .certificate import certificate_of, checked, recorded_arguments, write_certificate
 from .layouts import DEFAULT, Layout, common_micros, read_layout
 
 EXAMPLES = """\
   python tools/verify_layout.py pretrain_gpt2.py -- --data-path runs/steps/data_text_document \\
       --vocab-file runs/steps/tokenizer.model --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64
   python tools/verify_layout.py examples/pretrain_decoder.py --layouts "pp 2" "tp 2, sp" --precision fp64 -- \\
-      --data-path ...
-  python tools/verify_layout.py pretrain_gpt2.py --certificate certificate.json -- --data-path ...
-  python tools/verify_layout.py --check certificate.json"""
+      --data-path ..."""
 NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")}
 
 
@@ -71,8 +66,11 @@ def failure(folder: Path, code: int, stderr: str) -> str:
     return (f"stopped in layer {', '.join(where)}: " if where else "") + why
 
 
-def compared(args: argparse.Namespace) -> Certificate:
-    """Run the script in all layouts and print the comparison. Raises ValueError if the run in one process fails."""
+def compared(args: argparse.Namespace) -> bool:
+    """Run the script in all layouts, print the comparison, and return whether all layouts agree.
+
+    Raises ValueError if the run in one process fails.
+    """
     if not Path(args.script).is_file():
         raise ValueError(f"there is no script {args.script}")
     for name in ("steps", "micros"):
@@ -95,7 +93,6 @@ def compared(args: argparse.Namespace) -> Certificate:
         error = start(args, one, micros, Path(folder, "one"))
         if error:
             raise ValueError(f"the reference run in one process failed: {error}")
-        model = json.loads(Path(folder, "one", "run", "config.json").read_text(encoding="utf-8"))["model"]
         expected, verdicts = Records.read(Path(folder, "one"), micros), list[Verdict]()
         for number, layout in enumerate(layouts):
             where = Path(folder, str(number))
@@ -109,7 +106,19 @@ def compared(args: argparse.Namespace) -> Certificate:
         + ("" if args.keep_dropout else ", without dropout")
     )
     print(as_table(verdicts, tolerance))
-    return certificate_of(args, verdicts, micros, tolerance, model, source)
+    print_identity(args.script, source)
+    return all(each.agrees for each in verdicts)
+
+
+def print_identity(script: str, source: str) -> None:
+    """Print what was compared: the hash of the source and the versions. Raises ValueError if the source has changed.
+
+    source: hash of the source before the first run.
+    """
+    if source != source_hash(script):
+        raise ValueError(f"tds, megatron or {script} changed while the layouts ran; run the comparison again")
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    print(f"source {source[:12]} (SHA-256 of tds, megatron and {script}); {used}")
 
 
 def refuse_flags_of_layouts(flags: Sequence[str]) -> None:
@@ -121,39 +130,14 @@ def refuse_flags_of_layouts(flags: Sequence[str]) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.certificate and not (folder := Path(args.certificate).parent).is_dir():
-        raise ValueError(f"--certificate {args.certificate}: there is no folder {folder}")
-    then = None
-    if args.check:
-        refuse_beside_check(args)
-        then = read_certificate(Path(args.check))
-        args = recorded_arguments(args, then)
-    elif not args.script:
-        raise ValueError("give an entry script, such as pretrain_gpt2.py, or --check with a certificate")
-    now = compared(args)
-    if args.certificate:
-        write_certificate(args.certificate, now)
-    good = now.passed
-    if then:
-        lines, good = checked(Path(args.check), then, now)
-        print("\n".join(lines))
-    if not good:
+    if not compared(args):
         sys.exit(1)
-
-
-def refuse_beside_check(args: argparse.Namespace) -> None:
-    """Raise ValueError for arguments that the certificate of --check determines."""
-    parser = build_parser()
-    for name in ("script", "layouts", "reference", "steps", "micros", "precision", "tolerance", "keep_dropout"):
-        if getattr(args, name) != parser.get_default(name):
-            shown = args.script if name == "script" else "--" + name.replace("_", "-")
-            raise ValueError(f"--check repeats the recorded run of {args.check}; leave out {shown}")
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("script", nargs="?", help="entry script to run")
+    add("script", help="entry script to run")
     add(
         "--layouts",
         nargs="+",
@@ -181,13 +165,6 @@ def build_parser() -> Parser:
         help="largest relative difference that counts as agreement (default: 1e-4 in fp32, 1e-9 in fp64)",
     )
     add("--keep-dropout", action="store_true", help="do not turn off the dropout that the script's flags set")
-    add("--certificate", metavar="FILE", help="write versions, settings, verdicts and differences as JSON to FILE")
-    add(
-        "--check",
-        metavar="FILE",
-        help="repeat the run of this certificate and compare; flags after -- follow the recorded ones, such as another "
-        "--data-path; exit code 0 if source, versions and verdicts are as recorded and all layouts agree",
-    )
     add("--timeout", type=float, default=600.0, help="maximum seconds per layout (default: 600)")
     return parser
 

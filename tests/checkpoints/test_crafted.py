@@ -115,6 +115,19 @@ def test_a_text_that_is_no_index(tmp_path: Path, text: str, message: str) -> Non
     assert message in str(error.value)
 
 
+def test_a_checkpoint_with_a_certificate_of_earlier_versions_is_read(tmp_path: Path) -> None:
+    content = good()
+    content["config"]["checkpoint"]["certificate"] = "certificate.json"
+    folder = write(tmp_path / "iter_0000003", json.dumps(content))
+    (folder / "certificate.json").write_text('{"certificate": 1}')
+    digest = hashlib.sha256((folder / "certificate.json").read_bytes()).hexdigest()
+    with (folder / "SHA256SUMS").open("a") as sums:
+        sums.write(f"{digest}  certificate.json\n")
+    reader = CheckpointReader(find_checkpoint(str(folder)))
+    reader.verify()
+    assert plain_config(reader) == parse(["--pipe-parallel-size", "0", "--no-sequence-parallel"])
+
+
 def test_files_that_are_not_what_the_index_says(tmp_path: Path) -> None:
     text = json.dumps(good())
     whole = CheckpointReader(write(tmp_path / "whole", text))

@@ -130,6 +130,16 @@ def test_former_names_of_settings(tmp_path: Path) -> None:
     assert plain_config(reader).model.reference_ops == ("rope", "swiglu")
 
 
+def test_a_removed_setting_in_a_file_is_ignored(tmp_path: Path) -> None:
+    content = parse([]).to_dict()
+    for value in (None, "certificate.json"):
+        content["checkpoint"]["certificate"] = value
+        path = write(tmp_path / "config.json", content)
+        notes: list[str] = []
+        assert from_file(path) == parse(["--config", path], tell=notes.append) == parse([])
+        assert any("--certificate" in note for note in notes) == (value is not None)
+
+
 def test_a_checkpoint_with_divided_experts_is_read_by_one_process(tmp_path: Path) -> None:
     content = parse(["--num-experts", "4", "--expert-parallel-size", "2"]).to_dict()
     reader: Any = SimpleNamespace(path=tmp_path, config=content, tensors={})
