@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron.atomic import write_text
+from megatron.config.data import prefix_of
 from megatron.config.fields import describe, listed
 from megatron.config.foreign.translate import suggestion
+from megatron.storage import PlaceError, anywhere, local
 from megatron.streams import NAMES, Named, guarded
 
 from .documents import LARGEST_DOCUMENT
@@ -90,11 +92,33 @@ def is_number(word: str) -> bool:
     return False
 
 
+def local_path(text: str) -> str:
+    """Return the argument `text`, a path on this machine. Refuses URLs, and words like URLs with a mistake."""
+    return _checked(local, text)
+
+
+def any_path(text: str) -> str:
+    """Return the argument `text`, a path or the URL of a place in object storage."""
+    return _checked(anywhere, text)
+
+
+def any_prefix(text: str) -> str:
+    """Return the prefix of the .bin/.idx pair that the argument `text` names, a path or a URL."""
+    return prefix_of(any_path(text))
+
+
+def _checked(check: Callable[[str], str], text: str) -> str:
+    try:
+        return check(text)
+    except PlaceError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags shared by all tools that read text."""
     add = parser.add_argument
     add(
-        "--input", nargs="+", required=True,
+        "--input", nargs="+", required=True, type=local_path,
         help="files, folders or globs of .jsonl, .ndjson, .json, .csv, .txt or .parquet, plain or .gz, .bz2, .xz, "
         ".zst; FILE@2 reads FILE twice, FILE@0.5 a random half of its documents",
     )  # fmt: skip

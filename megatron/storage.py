@@ -3,11 +3,14 @@
 `place` turns what a flag names into a path. Functions that only read, list or look for files take both kinds of path.
 """
 
+import errno
 import fnmatch
 import functools
 import io
+import itertools
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PosixPath
@@ -15,16 +18,27 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-ATTEMPTS, FIRST_WAIT = 4, 0.5  # attempts of a request, and seconds before the second; later waits are twice as long
+# Attempts of a request. A server that is overloaded (503) is asked less often and after longer waits.
+ATTEMPTS, BUSY_ATTEMPTS = 4, 3
+FIRST_WAIT = 0.5  # seconds before the second attempt; each later wait is twice as long, or 4 times after a 503
+DEADLINE = 120.0  # seconds after its beginning in which a request may be repeated
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "abfs": "adlfs"}
 # Keys of `info` whose values change with an object.
 STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "mtime", "created")
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+# Kinds of object storage, whose URLs begin with a bucket or an account.
+STORES = frozenset(PACKAGES) | {"abfss", "az", "adl", "oci", "oss", "r2", "hdfs", "memory"}
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+# Text that begins like a URL: a scheme and ":/", a kind of object storage and ":", or "s3//".
+_LIKE_URL = re.compile(rf"([a-z][a-z0-9+.-]+):/|({'|'.join(STORES)}):|(s3a?|gs)//|://", re.IGNORECASE)
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
 
 
 class StorageError(OSError):
     """A failed request to object storage; the message names the URL."""
+
+
+class PlaceError(ValueError):
+    """A text is no path: it looks like a URL with a mistake, or it is a URL where only this machine is possible."""
 
 
 def is_url(text: str | os.PathLike[str]) -> bool:
@@ -33,22 +47,72 @@ def is_url(text: str | os.PathLike[str]) -> bool:
 
 
 def place(text: str | os.PathLike[str]) -> Path:
-    """Return the path that a flag names: a `RemotePath` for a URL, else a `Path` on this machine."""
+    """Return the path that a flag names: a `RemotePath` for a URL, else a `Path` on this machine.
+
+    Raises PlaceError for a text that looks like a URL with a mistake.
+    """
     if isinstance(text, Path):
         return text
-    return RemotePath(text) if is_url(text) else Path(text)
+    checked = anywhere(os.fspath(text))
+    return RemotePath(checked) if is_url(checked) else Path(checked)
+
+
+def anywhere(text: str) -> str:
+    """Return a path or URL, its scheme in lower case. Raises PlaceError if it looks like a URL with a mistake."""
+    if mistake := _mistake(text):
+        raise PlaceError(f"{text} looks like a URL, but {mistake}")
+    if not is_url(text):
+        return text
+    scheme, colon, rest = text.partition(":")
+    return scheme.lower() + colon + rest
+
+
+def local(text: str) -> str:
+    """Return a path on this machine. Raises PlaceError for URLs, and for texts that look like one with a mistake."""
+    if is_url(anywhere(text)):
+        raise PlaceError(f"{text} must be a path on this machine")
+    return text
+
+
+def _mistake(text: str) -> str | None:
+    """Return what is wrong with a text that looks like a URL; None for correct URLs and for paths on this machine."""
+    bare = text.strip(" \t\r\n\"'")
+    found = _LIKE_URL.match(bare)
+    if not found:
+        return None
+    scheme = (found[1] or found[2] or found[3] or "").lower()
+    rest = bare[len(scheme) :].lstrip(":/")
+    if scheme in ("file", "local"):
+        return f"a path on this machine has no scheme; give /{rest}"
+    if not scheme or not rest:
+        return f"it names no {'bucket' if scheme else 'scheme'}; give one such as s3://bucket/{rest or 'folder'}"
+    empty_bucket = scheme in STORES and bare[len(scheme) :].startswith(":///")
+    if bare != text or not _URL.match(bare) or empty_bucket:
+        return f"it is not one; did you mean {scheme}://{rest}?"
+    return None
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the folder `source`, which may be in object storage, into the new folder `target` on this machine."""
+    if not isinstance(source, RemotePath):
+        shutil.copytree(source, target)
+        return
+    target.mkdir()
+    for path in source.glob("*"):
+        if path.is_file():
+            path.download(target / path.name)
 
 
 class RemotePath(PosixPath):
     """Path of an object in object storage, or of all objects whose names begin with it, as if it were a folder.
 
     It has the methods of `Path` that this project needs. Using it as a path on this machine raises TypeError.
-    Failed requests are repeated; after `ATTEMPTS` attempts, StorageError is raised.
+    `request` alone repeats failed requests, so attempts do not multiply. In the end, it raises StorageError.
     """
 
     def __str__(self) -> str:
         scheme, _, rest = super().__str__().partition(":/")
-        return f"{scheme}://{rest.lstrip('/')}"
+        return f"{scheme.lower()}://{rest.lstrip('/')}"
 
     def __fspath__(self) -> str:
         raise TypeError(f"{self} is not a path on this machine")
@@ -59,16 +123,18 @@ class RemotePath(PosixPath):
         verb: what the call does, as in "read", for the error message.
         """
         url = str(self)
-        for attempt in range(ATTEMPTS):
+        begin = time.monotonic()
+        for attempt in itertools.count(1):
             try:
                 return call(_file_system(url.partition("://")[0], os.getpid()), url)
             except FileNotFoundError as error:
                 why = f": {_words(error)}" if "bucket does not exist" in str(error) else ""
                 raise FileNotFoundError(f"there is no {url}{why}") from None
             except Exception as error:
-                if _is_lasting(error) or attempt == ATTEMPTS - 1:
-                    raise StorageError(f"could not {verb} {url}: {_reason(error, url)}") from None
-            time.sleep(FIRST_WAIT * 2**attempt)
+                pause = _pause(error, attempt, time.monotonic() - begin)
+                if pause is None:
+                    raise StorageError(f"could not {verb} {url}: {_reason(error, attempt)}") from None
+            time.sleep(pause)
         raise AssertionError("unreachable")
 
     def info(self) -> dict[str, Any]:
@@ -210,11 +276,14 @@ def _file_system(protocol: str, process: int) -> Any:
         raise ImportError("this needs the package fsspec: pip install fsspec") from None
     more: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if PACKAGES.get(protocol) == "s3fs":
-        # `request` repeats failed requests. If botocore repeated each of them five times, errors would come late.
+        # `request` repeats failed requests. Repetitions of botocore and of s3fs would multiply with its own.
         given = conf.get(protocol, {}).get("config_kwargs", {})
-        more["config_kwargs"] = {"retries": {"total_max_attempts": 2, "mode": "standard"}, **given}
+        more["config_kwargs"] = {"retries": {"total_max_attempts": 1, "mode": "standard"}, **given}
     try:
-        return fsspec.filesystem(protocol, **more)
+        found = fsspec.filesystem(protocol, **more)
+        if hasattr(found, "retries"):
+            found.retries = 1
+        return found
     except ImportError:
         package = PACKAGES.get(protocol, f"for {protocol}:// that fsspec names")
         raise ImportError(f"{protocol}:// needs the package {package}: pip install {package}") from None
@@ -228,15 +297,36 @@ def _whole(data: bytes, size: int) -> bytes:
 
 def _is_lasting(error: Exception) -> bool:
     """Return whether repeating the request would be of no use."""
-    return isinstance(error, (*_LASTING, ValueError, TypeError)) or "Credentials" in type(error).__name__
+    return isinstance(error, (*_LASTING, ValueError, TypeError)) or _is_refusal(error)
 
 
-def _reason(error: Exception, url: str) -> str:
-    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        return f"access was refused ({_words(error)}); check the credentials, which come from the environment"
+def _is_refusal(error: Exception) -> bool:
+    """Return whether the storage refused access. S3 answers HEAD requests with expired credentials by 400 only."""
+    refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
+    return refused or (isinstance(error, OSError) and error.errno == errno.EINVAL and "Bad Request" in str(error))
+
+
+def _pause(error: Exception, attempt: int, spent: float) -> float | None:
+    """Return the seconds to wait before the next attempt of a request, or None if there is none.
+
+    attempt: number of the attempt that failed, from 1. spent: seconds since the first attempt began.
+    """
+    busy = isinstance(error, OSError) and error.errno == errno.EBUSY
+    if _is_lasting(error) or attempt >= (min(BUSY_ATTEMPTS, ATTEMPTS) if busy else ATTEMPTS):
+        return None
+    pause = FIRST_WAIT * (4 if busy else 2) ** (attempt - 1)
+    return None if spent + pause > DEADLINE else pause
+
+
+def _reason(error: Exception, attempts: int) -> str:
+    if _is_refusal(error):
+        return (
+            f"access was refused ({_words(error)}); check the credentials, which come from the environment and may "
+            "have expired"
+        )
     if isinstance(error, (ImportError, ValueError)):
         return _words(error)
-    return f"{_words(error)} (after {ATTEMPTS} attempts)"
+    return f"{_words(error)} (after {attempts} attempt{'s' if attempts > 1 else ''})"
 
 
 def _words(error: Exception) -> str:

@@ -20,12 +20,14 @@ Respond = Callable[..., Any]
 class Faults:
     """Faults of the server.
 
-    every: each n-th request gets the status `status`; 0 for none. delay: seconds before each answer.
+    every: each n-th request gets the status `status` and the error code `code`; 0 for none.
+    delay: seconds before each answer.
     only_key: the access key that the server accepts; None accepts every key. requests: the requests so far, as text.
     """
 
     every: int = 0
     status: str = "503 Slow Down"
+    code: str = "ServiceUnavailable"
     delay: float = 0.0
     only_key: str | None = None
     requests: list[str] = field(default_factory=list)
@@ -64,7 +66,7 @@ class FaultyServer:
         if faults.only_key is not None and key != faults.only_key:
             return self._error(environ, start_response, "403 Forbidden", "InvalidAccessKeyId")
         if faults.every and len(faults.requests) % faults.every == 0:
-            return self._error(environ, start_response, faults.status, "ServiceUnavailable")
+            return self._error(environ, start_response, faults.status, faults.code)
         return self._app(environ, start_response)
 
     @staticmethod

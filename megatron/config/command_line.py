@@ -15,11 +15,13 @@ from typing import Any, NoReturn
 
 from .. import presets
 from ..json_text import describe_json
+from ..storage import PlaceError, local
 from .decoder import unread
 from .defaults import DEFAULTS
 from .fields import ConfigError, OneOf, flag, listed, types_of
 from .foreign.translate import Translation, add_to, flag_of, suggestion, written
 from .model import with_family, without_t5s_objective
+from .places import problems_with_places
 from .sections import SECTIONS, Config, settings
 
 HOME = {f.name: section for section, _, f in settings()}  # name of a setting -> name of its section
@@ -157,8 +159,10 @@ def read_json(path: str, kind: type = dict) -> Any:
     Raises ConfigError, which names the file and line.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(local(path), encoding="utf-8") as file:
             text = file.read()
+    except PlaceError as error:
+        raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}{_there_are(path)}") from None
     except UnicodeDecodeError as error:
@@ -238,7 +242,11 @@ def parse(
     flags_given.pop("local_rank", None)
     problems = _unknown(unknown)
     foreign = flags_given.pop("foreign", {})
-    files = [str(presets.find(name, "models")) for name in flags_given.pop("config", [])]
+    names = flags_given.pop("config", [])
+    try:
+        files = [str(presets.find(local(name), "models")) for name in names]
+    except PlaceError as error:
+        raise ConfigError(f"--config {error}") from None
     contents = [("args_defaults", defaults or {}), *((path, read_json(path)) for path in files)]
     sources = [(where, _named(content, where)) for where, content in contents]
     line = Translation(flags_given)
@@ -257,6 +265,7 @@ def parse(
         if own and family != own:
             line.problems.append(f"this script trains only the family {own}, not --family {family}")
         _check_min_lr(config)
+        line.problems += problems_with_places(config)
     except ConfigError as error:
         line.problems.append(str(error))
     problems += line.problems

@@ -294,6 +294,45 @@ def test_a_server_that_fails_or_is_slow_only_delays(server: FaultyServer, tmp_pa
     np.testing.assert_array_equal(found, np.fromfile(f"{tmp_path}/text.bin", np.uint16))
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "most"), [("503 Slow Down", "SlowDown", 3), ("500 Internal Server Error", "InternalError", 4)]
+)
+def test_only_one_layer_repeats_a_request(
+    status: str, code: str, most: int, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server counts: neither s3fs nor botocore sends a request again."""
+    server.faults.every, server.faults.status, server.faults.code = 1, status, code
+    server.faults.requests.clear()
+    waits: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    try:
+        with pytest.raises(StorageError, match=f"after {most} attempts"):
+            place("s3://bucket/refused").read_bytes()
+    finally:
+        sent = len(server.faults.requests)
+        server.faults.__init__()  # type: ignore[misc]
+    waits = [wait for wait in waits if wait]  # the server sleeps for 0 seconds
+    assert sent == most and len(waits) == most - 1
+    assert waits == sorted(waits) and len(set(waits)) == len(waits)
+
+
+def test_a_server_that_never_answers_holds_a_request_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt takes 60 seconds, the time limit of botocore; the clock is that of the test."""
+    now = [0.0]
+    calls: list[float] = []
+
+    def never(*_: Any) -> bytes:
+        calls.append(now[0])
+        now[0] += 60
+        raise TimeoutError("Read timeout on endpoint URL")
+
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    with pytest.raises(StorageError, match="after 2 attempts"):
+        place("memory://bucket/x").request("read", never)  # type: ignore[attr-defined]
+    assert len(calls) == 2 and now[0] < storage.DEADLINE + 60
+
+
 def test_a_server_that_always_fails_ends_the_reading(
     server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +341,7 @@ def test_a_server_that_always_fails_ends_the_reading(
     monkeypatch.setattr(storage, "ATTEMPTS", 1)
     server.faults.every, server.faults.status = 1, "500 Internal Server Error"
     try:
-        with pytest.raises(StorageError, match=f"could not read {remote}.bin.*1 attempts"):
+        with pytest.raises(StorageError, match=f"could not read {remote}.bin.*1 attempt"):
             tokens[:10]
     finally:
         server.faults.every = 0

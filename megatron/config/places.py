@@ -1,0 +1,34 @@
+"""Settings that name files and folders: which of them may be URLs, and refusal of URLs with a mistake."""
+
+import re
+from collections.abc import Iterator
+
+from ..storage import PlaceError, anywhere, local
+from .fields import flag
+from .sections import Config, settings
+
+# Settings whose words may be URLs of object storage.
+ANYWHERE = (
+    "data_path", "data_stages", "train_data_path", "valid_data_path", "test_data_path", "save", "load",
+    "tensorboard_dir",
+)  # fmt: skip
+# Settings whose words are paths on this machine.
+LOCAL = ("without", "vocab_file", "deepspeed_config", "param_groups", "run_dir", "eval_tasks")
+
+
+def problems_with_places(config: Config) -> Iterator[str]:
+    """Yield an error text for each word that looks like a URL with a mistake, or is a URL that is not supported.
+
+    `Config` itself does not check this: the checkpoints of earlier versions, which accepted such words, stay readable.
+    """
+    for section, _, f in settings():
+        if f.name not in ANYWHERE + LOCAL:
+            continue
+        check = anywhere if f.name in ANYWHERE else local
+        value = getattr(getattr(config, section), f.name)
+        words = [value] if isinstance(value, str) else list(value or ())
+        for part in " ".join(words).split():
+            try:
+                check(re.sub(r"^[\w.-]+=", "", part.strip('"[]{},;')))
+            except PlaceError as error:
+                yield f"{flag(f.name)} {error}"
