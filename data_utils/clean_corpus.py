@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 from megatron.atomic import naming, whole_file, write_text
 
 from .clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
-from .cli import Parser, input_flags, max_document_bytes, run, unreadable, worker_flags
+from .cli import Parser, input_flags, local_path, max_document_bytes, run, unreadable, worker_flags
 from .dedup import ExactDuplicates, NearDuplicates, Prints, fingerprint, sketch
 from .documents import Chunk, chunks, documents
 from .files import REPORT, find_files, refuse_as_outputs
@@ -192,7 +192,7 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add, limits = parser.add_argument, Limits()
     input_flags(parser)
-    add("--output", required=True, help="output file, .jsonl or .jsonl.gz")
+    add("--output", type=local_path, required=True, help="output file, .jsonl or .jsonl.gz")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="cleaning rules to skip")
     add(
@@ -237,7 +237,7 @@ def build_parser() -> Parser:
         help="also drop near duplicates (MinHash; slower, 2 kB of memory per document)",
     )  # fmt: skip
     add("--similarity", type=float, default=0.8, help="smallest Jaccard similarity of near duplicates (default: 0.8)")
-    add("--dropped", help=".jsonl file for the dropped documents and the reasons")
+    add("--dropped", type=local_path, help=".jsonl file for the dropped documents and the reasons")
     add("--no-shuffle", action="store_true", help="keep the order of the input")
     add(
         "--seed", type=int, default=1234,

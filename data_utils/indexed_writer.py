@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megatron.atomic import naming, process_name
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION
+from megatron.storage import place
 
 BLOCK = 1 << 26  # bytes of a file per checksum
 AT_ONCE = 1 << 20  # index entries in memory at once
@@ -215,7 +216,7 @@ class _Log:
 def checksums_of(path: str) -> list[str]:
     """Return the SHA-256 of each block of a file, comparable with a writer's `checksums`."""
     found: list[str] = []
-    with open(path, "rb") as file:
+    with place(path).open("rb") as file:
         while True:
             digest, left = hashlib.sha256(), BLOCK
             while left and (piece := file.read(min(left, AT_ONCE))):

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +12,16 @@ import numpy as np
 from data_utils.chat_templates import is_undated
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config import Config
-from megatron.config.data import prefix_of, prefixes_of
+from megatron.config.data import prefixes_of
 from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
-from megatron.storage import place
+from megatron.storage import is_url, place
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
 
-from .cli import Parser, run, write_json
+from .cli import Parser, any_path, any_prefix, local_path, run, write_json
 from .merge_split import find_damage, merge, split
 from .run_data import config_of, datasets_of
 
@@ -98,7 +97,7 @@ def info(args: argparse.Namespace) -> None:
 
 def _with_loss(prefix: str) -> list[str]:
     """Return the prefix of a pair and, if it exists, the prefix of the pair that holds its loss mask."""
-    return [prefix, prefix + LOSS] if os.path.exists(f"{prefix}{LOSS}.idx") else [prefix]
+    return [prefix, prefix + LOSS] if place(f"{prefix}{LOSS}.idx").is_file() else [prefix]
 
 
 def verify(args: argparse.Namespace) -> None:
@@ -107,7 +106,7 @@ def verify(args: argparse.Namespace) -> None:
     A corpus of conversations has two pairs (tokens and loss mask), a CPM corpus for T5 has three, any other corpus one.
     Raises DatasetError with a list of all problems.
     """
-    whole = os.path.exists(f"{args.prefix}.idx") or not os.path.exists(f"{args.prefix}_{TRIPLE[0]}.idx")
+    whole = place(f"{args.prefix}.idx").is_file() or not place(f"{args.prefix}_{TRIPLE[0]}.idx").is_file()
     prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}_{part}" for part in TRIPLE]
     problems = [each for prefix in prefixes for each in _verify(prefix, args)]
     if problems:
@@ -216,6 +215,8 @@ def merge_pairs(args: argparse.Namespace) -> None:
 
 def split_pair(args: argparse.Namespace) -> None:
     """Run the command `split`: divide a .bin/.idx pair into three, for training, validation and test."""
+    if not args.output and is_url(args.prefix):
+        raise ValueError(f"{args.prefix} is in object storage; give --output, a path on this machine")
     indexed = IndexedDataset(args.prefix)
     parts = split_documents(parse_split(args.split), indexed.num_documents)
     wanted = [
@@ -309,50 +310,54 @@ def build_parser() -> Parser:
         return made
 
     def tokenizer_of(made: argparse.ArgumentParser, required: bool) -> None:
-        made.add_argument("--vocab-file", required=required, help="tokenizer file or folder")
+        made.add_argument("--vocab-file", type=local_path, required=required, help="tokenizer file or folder")
         made.add_argument("--tokenizer-type", default="auto", help="tokenizer type (default: detected from the file)")
 
     pair = "path of the pair, without .bin or .idx"
     made = command("info", info, "summarise a pair")
-    made.add_argument("prefix", type=prefix_of, help=pair)
+    made.add_argument("prefix", type=any_prefix, help=pair)
     made = command("verify", verify, "check lengths, boundaries, checksums and ids")
-    made.add_argument("prefix", type=prefix_of, help=pair)
+    made.add_argument("prefix", type=any_prefix, help=pair)
     tokenizer_of(made, required=False)
     made = command("decode", decode, "print documents as text")
-    made.add_argument("prefix", type=prefix_of, help=pair)
+    made.add_argument("prefix", type=any_prefix, help=pair)
     made.add_argument("documents", type=int, nargs="+", help="document numbers, from 0")
     made.add_argument("--ids", action="store_true", help="print token ids in place of text")
     tokenizer_of(made, required=True)
     made = command("merge", merge_pairs, "merge several pairs into one, in constant memory")
-    made.add_argument("prefixes", nargs="+", help="paths of the pairs, in order, with or without .bin or .idx")
-    made.add_argument("--output", required=True, help="path of the new pair, without .bin or .idx")
+    made.add_argument(
+        "prefixes", type=any_path, nargs="+", help="paths of the pairs, in order, with or without .bin or .idx"
+    )
+    made.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
     made = command("split", split_pair, "split a pair into training, validation and test")
-    made.add_argument("prefix", type=prefix_of, help=pair)
+    made.add_argument("prefix", type=any_prefix, help=pair)
     made.add_argument(
         "--split",
         default="98,1,1",
         help="shares of the documents for training, validation and test (default: 98,1,1)",
     )
     made.add_argument(
-        "--output", help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)"
+        "--output",
+        type=local_path,
+        help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)",
     )
     made = command("sample", sample, "show a sample as a training run reads it")
     made.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
-    made.add_argument("--run-dir", required=True, help="folder of the run")
+    made.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
     made.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")
-    made.add_argument("--png", help="PNG file for a plot of the attention masks")
+    made.add_argument("--png", type=local_path, help="PNG file for a plot of the attention masks")
     made = command("stages", stages, "show what each corpus gives in each data stage of a run")
-    made.add_argument("--run-dir", help="folder of the run")
+    made.add_argument("--run-dir", type=local_path, help="folder of the run")
     made.add_argument("--samples", type=int, help="number of samples (default: from the run's metrics and settings)")
-    made.add_argument("--png", help="PNG file for a plot")
+    made.add_argument("--png", type=local_path, help="PNG file for a plot")
     made.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
     made = command("when", when, "show the iterations, samples and positions at which a run trains on a document")
     made.add_argument("--document", type=int, required=True, help="document number, from 0")
-    made.add_argument("--path", type=prefix_of, help="prefix or short name of its corpus (default: the only corpus)")
-    made.add_argument("--run-dir", required=True, help="folder of the run")
+    made.add_argument("--path", type=any_prefix, help="prefix or short name of its corpus (default: the only corpus)")
+    made.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
     made = command("which", which, "show the documents on which an iteration of a run trains, with their text")
     made.add_argument("--iteration", type=int, required=True, help="iteration number, from 1")
-    made.add_argument("--run-dir", required=True, help="folder of the run")
+    made.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
     made.add_argument("--full", action="store_true", help="print the whole text")
     return parser
 

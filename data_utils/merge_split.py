@@ -8,6 +8,7 @@ import numpy as np
 
 from data_utils.indexed_writer import BLOCK, IndexedDatasetBuilder, checksums_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.storage import place
 
 AT_ONCE = 1 << 22  # tokens, sequences or documents copied at once
 
@@ -24,7 +25,7 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
                 f"{each.prefix}.bin contains {each.dtype}, but {opened[0].prefix}.bin contains {opened[0].dtype}; "
                 f"preprocess one of the two corpora again"
             )
-    if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
+    if Path(output).resolve() in {place(prefix).resolve() for prefix in prefixes}:
         raise DatasetError(f"--output {output} is one of the pairs to be merged; choose another name")
     with IndexedDatasetBuilder(output, opened[0].dtype) as builder:
         for each in opened:

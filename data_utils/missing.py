@@ -1,8 +1,8 @@
 """Early check that reports all missing input files at once. A single missing file is reported when it is opened."""
 
 import argparse
-from pathlib import Path
 
+from megatron.storage import place
 from megatron.tokenizer.base import TokenizerError
 from megatron.tokenizer.load import file_of
 
@@ -21,7 +21,7 @@ def refuse_missing(args: argparse.Namespace) -> None:
             file_of(given["vocab_file"])
         except TokenizerError as error:
             problems.append(str(error))
-    if isinstance(given.get("load"), str) and not Path(given["load"]).exists():
+    if isinstance(given.get("load"), str) and not place(given["load"]).exists():
         problems.append(f"--load {given['load']} does not exist")
     if len(problems) > 1:
         raise MissingFiles("\n  ".join([f"{len(problems)} inputs are missing:", *problems]))

@@ -25,7 +25,7 @@ from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
 
 from . import chats
-from .cli import Parser, input_flags, max_document_bytes, run, unreadable, worker_flags, write_json
+from .cli import Parser, input_flags, local_path, max_document_bytes, run, unreadable, worker_flags, write_json
 from .documents import CHUNK_BYTES, Chunk, chunks, documents
 from .draws import DRAWS, draw_of
 from .files import Source, find_files, is_compressed, kind
@@ -349,8 +349,9 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     input_flags(parser)
-    add("--output-prefix", required=True, help="path prefix of the output files, such as data/corpus")
-    add("--vocab-file", required=True, help="tokenizer: a file or folder from tools/train_tokenizer.py or Hugging Face")
+    add("--output-prefix", type=local_path, required=True, help="path prefix of the output files, such as data/corpus")
+    add("--vocab-file", type=local_path, required=True,
+        help="tokenizer: a file or folder from tools/train_tokenizer.py or Hugging Face")  # fmt: skip
     add("--tokenizer-type", choices=KINDS, default="auto", help="tokenizer type (default: detected from the file)")
     add(
         "--keys",
@@ -376,7 +377,7 @@ def build_parser() -> Parser:
         "a corpus of type text, spans are masked during training",
     )  # fmt: skip
     add(
-        "--chat-template", default="chatml",
+        "--chat-template", type=local_path, default="chatml",
         help="chat template for sft: chatml (default), tokenizer (the tokenizer's own template) or a Jinja file",
     )  # fmt: skip
     add(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
 
-from .cli import Parser, input_flags, max_document_bytes, run, unreadable
+from .cli import Parser, input_flags, local_path, max_document_bytes, run, unreadable
 from .documents import texts
 from .files import find_files, refuse_as_outputs
 from .progress import Progress
@@ -87,7 +87,9 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     input_flags(parser)
-    parser.add_argument("--output", required=True, help="output file (.model, .txt or .json); for gpt2-bpe a folder")
+    parser.add_argument(
+        "--output", type=local_path, required=True, help="output file (.model, .txt or .json); for gpt2-bpe a folder"
+    )
     parser.add_argument("--vocab-size", type=int, default=8000, help="number of tokens (default: 8000)")
     parser.add_argument(
         "--tokenizer-type", choices=TYPES, default="sentencepiece", help="tokenizer type (default: sentencepiece)"

@@ -1,6 +1,7 @@
 """The files of a checkpoint: atomic publication, lookup, and detection of damage."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -204,9 +205,25 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return path
 
 
+def saved_to(run_dir: Path) -> Path | None:
+    """Return the place of --save that the settings in a run directory name; None without --save or settings."""
+    if isinstance(run_dir, RemotePath):
+        return None
+    try:
+        saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["checkpoint"]["save"]
+        return place(saved) if saved else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def find_checkpoint(load: str) -> Path:
-    """Return the checkpoint at `load`, or the newest checkpoint if `load` is a run directory or a checkpoint folder."""
-    for folder in (place(load) / "checkpoints", place(load)):
+    """Return the checkpoint at `load`, or the newest checkpoint if `load` is a run directory or a checkpoint folder.
+
+    The checkpoints of a run directory may lie elsewhere, where the run's --save put them.
+    """
+    home = place(load)
+    elsewhere = saved_to(home)
+    for folder in (home / "checkpoints", home, *([elsewhere] if elsewhere else [])):
         if sums_file(folder).is_file() or (folder / INDEX).is_file():
             return folder
         path = latest_checkpoint(folder)

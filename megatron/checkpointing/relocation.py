@@ -4,6 +4,7 @@ The tokenizer's files are copied next to the checkpoints. When a run directory h
 point into it are replaced by the new ones. A fingerprint identifies each corpus wherever its files are.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic import whole_file
+from ..atomic import whole_file, whole_folder
 from ..config import Config
 from ..config.data_stages import with_prefixes
 from ..config.without import with_names
 from ..data.corpora import renamed
-from ..storage import RemotePath, is_url
+from ..data.remote_tokens import cache_folder
+from ..storage import RemotePath, copy_folder, is_url
 from ..tokenizer.beside import (
     GENERATION,
     MORE_TEMPLATES,
@@ -94,12 +96,26 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
 
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     """Return `config` with --vocab-file set to the tokenizer that was copied beside `checkpoint`, if there is one."""
-    if isinstance(checkpoint, RemotePath):  # tokenizers are read from local files only
-        return config
     given, checkpoint = config.data.vocab_file, checkpoint.absolute()
-    homes = (checkpoint.parent, checkpoint.parent.parent)
+    homes = [checkpoint.parent, checkpoint.parent.parent]
+    if isinstance(checkpoint, RemotePath):
+        homes = [] if given and Path(given).exists() else [_fetched(checkpoint.parent / FOLDER)]
     found = next((path for home in homes if (path := kept_tokenizer(home, given))), given)
     return replace(config, data=replace(config.data, vocab_file=found))
+
+
+def _fetched(folder: RemotePath) -> Path:
+    """Return a local folder in whose tokenizer/ the files of `folder` are; it may be empty."""
+    files = sorted(folder.glob("*"))
+    versions = repr([(str(path), path.stamp()) for path in files])
+    home = cache_folder() / f"tokenizer-{hashlib.sha256(versions.encode()).hexdigest()[:32]}"
+    try:
+        with whole_folder(home) as there:
+            copy_folder(folder, there / FOLDER)
+    except OSError:
+        if not home.is_dir():  # else another rank or process has made the same folder
+            raise
+    return home
 
 
 def relocated(config: Config, run_dir: Path) -> Config:

@@ -41,7 +41,7 @@ def refuse_missing(task: Task, config: Config) -> None:
     if json is not None and not Path(json).exists() and problems:
         problems.append(f"there is no file {json}, which --deepspeed-config names")
     if problems:
-        raise MissingInputs(listed(problems, "input files or folders are missing"))
+        raise MissingInputs(listed(problems, "inputs are missing or cannot be read"))
 
 
 def reads_corpora(task: Task) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tds import timeline
 
 from ..atomic import write_text
-from ..checkpointing.files import latest_name
+from ..checkpointing.files import latest_name, saved_to
 from ..checkpointing.relocation import FOLDER as TOKENIZER
 from ..checkpointing.relocation import keep_tokenizer
 from ..config import Config
@@ -78,11 +78,8 @@ def release(locks: Sequence[RunLock]) -> None:
 
 def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> None:
     """Raise ValueError if an earlier start of this run saved a checkpoint newer than `iteration` in another folder."""
-    try:
-        saved = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["checkpoint"]["save"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    before, now = place(saved or run_dir / "checkpoints"), save_dir_of(config, run_dir)
+    before = saved_to(run_dir) or run_dir / "checkpoints"
+    now = save_dir_of(config, run_dir)
     newest = latest_name(before) if before.is_dir() else None
     if newest is None or before.resolve() == now.resolve() or not newest[5:].isdigit():
         return

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -11,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_utils.cli import Parser, run
+from data_utils.cli import Parser, any_path, local_path, run
+from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint
 from megatron.checkpointing.relocation import FOLDER as TOKENIZER
@@ -19,6 +19,7 @@ from megatron.checkpointing.stream import Entry
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import ModelConfig
 from megatron.config.fields import flag
+from megatron.storage import copy_folder
 
 EXAMPLES = """\
   python tools/average_checkpoints.py --load runs/gpt2 --last 5 --output averaged
@@ -105,6 +106,14 @@ def entries_of(readers: Sequence[CheckpointReader], parts: Sequence[float]) -> l
     return found
 
 
+def _copy_tokenizer(checkpoint: Path, output: Path) -> None:
+    """Copy the tokenizer that a run has put beside its checkpoints or into its run directory, if there is one."""
+    for home in (checkpoint.parent, checkpoint.parent.parent):
+        if (home / TOKENIZER).is_dir():
+            copy_folder(home / TOKENIZER, output / TOKENIZER)
+            return
+
+
 def main(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if any(output.glob("*")) or (output.parent / "latest").exists():
@@ -124,26 +133,24 @@ def main(args: argparse.Namespace) -> None:
         {"checkpoint": str(reader.path), "iteration": reader.state["iteration"], "weight": part, "ema": args.ema}
         for reader, part in zip(readers, parts, strict=True)
     ]
-    final = output / "iter_0000000"
-    write_checkpoint(final, entries_of(readers, parts), plain_config(last), last.tokenizer or "", origin)
-    for home in (last.path.parent, last.path.parent.parent):
-        if (home / TOKENIZER).is_dir():
-            shutil.copytree(home / TOKENIZER, output / TOKENIZER, dirs_exist_ok=True)
-            break
+    with whole_folder(output) as folder:
+        final = folder / "iter_0000000"
+        write_checkpoint(final, entries_of(readers, parts), plain_config(last), last.tokenizer or "", origin)
+        _copy_tokenizer(last.path, folder)
     for each in origin:
         print(f"{each['weight']:.4f} x {each['checkpoint']}")
-    print(f"-> {final}: weights only, at iteration 0, without optimizer state")
+    print(f"-> {output / final.name}: weights only, at iteration 0, without optimizer state")
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--load", nargs="+", required=True, help="a run directory, with --last, or several checkpoints")
+    add("--load", type=any_path, nargs="+", required=True, help="a run directory, with --last, or several checkpoints")
     add("--last", type=int, help="number of newest checkpoints of the run to average")
     add("--weights", type=float, nargs="+", help="weight of each checkpoint, oldest first (default: all equal)")
     add("--decay", type=float, help="weight the checkpoints as an exponential moving average with this decay")
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
-    add("--output", required=True, help="new folder for the checkpoint")
+    add("--output", type=local_path, required=True, help="new folder for the checkpoint")
     return parser
 
 

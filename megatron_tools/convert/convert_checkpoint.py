@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.cli import Parser, run, write_json
+from data_utils.cli import Parser, any_path, local_path, run, write_json
 from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
-from megatron.checkpointing.relocation import keep_roles, keep_tokenizer, kept_beside, with_kept_tokenizer
+from megatron.checkpointing.relocation import keep_roles, keep_tokenizer, kept_beside, kept_tokenizer
 from megatron.checkpointing.stream import Entry
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
@@ -153,16 +153,17 @@ def import_checkpoint(args: argparse.Namespace) -> None:
     if args.verify and args.from_hf:
         by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
         compare(config, lambda name: by_name[name].make(), Path(args.from_hf))
-    final = output / "iter_0000000"
-    write_checkpoint(final, entries, config, fingerprint)
-    if args.from_hf and config.data.vocab_file is None:
-        keep_roles(Path(args.from_hf) / "config.json", output)
-    if args.upcycle is not None and config.data.vocab_file and Path(config.data.vocab_file).exists():
-        keep_tokenizer(config.data.vocab_file, output)
-        config = with_kept_tokenizer(config, final)
-    print(f"{len(entries)} tensors -> {final}")
+    with whole_folder(output) as folder:
+        write_checkpoint(folder / "iter_0000000", entries, config, fingerprint)
+        if args.from_hf and config.data.vocab_file is None:
+            keep_roles(Path(args.from_hf) / "config.json", folder)
+        if args.upcycle is not None and config.data.vocab_file and Path(config.data.vocab_file).exists():
+            keep_tokenizer(config.data.vocab_file, folder)
+            kept = Path(kept_tokenizer(folder, config.data.vocab_file) or folder)
+            config = with_values(config, {"vocab_file": str(output.resolve() / kept.relative_to(folder))})
+        _write_settings(folder / "settings.json", config)
+    print(f"{len(entries)} tensors -> {output / 'iter_0000000'}")
     settings = output / "settings.json"
-    _write_settings(settings, config)
     script = f"pretrain_{config.model.family}.py"
     print(
         f"to continue training: python {script} --config {settings} --load {args.output} --data-path ... --run-dir ..."
@@ -338,10 +339,11 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--load", help="run directory or checkpoint to export or upcycle")
-    add("--from-hf", help="folder with config.json and safetensors to import as a checkpoint")
+    add("--load", type=any_path, help="run directory or checkpoint to export or upcycle")
+    add("--from-hf", type=local_path, help="folder with config.json and safetensors to import as a checkpoint")
     add(
         "--from-megatron",
+        type=local_path,
         help="folder with mp_rank_* or layer_* files of CPM-1, CPM-Pretrain, Megatron-LM (GPT) or DeepSpeed to import",
     )
     add(
@@ -368,9 +370,18 @@ def build_parser() -> Parser:
     )
     add("--experts-per-token", type=int, help="number of experts of a token with --upcycle (default: 2)")
     add("--moe-layer-frequency", nargs="+", help="layers that get experts with --upcycle (default: 1, all layers)")
-    add("--output", required=True, help="new folder, for the exported model (--load) or the new checkpoint")
+    add(
+        "--output",
+        type=local_path,
+        required=True,
+        help="new folder, for the exported model (--load) or the new checkpoint",
+    )
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
-    add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of the run or of the imported folder)")
+    add(
+        "--vocab-file",
+        type=local_path,
+        help="tokenizer file or folder (default: the tokenizer of the run or of the imported folder)",
+    )
     add("--dtype", choices=DTYPES, help="dtype of the exported weights (default: fp32)")
     add("--max-shard-size", type=float, help="largest exported file in GB (default: 5)")
     add(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron
-from data_utils.cli import Parser
+from data_utils.cli import Parser, local_path
 from megatron.config import Config
 
 from . import corpora, machine, memory, network, run_dir, settings
@@ -177,7 +177,9 @@ class Examination:
         room = device.memory(device.current()) if device.available() else None
         yield from settings.fits(settled, self.ranks, self.ranks_here, room)
         if self.run_dir is not None:
-            yield from run_dir.disk(save_dir_of(config, self.run_dir), memory.checkpoint_bytes(config), config)
+            yield from run_dir.disk(
+                save_dir_of(config, self.run_dir), self.run_dir, memory.checkpoint_bytes(config), config
+            )
 
     def _hosts(self) -> Iterator[Finding]:
         if not self.hosts:
@@ -201,8 +203,8 @@ class Examination:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--run-dir", help="folder of the run")
-    add("--hostfile", help="file with lines such as 'node1 slots=8'; each host is checked over ssh")
+    add("--run-dir", type=local_path, help="folder of the run")
+    add("--hostfile", type=local_path, help="file with lines such as 'node1 slots=8'; each host is checked over ssh")
     add(
         "--ranks",
         type=int,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
+from megatron.storage import RemotePath
 
 from .finding import Finding, failed, ok, warning
 
@@ -36,10 +37,12 @@ def writable(run_dir: Path) -> Iterator[Finding]:
 
 def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
     """Check that no other run holds the lock of the run directory or of the checkpoint folder."""
+    from megatron.training.run_folder import save_dir_of
     from megatron.training.run_lock import NAME, Holder, holder_of
 
-    folder = Path(config.checkpoint.save) if config and config.checkpoint.save else run_dir / "checkpoints"
-    path = next((each / NAME for each in (run_dir, folder) if (each / NAME).exists()), None)
+    folder = save_dir_of(config, run_dir) if config else run_dir / "checkpoints"
+    folders = (run_dir,) if isinstance(folder, RemotePath) else (run_dir, folder)  # object storage has no locks
+    path = next((each / NAME for each in folders if (each / NAME).exists()), None)
     if path is None:
         yield ok("run lock", "not held")
         return
@@ -61,15 +64,21 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
         )
 
 
-def disk(save_dir: Path, one: float, config: Config) -> Iterator[Finding]:
+def disk(save_dir: Path, run_dir: Path, one: float, config: Config) -> Iterator[Finding]:
     """Check that the disk has space for the run's checkpoints.
 
-    one: bytes of one checkpoint. A new checkpoint is written before an old one is deleted.
+    one: bytes of one checkpoint. A new checkpoint is written before an old one is deleted. Checkpoints in object
+    storage need space for one in the run directory, where their files wait for the upload.
     """
     if not config.checkpoint.save_interval and not config.checkpoint.save_at_end:
         yield ok("disk", "no checkpoint is saved")
         return
-    free = shutil.disk_usage(nearest_folder(save_dir)).free
+    remote = isinstance(save_dir, RemotePath)
+    free = shutil.disk_usage(nearest_folder(run_dir if remote else save_dir)).free
+    if remote:
+        words = f"{free / 1e9:.1f} GB free for the upload of a checkpoint, which takes {one / 1e9:.2g} GB"
+        yield ok("disk", words) if free >= one else failed("disk", words, "free space, or give another --run-dir")
+        return
     kept = config.checkpoint.keep_last
     wanted = (kept or 2) + 1
     words = f"{free / 1e9:.1f} GB free, a checkpoint takes {one / 1e9:.2g} GB"

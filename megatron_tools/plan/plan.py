@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from data_utils.cli import Parser, run
+from data_utils.cli import Parser, local_path, run
 from megatron import presets
 from megatron.config import Config
 from megatron.config.command_line import parse, read_json, with_values
@@ -181,12 +181,13 @@ def build_parser() -> Parser:
     add(
         "--model",
         "--config",
+        type=local_path,
         action="append",
         default=[],
         metavar="FILE",
         help="model settings: a name in configs/models such as llama_8b, or a JSON file",
     )
-    add("--cluster", help="hardware: a name in configs/clusters such as h100, or a JSON file")
+    add("--cluster", type=local_path, help="hardware: a name in configs/clusters such as h100, or a JSON file")
     add("--devices", type=int, help="number of devices")
     add("--global-batch-size", type=int, help="samples per step")
     add(
@@ -211,10 +212,16 @@ def build_parser() -> Parser:
     )
     add(
         "--chart",
+        type=local_path,
         metavar="FILE",
         help="draw the memory of the layout chosen by --layout, by stage and kind (needs matplotlib)",
     )
-    add("--write", metavar="DIR", help="write config.json, ds_config.json and run.sh for the layout chosen by --layout")
+    add(
+        "--write",
+        type=local_path,
+        metavar="DIR",
+        help="write config.json, ds_config.json and run.sh for the layout chosen by --layout",
+    )
     add("--published", action="store_true", help="compare predictions with the measured speed of published runs")
     return parser
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_utils.cli import run
+from data_utils.cli import local_path, run
 from megatron.atomic import whole_file
 from megatron.config import Config
 from megatron.config.command_line import parse_of_any_family, with_values
@@ -194,7 +194,7 @@ def build_parser() -> TrainingFlagsParser:
     )
     add("--steps", type=int, default=5, help="optimizer steps (default: 5)")
     add("--seeds", type=int, default=2, help="seeds over which sizes are averaged (default: 2)")
-    add("--output", help="figure to draw, a PNG (needs matplotlib)")
+    add("--output", type=local_path, help="figure to draw, a PNG (needs matplotlib)")
     return parser
 
 

@@ -6,7 +6,7 @@ Draws the schedule that the engine would run, or with --run the measured schedul
 import argparse
 from pathlib import Path
 
-from data_utils.cli import Parser, run
+from data_utils.cli import Parser, local_path, run
 from tds import timeline
 from tds.schedule import NAMES
 from tds.timetable import Span, bubble, check, most_in_flight, times
@@ -94,12 +94,13 @@ def build_parser() -> Parser:
     parser.add_argument("--message", type=float, default=0.0, help="duration of a message (default: 0)")
     parser.add_argument(
         "--run",
+        type=local_path,
         metavar="DIR",
         help="draw the measured schedule of this run, made with --trace, next to the ideal schedule",
     )
     parser.add_argument("--iteration", type=int, help="iteration of --run (default: the iteration with median time)")
-    parser.add_argument("--svg", help="SVG file to write")
-    parser.add_argument("--png", help="PNG file to write (needs matplotlib)")
+    parser.add_argument("--svg", type=local_path, help="SVG file to write")
+    parser.add_argument("--png", type=local_path, help="PNG file to write (needs matplotlib)")
     return parser
 
 

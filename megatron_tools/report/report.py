@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_utils.cli import Parser, run
+from data_utils.cli import Parser, local_path, run
 from megatron.atomic import whole_file, write_text
 from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
@@ -154,9 +154,9 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="folders of runs")
-    add("--run-dir", help="folder of one more run, as if given as RUN")
-    add("--output", help="page to write (default: report.html in the folder of the first run)")
+    add("runs", type=local_path, nargs="*", metavar="RUN", help="folders of runs")
+    add("--run-dir", type=local_path, help="folder of one more run, as if given as RUN")
+    add("--output", type=local_path, help="page to write (default: report.html in the folder of the first run)")
     add("--prompt", action="append", help="show how each kept checkpoint continues this text; may be repeated")
     add("--max-new-tokens", type=int, default=48, help="longest continuation of --prompt in tokens (default: 48)")
     return parser

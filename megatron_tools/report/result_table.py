@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data_utils.cli import Parser, run
+from data_utils.cli import Parser, local_path, run
 from megatron.atomic import write_text
 from megatron.ranks import device
 
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument("--run-dir", required=True, help="folder of a run")
+    parser.add_argument("--run-dir", type=local_path, required=True, help="folder of a run")
     parser.add_argument("--params", required=True, help="text of the params column, e.g. 345M")
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks of the run")
     return parser

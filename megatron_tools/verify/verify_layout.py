@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megatron
-from data_utils.cli import Parser, run
+from data_utils.cli import Parser, local_path, run
 from megatron.ranks.source import source_hash, versions
 
 from .layouts import DEFAULT, Layout, common_micros, read_layout
@@ -137,7 +137,7 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("script", help="entry script to run")
+    add("script", type=local_path, help="entry script to run")
     add(
         "--layouts",
         nargs="+",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data_utils.cli import Parser, run
+from data_utils.cli import Parser, any_path, local_path, run
 from data_utils.documents import texts
 from data_utils.progress import Progress
 from megatron import mpu
@@ -148,15 +148,19 @@ def main(args: argparse.Namespace) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("--load", help="run directory, checkpoint, or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral")
+    add(
+        "--load",
+        type=any_path,
+        help="run directory, checkpoint, or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral",
+    )
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
-    add("--hf", help="Hugging Face folder to evaluate with transformers")
-    add("--input", nargs="+", help="text files to score, in the formats of tools/preprocess_data.py")
-    add("--cloze", help="file of JSON lines, each with a context and a target")
+    add("--hf", type=local_path, help="Hugging Face folder to evaluate with transformers")
+    add("--input", type=local_path, nargs="+", help="text files to score, in the formats of tools/preprocess_data.py")
+    add("--cloze", type=local_path, help="file of JSON lines, each with a context and a target")
     add("--tasks", help="comma-separated lm-eval tasks")
-    add("--task-folder", help="folder with custom tasks for --tasks, in lm-eval's format")
+    add("--task-folder", type=local_path, help="folder with custom tasks for --tasks, in lm-eval's format")
     add("--limit", type=int, help="maximum number of questions in each task of --tasks (default: all)")
-    add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of --load or --hf)")
+    add("--vocab-file", type=local_path, help="tokenizer file or folder (default: the tokenizer of --load or --hf)")
     add("--json-key", default="text", help="key of the text in each record of --input (default: text)")
     add(
         "--window",
@@ -169,7 +173,7 @@ def build_parser() -> Parser:
         type=int,
         help="tokens to score per window; a smaller stride gives each token more context (default: half the window)",
     )
-    add("--json", help="JSON file to write the results to")
+    add("--json", type=local_path, help="JSON file to write the results to")
     add("--quiet", action="store_true", help="hide the progress bar")
     return parser
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data_utils.chat_templates import Message
-from data_utils.cli import Parser, run
+from data_utils.cli import Parser, any_path, local_path, run
 from megatron import mpu
 from megatron.checkpointing import find_checkpoint, load_weights
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
@@ -189,6 +189,7 @@ def build_parser() -> Parser:
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add(
         "--load",
+        type=any_path,
         required=True,
         help="run directory, checkpoint(s), or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral",
     )
@@ -200,7 +201,7 @@ def build_parser() -> Parser:
         help="prompts of --input per batch; the texts and their order do not depend on it (default: 16)",
     )
     add("--stream", action="store_true", help="print the text while it is generated")
-    add("--vocab-file", help="tokenizer file or folder (default: the tokenizer of --load)")
+    add("--vocab-file", type=local_path, help="tokenizer file or folder (default: the tokenizer of --load)")
     add("--num-samples", type=int, default=1, help="texts per prompt (default: 1)")
     add("--max-new-tokens", type=int, default=64, help="longest continuation in tokens (default: 64)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 for greedy decoding (default: 0.8)")

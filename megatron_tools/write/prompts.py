@@ -19,6 +19,7 @@ from data_utils.chat_templates import (
     template_of_corpus,
     turns_of,
 )
+from data_utils.cli import local_path
 from data_utils.inspect_data import of_conversations
 from megatron.config import Config
 from megatron.ranks.rank_0 import is_rank_0
@@ -32,7 +33,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt", default="", help="text to continue; for a T5, text with masked spans such as <extra_id_0> or <s_0>")
     add(
-        "--input", help='file with one prompt per line, or JSON lines with a "prompt"; each text is printed on one line'
+        "--input",
+        type=local_path,
+        help='file with one prompt per line, or JSON lines with a "prompt"; each text is printed on one line',
     )
     add("--interactive", action="store_true", help="ask for prompts one by one")
     add(
@@ -48,6 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--chat-template",
+        type=local_path,
         help="template of --chat: chatml, tokenizer (the tokenizer's Jinja template) or a Jinja file (default: the "
         "template of the training data, else the tokenizer's, else chatml)",
     )
