@@ -98,6 +98,10 @@ class StopSignals:
             # this process.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    def ask(self, request: StopSignal) -> None:
+        """Make a request, as if a signal had come."""
+        self._note(request)
+
     def _note(self, request: StopSignal) -> None:
         self._request = max(self._request, request)
 

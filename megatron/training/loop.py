@@ -17,6 +17,7 @@ from .evaluation import Evaluations, evaluate, evaluate_once
 from .first_step import FirstStep
 from .gc_interval import Garbage
 from .health import SampleRange
+from .held_places import HeldPlaces
 from .hooks import Hook, due
 from .log import TrainingLog
 from .run_state import Run
@@ -51,10 +52,11 @@ def train(run: Run) -> None:
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
     garbage = Garbage(config.train.manual_gc_interval)
     signals = StopSignals(config.checkpoint.exit_duration_in_mins, run.device)
-    saves, tasks = Saves(run, log, signals), TaskEvaluations(run, log)
+    places = HeldPlaces(run, signals)
+    saves, tasks = Saves(run, log, signals, places), TaskEvaluations(run, log)
     recording = recorded(config, run.run_dir, run.engine.deepspeed, state.iteration)
     with recording as recorder, bar, garbage, signals:
-        hooks: list[Hook] = [Recording(recorder, log), FirstStep(run), garbage, ReplicaChecks(run)]
+        hooks: list[Hook] = [places, Recording(recorder, log), FirstStep(run), garbage, ReplicaChecks(run)]
         hooks += [log.layers, log] if log.layers else [log]
         hooks += [Evaluations(run, log), tasks, saves]
         while state.iteration < last and not saves.stop:

@@ -167,6 +167,7 @@ class MetricsWriter:
         self._path: Path | None = None
         self._others = list(others)
         self._waiting: list[str] = []  # lines of metrics.jsonl that could not be written yet
+        self.withheld = False  # True if the run directory is no longer this run's, so that nothing may be written there
         self._held: set[tuple[str, int]] = set()  # (split, iteration) of each row that was in the file at the start
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
@@ -218,6 +219,8 @@ class MetricsWriter:
                 )
 
     def _append(self, path: Path) -> None:
+        if self.withheld:
+            return
         late = len(self._waiting) > 1
         try:
             append_whole(path, "".join(self._waiting))

@@ -195,6 +195,41 @@ class RunLock:
             aside.unlink()
             return True
 
+    def is_lost(self) -> bool:
+        """Return True if the lock file at this path is no longer the one that this object has made.
+
+        Some network file systems change the numbers of files, so the content of the file decides in the end.
+        """
+        if self._handle is None:
+            return False  # another lock of this process holds the file
+        mine = os.fstat(self._handle)
+        try:
+            there = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False  # the file system fails, which says nothing about the file
+        if mine.st_nlink and (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
+            return False
+        holder = holder_of(self.path)
+        return holder is None or not holder.same_process(self._me)
+
+    def take_back(self) -> bool:
+        """Take a lost lock again; return False if another process holds it or the folder cannot be made."""
+        before = self._handle
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            taken = self._create()
+        except OSError:
+            taken = False
+        if taken and before is not None:
+            advisory.drop(before)
+        return taken
+
+    def holder_in_words(self) -> str:
+        """Return a description of the process that holds this path's lock, for messages."""
+        return str(holder_of(self.path) or "another process")
+
     def keep(self) -> None:
         """Mark the run as started, so that `release` does not delete the folders that were created for the lock."""
         self._made = []

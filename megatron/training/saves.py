@@ -2,10 +2,12 @@
 
 from tds import trace
 
+from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
 from ..ranks.signals import StopSignal, StopSignals
 from .engine import Step
 from .health import SampleRange
+from .held_places import HeldPlaces
 from .hooks import Hook, due
 from .log import TrainingLog
 from .run_state import Run
@@ -17,8 +19,8 @@ class Saves(Hook):
     stop: True if a signal, --exit-interval or --exit-duration-in-mins ends the run after this iteration.
     """
 
-    def __init__(self, run: Run, log: TrainingLog, signals: StopSignals) -> None:
-        self._run, self._log, self._signals = run, log, signals
+    def __init__(self, run: Run, log: TrainingLog, signals: StopSignals, places: HeldPlaces) -> None:
+        self._run, self._log, self._signals, self._places = run, log, signals, places
         # _saved: iteration of the newest saved state. _began: iteration in which its save began; after skipped steps,
         # it is later than _saved.
         self._saved = self._began = run.state.iteration
@@ -31,7 +33,7 @@ class Saves(Hook):
         # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
         # `written` is still a report from before this save.
         if saver.pending and written and samples.iteration > self._began + 1:
-            saver.finish()
+            self._finish()
         if self.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):
             self._began = samples.iteration
             self._save(must=self.stop)
@@ -43,10 +45,16 @@ class Saves(Hook):
         """
         run, c = self._run, self._run.config
         if run.saver.pending:
-            run.saver.finish()
+            self._finish()
         unsaved = run.state.iteration >= c.train.train_iters and run.state.iteration != self._saved
         if run.saver.failures or (unsaved and c.checkpoint.save_at_end):
             self._save(must=True)
+
+    def _finish(self) -> None:
+        lost = self._places.find_lost()
+        if lost and not lost.free:
+            raise RunError(lost.words)
+        self._run.saver.finish()
 
     def _save(self, must: bool) -> None:
         """Save the state after the last step that was not skipped, unless this state is already saved.
@@ -54,6 +62,10 @@ class Saves(Hook):
         must: True for the last save of a run: log unreported iterations before the save, and raise if the save fails.
         """
         run, log = self._run, self._log
+        lost = self._places.find_lost()
+        if lost and not lost.free:
+            raise RunError(lost.words)
+        must = must or lost is not None
         log.check()
         if must and log.has_unreported:
             log.report()
@@ -66,5 +78,7 @@ class Saves(Hook):
         if good.iteration != self._saved or run.saver.failures:
             with trace.span("checkpoint"):
                 run.saver.save(good, must=must)
+        if lost:
+            raise RunError(lost.words)
         log.restart()
         self._saved = good.iteration

@@ -1,0 +1,57 @@
+"""The hook that notices that the run directory or the checkpoint folder was removed, renamed or replaced."""
+
+from dataclasses import dataclass
+
+from ..ranks.objects import from_rank_0
+from ..ranks.rank_0 import is_rank_0
+from ..ranks.signals import StopSignal, StopSignals
+from .engine import Step
+from .health import SampleRange
+from .hooks import Hook
+from .run_lock import RunLock
+from .run_state import Run
+
+
+@dataclass(frozen=True)
+class LostPlace:
+    """A folder whose lock this run has lost. free: whether the run could take the lock again, so it may save there."""
+
+    words: str
+    free: bool
+
+
+class HeldPlaces(Hook):
+    """Hook that asks the run to stop as soon as it has lost a lock. Only rank 0 holds locks."""
+
+    def __init__(self, run: Run, signals: StopSignals) -> None:
+        self._run, self._signals = run, signals
+        self._lost: LostPlace | None = None
+
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        if any(lock.is_lost() for lock in self._run.locks):
+            self._run.metrics.withheld = True
+            self._signals.ask(StopSignal.SAVE_AND_STOP)
+
+    def find_lost(self) -> LostPlace | None:
+        """Return the first folder that this run has lost so far, else None. All ranks must call this.
+
+        If no other run uses the folders, this run takes their locks again.
+        """
+        self._lost = from_rank_0(self._take_back() or self._lost if is_rank_0() else None)
+        return self._lost
+
+    def _take_back(self) -> LostPlace | None:
+        lost = [lock for lock in self._run.locks if lock.is_lost()]
+        if not lost:
+            return None
+        taken: list[RunLock] = []
+        words = f"{lost[0].path.parent} was removed, renamed or replaced while this run used it"
+        for lock in lost:
+            if not lock.take_back():
+                for each in taken:
+                    each.release()
+                other = lock.holder_in_words()
+                return LostPlace(f"{words}, and {lock.path.parent} is in use by {other}: this run ends unsaved", False)
+            taken.append(lock)
+        self._run.metrics.withheld = False
+        return LostPlace(f"{words}; this run has saved into a new folder of this name, and ends", True)

@@ -1,0 +1,63 @@
+"""A run whose directory was removed, renamed or replaced ends, and never mixes its files with those of another run."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpointing import CheckpointReader, find_checkpoint
+from megatron.ranks.errors import RunError
+from megatron.training.loop import train
+from megatron.training.run_lock import NAME, Holder, started
+from tests.checkpoints.runs import Start, make
+from tests.support import on_ranks
+
+
+def _loses_its_place(run_dir: Path, how: str, flags: str, data: str, vocab_file: str) -> str:
+    """Move or replace the run directory after iteration 2; return the error that ends the run."""
+    aside, done = run_dir.with_name("aside"), [0]
+
+    def train_batch(*args: Any) -> Any:
+        done[0] += 1
+        if done[0] == 3 and os.environ["RANK"] == "0":
+            shutil.rmtree(run_dir) if how == "removed" else run_dir.rename(aside)
+            if how == "replaced":
+                run_dir.mkdir()
+                other = dataclasses.replace(Holder.here(), pid=os.getppid(), started=started(os.getppid()) or "")
+                (run_dir / NAME).write_text(json.dumps(dataclasses.asdict(other)))
+        return honest(*args)
+
+    with make(Start("gpt2", run_dir, flags), data, vocab_file) as run:
+        honest = run.engine.train_batch
+        run.engine.train_batch = train_batch  # type: ignore[method-assign]
+        with pytest.raises(RunError) as error, contextlib.redirect_stdout(io.StringIO()):
+            train(run)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "flags"),
+    [("removed", 1, ""), ("renamed", 2, "--async-save"), ("replaced", 1, "--async-save"), ("replaced", 2, "")],
+)
+def test_a_run_whose_directory_is_gone_ends(
+    how: str, ranks: int, flags: str, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """It saves if no other run uses the place, and it leaves no file in the directory of another run."""
+    run_dir = tmp_path / "run"
+    flags += " --train-iters 50 --save-interval 2"
+    words = on_ranks(ranks, _loses_its_place, run_dir, how, flags, tiny_data, vocab_file)
+    assert all(str(run_dir) in each for each in words)
+    if how == "replaced":
+        assert [path.name for path in run_dir.iterdir()] == [NAME]
+        return
+    reader = CheckpointReader(find_checkpoint(str(run_dir)))
+    reader.verify()
+    assert 3 <= reader.state["iteration"] <= 4
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) <= 3
+    assert not (run_dir / NAME).exists()
