@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from megatron.atomic import naming, process_name
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION
-from megatron.storage import place
 
 BLOCK = 1 << 26  # bytes of a file per checksum
 AT_ONCE = 1 << 20  # index entries in memory at once
@@ -211,20 +210,6 @@ class _Log:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # on a full disk, flushing the buffer fails
             self._file.close()
-
-
-def checksums_of(path: str) -> list[str]:
-    """Return the SHA-256 of each block of a file, comparable with a writer's `checksums`."""
-    found: list[str] = []
-    with place(path).open("rb") as file:
-        while True:
-            digest, left = hashlib.sha256(), BLOCK
-            while left and (piece := file.read(min(left, AT_ONCE))):
-                digest.update(piece)
-                left -= len(piece)
-            if left == BLOCK:
-                return found
-            found.append(digest.hexdigest())
 
 
 def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:

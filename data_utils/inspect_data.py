@@ -15,6 +15,7 @@ from megatron.config import Config
 from megatron.config.data import prefixes_of
 from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
+from megatron.data.damage import find_damage, find_holes, sums_of
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
 from megatron.storage import is_url, place
@@ -22,7 +23,7 @@ from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
 
 from .cli import Parser, any_path, any_prefix, local_path, run, write_json
-from .merge_split import find_damage, merge, split
+from .merge_split import merge, split
 from .run_data import config_of, datasets_of
 
 EXAMPLES = """\
@@ -119,7 +120,7 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
     name = Path(prefix).name
     problems: list[str] = []
     checked = ["lengths", "boundaries"]
-    sums = about.get("sha256", {}).get(name)
+    sums = sums_of(prefix, about)
     if sums:
         problems += find_damage(prefix, sums)
         checked.append("checksums")
@@ -137,6 +138,9 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
     vocab_size = None if name.endswith(tuple(f"_{part}" for part in TRIPLE)) else vocab_size
     problems += _find_bad_ids(indexed, 2 if name.endswith(LOSS) else vocab_size)
     checked.append(f"ids below {vocab_size}" if vocab_size else "no negative ids")
+    if not name.endswith((LOSS, *(f"_{part}" for part in TRIPLE))):
+        problems += find_holes(indexed, about.get("eod"))
+        checked.append("holes")
     unchecked = "" if sums else "; there is no sidecar with checksums"
     if not problems:
         print(

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from data_utils.indexed_writer import BLOCK, IndexedDatasetBuilder, checksums_of
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.storage import place
 
@@ -64,24 +63,3 @@ def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
         count = max(int(ends.searchsorted(AT_ONCE, side="right")), 1)
         yield range(at, min(at + count, documents.stop))
         at += count
-
-
-def find_damage(prefix: str, expected: dict[str, Any]) -> list[str]:
-    """Return a message for each block of a pair whose checksum differs from the checksum in the sidecar.
-
-    expected: checksums of the .bin and .idx file, from the sidecar.
-    """
-    found = []
-    for ending in ("bin", "idx"):
-        path = f"{prefix}.{ending}"
-        now = checksums_of(path)
-        if len(now) != len(expected[ending]):
-            found.append(
-                f"{path} has {len(now)} blocks of {BLOCK >> 20} MiB, but the sidecar lists {len(expected[ending])}"
-            )
-        for i, (a, b) in enumerate(zip(now, expected[ending], strict=False)):
-            if a != b:
-                found.append(
-                    f"{path} is damaged in bytes {i * BLOCK} to {(i + 1) * BLOCK}: SHA-256 differs from the sidecar"
-                )
-    return found

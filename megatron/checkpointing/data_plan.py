@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import Config, without
 from megatron.config.data_stages import Stage, Staged, parse_stages, prefixes_in, text_of
-from megatron.data.corpora import corpus_fingerprint, parse_blend
+from megatron.data.corpora import content_fingerprint, parse_blend
 from megatron.data.cpm_triples import is_triple
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.objects import from_rank_0
@@ -125,7 +125,7 @@ def _plans(saved: Config, config: Config, tokens: int) -> tuple[Blends, Blends]:
 
 
 def _identity(prefix: str) -> str:
-    return corpus_fingerprint(prefix) if place(f"{prefix}.idx").is_file() else prefix
+    return content_fingerprint(prefix) if place(f"{prefix}.idx").is_file() else prefix
 
 
 def _is_there(prefix: str) -> bool:

@@ -1,6 +1,7 @@
 """The start of a run: from its own newest checkpoint, from the checkpoint of --load, or from scratch."""
 
 import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,10 +9,11 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.config.data_stages import prefixes_in
-from megatron.data.corpora import corpus_fingerprint, prefixes_of
+from megatron.data.corpora import content_fingerprint, corpus_fingerprint, prefixes_of
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sample_hash import extend
 from megatron.data.splits import parse_split, split_documents
+from megatron.data.staged import StagedDataset
 from megatron.optim import settled
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.objects import from_rank_0
@@ -119,18 +121,25 @@ def _hash_samples(begin: int, state: TrainState, saved: Config, config: Config, 
     """
     found = extend(begin, dataset, 0, state.consumed_samples)
     others = state.consumed_samples > 0 and _other_documents(saved, config)
-    # In older checkpoints, the hash did not depend on the corpora: its initial value was 0. Accept that hash, too.
-    if not others and (
-        state.sample_hash == found or state.sample_hash == extend(0, dataset, 0, state.consumed_samples)
-    ):
-        return found
     samples = state.consumed_samples
+    if not others and (state.sample_hash == found or state.sample_hash in _former_hashes(config, dataset, samples)):
+        return found
     differ = f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
     if wanted.same_data:
         change = difference(saved, config, samples, state.consumed_tokens // max(samples, 1))
         raise CheckpointError(f"{differ}{f' ({change})' if change else ''}; pass --override-data to continue")
     print_rank_0(f"note: --override-data: {differ}, so samples may be skipped and repeated")
     return found
+
+
+def _former_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
+    """Yield the hashes of the first `samples` samples by which earlier versions would describe `dataset`.
+
+    The initial value was a hash of the ends of the corpora only, and before that 0.
+    """
+    former = dataset.with_former_ids() if isinstance(dataset, StagedDataset) else dataset
+    for begin in (_corpora(config, corpus_fingerprint), 0):
+        yield extend(begin, former, 0, samples)
 
 
 def _other_documents(saved: Config, config: Config) -> bool:
@@ -156,12 +165,12 @@ def _other_documents(saved: Config, config: Config) -> bool:
     return False
 
 
-def _corpora(config: Config) -> int:
+def _corpora(config: Config, look: Callable[[str], str] = content_fingerprint) -> int:
     """Return the initial value of the sample hash: a hash of the training corpora's content, not of their paths.
 
     Corpora that only later stages use do not count, because later stages may change.
     """
     if not config.data.names_corpora:
         return 0  # a custom entry script provides the data sets, so there are no corpora to hash
-    looks = " ".join(map(corpus_fingerprint, prefixes_in(stages_of(config)[:1])))
+    looks = " ".join(map(look, prefixes_in(stages_of(config)[:1])))
     return int.from_bytes(hashlib.sha256(looks.encode()).digest()[:8])

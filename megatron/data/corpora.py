@@ -7,14 +7,16 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..config.data_stages import Stage, Staged, prefixes_in
 from ..json_text import describe_json
-from ..storage import place
+from ..storage import RemotePath, place
 from .blend import BlendedDataset
 from .corpus_dataset import CorpusDataset, WrappedDataset
 from .indexed_dataset import LOSS, DatasetError
@@ -24,6 +26,8 @@ from .staged import StagedDataset
 Paths = str | Sequence[str] | Staged | Mapping[str, Sequence[str] | Staged]
 Make = Callable[[range, str], Any]  # dataset factory: (documents, "train", "valid" or "test") -> dataset
 ENDS = 1 << 16  # number of bytes hashed at the start and at the end of a file
+SAMPLES, SAMPLED = 256, 4096  # number and bytes of the blocks of a file that are hashed in addition
+REQUESTS = 16  # requests to object storage at the same time
 NAMED = re.compile(r"([A-Za-z][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 Open = Callable[[str], tuple[int, Make]]  # prefix of a corpus -> (number of documents, dataset factory)
 
@@ -219,7 +223,8 @@ def _in_stages(trained: Mapping[str, Any], stages: Sequence[Stage]) -> StagedDat
         weights = {numbers[prefix]: w or str(trained[prefix].samples_per_epoch) for w, prefix in stage.blend}
         found.append((stage.in_samples(tokens).begin, weights))
     try:
-        return StagedDataset(datasets, found, [int(corpus_fingerprint(prefix), 16) for prefix in trained])
+        salts = [[int(look(prefix), 16) for prefix in trained] for look in (content_fingerprint, corpus_fingerprint)]
+        return StagedDataset(datasets, found, *salts)
     except ValueError as error:
         raise DatasetError(f"--data-stages: {error}; a sample has {tokens} tokens") from None
 
@@ -258,6 +263,33 @@ def corpus_fingerprint(prefix: str) -> str:
                 file.seek(max(size - ENDS, 0))
                 digest.update(file.read(ENDS))
     return digest.hexdigest()[:12]
+
+
+def content_fingerprint(prefix: str) -> str:
+    """Return a hash that identifies the corpus `prefix`, also if only its middle differs from another corpus.
+
+    The hash covers what `corpus_fingerprint` covers, and evenly spaced blocks of each file.
+    """
+    digest = hashlib.sha256(corpus_fingerprint(prefix).encode())
+    for path in (place(f"{prefix}{part}{end}") for part in ("", LOSS) for end in (".bin", ".idx")):
+        if path.is_file():
+            starts = np.linspace(0, max(path.stat().st_size - SAMPLED, 0), SAMPLES).astype(np.int64).tolist()
+            for piece in _pieces(path, sorted(set(starts))):
+                digest.update(piece)
+    return digest.hexdigest()[:12]
+
+
+def _pieces(path: Path, starts: Sequence[int]) -> Iterator[bytes]:
+    """Yield `SAMPLED` bytes of a file from each start on."""
+    if isinstance(path, RemotePath):
+        size = path.stat().st_size
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            yield from pool.map(lambda at: path.read_range(at, min(at + SAMPLED, size)), starts)
+        return
+    with path.open("rb") as file:
+        for at in starts:
+            file.seek(at)
+            yield file.read(SAMPLED)
 
 
 def made_with(prefix: str) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ read twice or skipped, whether a corpus stays, is added, is removed or comes bac
 up to n.
 """
 
+import copy
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
     stages: for each stage the number of its first sample, and index of a corpus -> weight.
     begins: number of the first sample of each stage.
     salts: for each corpus a number that `places` mixes into the ids of later stages, such as a hash of its content.
+    former_salts: those numbers of earlier versions, for `with_former_ids`.
     Raises ValueError if the stages are not in order.
     """
 
@@ -47,8 +49,10 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         datasets: Sequence[Any],
         stages: Sequence[tuple[int, dict[int, str]]],
         salts: Sequence[int] | None = None,
+        former_salts: Sequence[int] | None = None,
     ) -> None:
         self.datasets = list(datasets)
+        self._former_salts = former_salts
         self._salts = np.array(salts or [0] * len(datasets), np.uint64).astype(np.int64)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all data sets
         self.begins = [begin for begin, _ in stages]
@@ -64,6 +68,13 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
             members = np.array(list(weights), np.int64)
             blend = BlendedDataset([self.datasets[i] for i in members], list(weights.values()))
             self._parts.append(_Part(begin, members, blend, before))
+
+    def with_former_ids(self) -> "StagedDataset":
+        """Return a copy whose `places` are those of earlier versions, which checkpoints of these versions contain."""
+        former = copy.copy(self)
+        if self._former_salts is not None:
+            former._salts = np.array(self._former_salts, np.uint64).astype(np.int64)
+        return former
 
     def _at(self, n: int) -> int:
         return bisect_right(self.begins, n) - 1

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from .. import mpu
 from ..config import Config
-from ..data.corpora import corpus_fingerprint, made_with, prefixes_of
+from ..data.corpora import content_fingerprint, corpus_fingerprint, made_with, prefixes_of
+from ..data.damage import problems_of
 from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..ranks.agreement import all_ranks, same_everywhere
@@ -22,6 +23,9 @@ from ..tokenizer import Tokenizer
 from ..tokenizer.base import other_end
 from .engine import Batches
 from .task import Datasets, Task, checked_datasets
+
+# Blocks of a file, of 64 MiB by default, that are compared with the checksums of its sidecar at the start of a run.
+BLOCKS_AT_START = 4
 
 
 class Lengths(NamedTuple):
@@ -67,6 +71,7 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     with all_ranks():
         if is_rank_0():
             _check_tokenizer(config, tokenizer)
+            _check_content(config)
     if task.reads_alone:
         datasets = _open_where_read(task, config, tokenizer)
     else:
@@ -179,6 +184,15 @@ def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
             raise ValueError(f"{path}.bin {otherwise}: pass the tokenizer of the corpus, or preprocess the text again")
 
 
+def _check_content(config: Config) -> None:
+    """Raise ValueError if a bounded look at the corpora on this machine finds damaged blocks or holes."""
+    prefixes = [prefix for prefix in _corpora(config) if not is_url(prefix)]
+    blocks = min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(len(prefixes), 1)))
+    for prefix in prefixes:
+        for problem in problems_of(prefix, made_with(prefix), blocks):
+            raise ValueError(problem)
+
+
 def _check_stages(dataset: Any, config: Config) -> None:
     """Raise ValueError if a data stage begins after the last sample of the run."""
     if config.train.batch_size_schedule:
@@ -193,5 +207,9 @@ def _check_stages(dataset: Any, config: Config) -> None:
 
 
 def _corpus_fingerprints(config: Config) -> dict[str, str]:
-    """Return a fingerprint of each corpus, so that ranks can detect nodes with different files."""
-    return {f"the fingerprint of {path}": corpus_fingerprint(path) for path in _corpora(config)}
+    """Return a fingerprint of each corpus, so that ranks can detect nodes with different files.
+
+    All nodes see the same object in object storage, so few requests are enough there.
+    """
+    looks = {path: corpus_fingerprint if is_url(path) else content_fingerprint for path in _corpora(config)}
+    return {f"the fingerprint of {path}": look(path) for path, look in looks.items()}

@@ -11,8 +11,11 @@ LOOKED_AT = 1 << 24  # at most this many tokens of a corpus are compared with th
 SLICES = 64
 
 
-def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Check each corpus that the settings name. tokenizer: the run's tokenizer, None if it could not be loaded."""
+def corpora(config: Config, tokenizer: Any, quick: bool) -> Iterator[Finding]:
+    """Check each corpus that the settings name.
+
+    tokenizer: the run's tokenizer, None if it could not be loaded. quick: skip the checks that read the whole corpus.
+    """
     from megatron.data.corpora import prefixes_of
     from megatron.data.indexed_dataset import IndexedDataset
 
@@ -34,6 +37,24 @@ def corpora(config: Config, tokenizer: Any) -> Iterator[Finding]:
         yield ok("data", f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
         yield from _check_tokenizer(prefix, dataset, config, tokenizer)
         yield from _check_tokens(prefix, dataset, config)
+        yield from _check_content(prefix, quick)
+
+
+def _check_content(prefix: str, quick: bool) -> Iterator[Finding]:
+    """Compare a corpus with the checksums in its sidecar and look for holes, unless `quick` is set."""
+    from megatron.data.corpora import made_with
+    from megatron.data.damage import problems_of
+
+    if quick:
+        return
+    try:
+        problem = next(problems_of(prefix, made_with(prefix)), None)
+    except ValueError:
+        return  # the check of the tokenizer reports the sidecar
+    if problem:
+        yield failed("content of the data", problem, "copy the files of the corpus again")
+    else:
+        yield ok("content of the data", f"{prefix}: no damage and no holes")
 
 
 def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:

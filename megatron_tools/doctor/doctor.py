@@ -136,7 +136,7 @@ class Examination:
 
     def _data(self, config: Config) -> Iterator[Finding]:
         yield from findings_of("tokenizer", lambda: self._load_tokenizer(config))
-        yield from findings_of("data", lambda: corpora.corpora(config, self.tokenizer))
+        yield from findings_of("data", lambda: corpora.corpora(config, self.tokenizer, self.args.quick))
 
     def _load_tokenizer(self, config: Config) -> Iterator[Finding]:
         from megatron.tasks import task_of
@@ -211,7 +211,7 @@ def build_parser() -> Parser:
         help="number of ranks of the run (default: slots of the hostfile, else WORLD_SIZE, else one model replica)",
     )
     add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to wait for a host (default: 10)")
-    add("--quick", action="store_true", help="skip the check that the checkpoint is intact, which reads all of it")
+    add("--quick", action="store_true", help="skip the checks that read the whole checkpoint and the whole corpora")
     add("--json", action="store_true", help="print the results as a JSON list")
     return parser
 

@@ -354,7 +354,7 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
 
     def checked(tokenizer: Tokenizer, prefix: str = pair) -> str:
         config = parse(["--data-path", prefix, "--vocab-file", str(tmp_path), "--seq-length", "8"])
-        found = only(corpora.corpora(config, tokenizer), "tokenizer of the data")
+        found = only(corpora.corpora(config, tokenizer, quick=True), "tokenizer of the data")
         try:
             _check_tokenizer(config, tokenizer)
         except ValueError as error:

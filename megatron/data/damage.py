@@ -1,0 +1,122 @@
+"""Damage of corpora that have the right size: blocks whose checksum is wrong, and holes in the tokens."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..storage import place
+from .cpm_masking import PARTS
+from .indexed_dataset import LOSS, IndexedDataset
+
+READ_AT_ONCE = 1 << 22  # bytes
+SUSPICIOUS = 1024  # tokens; a shorter run of one id is no hole
+TOKENS_AT_ONCE = 1 << 20
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers 0 to `count` - 1, evenly spaced, with the first and the last."""
+    return sorted({int(at) for at in np.linspace(0, count - 1, min(most, count))}) if count else []
+
+
+def sums_of(prefix: str, about: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the checksums of the pair `prefix` in its sidecar `about`, or None if there are none.
+
+    The sidecar names the pairs as they were when it was written. A corpus that was renamed keeps its pairs' endings.
+    """
+    known = (about or {}).get("sha256")
+    if not isinstance(known, dict) or not known:
+        return None
+    name, common = Path(prefix).name, os.path.commonprefix(list(known))
+    endings = sorted((each.removeprefix(common) for each in known), key=len, reverse=True)
+    ending = next((each for each in endings if name.endswith(each)), "")
+    found = known.get(name, known.get(common + ending))
+    return found if isinstance(found, dict) else None
+
+
+def find_damage(prefix: str, sums: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
+    """Yield a message for each block of a pair whose SHA-256 is not that of the sidecar.
+
+    sums: the entry of `sums_of`. most: number of blocks of each file to read, evenly spaced; all if None.
+    """
+    block = sums.get("block", 1 << 26)
+    for ending in ("bin", "idx"):
+        path, expected = place(f"{prefix}.{ending}"), sums[ending]
+        count = -(-path.stat().st_size // block)
+        if count != len(expected):
+            yield f"{path} has {count} blocks of {block >> 20} MiB, but the sidecar lists {len(expected)}"
+        for number in spread(min(count, len(expected)), most or count):
+            if _sum_of_block(path, number * block, block) != expected[number]:
+                last = min((number + 1) * block, path.stat().st_size)
+                yield f"{path} is damaged in bytes {number * block} to {last}: SHA-256 differs from the sidecar"
+
+
+def _sum_of_block(path: Path, begin: int, size: int) -> str:
+    digest, left = hashlib.sha256(), size
+    with path.open("rb") as file:
+        file.seek(begin)
+        while left and (piece := file.read(min(left, READ_AT_ONCE))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
+
+
+def find_holes(indexed: IndexedDataset, eod: int | None, most: int | None = None) -> Iterator[str]:
+    """Yield a message for each run of one id that is longer than any document, as an interrupted copy leaves it.
+
+    eod: id that may stand in a row, as many empty documents give. most: number of blocks to read; all if None.
+    """
+    count = -(-indexed.num_tokens // TOKENS_AT_ONCE)
+    found: list[list[int]] = []  # begin, end and id of each run
+    for number in spread(count, most or count):
+        at = number * TOKENS_AT_ONCE
+        for begin, end, token in _runs(np.asarray(indexed.tokens[at : at + TOKENS_AT_ONCE])):
+            if found and found[-1][1:] == [at + begin, token]:
+                found[-1][1] = at + end
+            else:
+                found.append([at + begin, at + end, token])
+    longest: int | None = None
+    for begin, end, token in found:
+        if token == eod:
+            continue
+        longest = _longest_document(indexed) if longest is None else longest
+        ends = indexed.document_ends()
+        first, last = int(ends.searchsorted(begin, "right")), int(ends.searchsorted(end - 1, "right"))
+        if end - begin > longest and 2 * (last - first) < end - begin:
+            size = indexed.dtype.itemsize
+            yield (
+                f"{indexed.prefix}.bin has a hole: bytes {begin * size} to {end * size} (documents {first} to {last}) "
+                f"hold the id {token} only, and no document is longer than {longest} tokens; copy the file again"
+            )
+
+
+def _runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, id) of each run of one id that is suspicious, or touches an end of `tokens`."""
+    changes = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
+    bounds = np.concatenate([[0], changes, [len(tokens)]])
+    lengths = np.diff(bounds)
+    for at in np.flatnonzero(lengths >= min(SUSPICIOUS, len(tokens))).tolist():
+        yield int(bounds[at]), int(bounds[at + 1]), int(tokens[bounds[at]])
+
+
+def _longest_document(indexed: IndexedDataset) -> int:
+    sizes = indexed.document_sizes(range(indexed.num_documents))
+    return int(np.max(sizes)) if len(sizes) else 0
+
+
+def problems_of(prefix: str, about: Mapping[str, Any] | None, most: int | None = None) -> Iterator[str]:
+    """Yield a message for each damaged block and each hole of a corpus, which may have several pairs.
+
+    about: content of its sidecar. most: number of blocks of each file to read, evenly spaced; all if None.
+    """
+    for pair in (prefix, prefix + LOSS, *(f"{prefix}_{part}" for part in PARTS)):
+        sums = sums_of(pair, about)
+        if sums and place(f"{pair}.idx").is_file():
+            for problem in find_damage(pair, sums, most):
+                yield f"{problem}; copy the file again or rebuild the corpus with tools/preprocess_data.py"
+    if place(f"{prefix}.idx").is_file():
+        # A block of tokens is smaller than one of the sidecar.
+        yield from find_holes(IndexedDataset(prefix), (about or {}).get("eod"), most and 16 * most)

@@ -1,0 +1,165 @@
+"""Corpora of the right size whose content is wrong: other middles, wrong checksums, holes; renamed pairs."""
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_utils import inspect_data
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.checkpointing import resume
+from megatron.config.command_line import parse
+from megatron.data.corpora import content_fingerprint, corpus_fingerprint
+from megatron.data.damage import find_damage, find_holes, problems_of, sums_of
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.sample_hash import extend
+from megatron.data.staged import StagedDataset
+from megatron.training import data_ranks
+
+EOD = 7
+
+
+def corpus(prefix: Path, tokens: int = 300_000, seed: int = 0, longest: int = 2000) -> str:
+    """Write a pair whose documents end with EOD, and its sidecar."""
+    rng = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        left = tokens
+        while left > 0:
+            size = min(int(rng.integers(1, longest)), left)
+            builder.add_document([*rng.integers(8, 1000, size - 1).tolist(), EOD])
+            left -= size
+    about = {"tokenizer": "none", "eod": EOD, "tokens": builder.num_tokens, "vocab_size": 1000}
+    about |= {"fingerprint": "0", "sha256": {prefix.name: builder.checksums}}
+    Path(f"{prefix}.json").write_text(json.dumps(about))
+    return str(prefix)
+
+
+def overwrite(prefix: str, begin: int, values: Any) -> None:
+    tokens = np.memmap(f"{prefix}.bin", np.uint16, "r+")
+    tokens[begin : begin + len(values)] = values
+    tokens.flush()
+
+
+def about(prefix: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(Path(f"{prefix}.json").read_text())
+    return content
+
+
+def test_another_middle_is_another_corpus(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    looks = content_fingerprint(prefix), corpus_fingerprint(prefix)
+    middle = np.fromfile(f"{prefix}.bin", np.uint16)[40_000:260_000]
+    overwrite(prefix, 40_000, middle[::-1])
+    assert corpus_fingerprint(prefix) == looks[1] and content_fingerprint(prefix) != looks[0]
+    overwrite(prefix, 40_000, middle)
+    assert (content_fingerprint(prefix), corpus_fingerprint(prefix)) == looks
+
+
+def test_the_sha_256_is_that_of_the_sidecar(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    sums = sums_of(prefix, about(prefix))
+    assert sums and sums["bin"] == [hashlib.sha256(Path(f"{prefix}.bin").read_bytes()).hexdigest()]
+    assert [*find_damage(prefix, sums)] == [] == [*problems_of(prefix, about(prefix), 1)]
+    overwrite(prefix, 1000, [9])
+    assert len([*find_damage(prefix, sums)]) == 1
+    (problem,) = problems_of(prefix, about(prefix), 1)
+    assert f"{prefix}.bin" in problem
+
+
+def test_the_sidecar_of_a_renamed_corpus_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """State is not keyed by the name that the files had when they were written."""
+    before = corpus(tmp_path / "before")
+    for end in (".bin", ".idx", ".json"):
+        Path(before + end).rename(tmp_path / f"after{end}")
+    after = str(tmp_path / "after")
+    parser = inspect_data.build_parser()
+    args = parser.parse_args(["verify", after])
+    args.function(args)
+    assert "checksums" in capsys.readouterr().out
+    overwrite(after, 1000, [9])
+    with pytest.raises(ValueError, match=r"after\.bin is damaged"):
+        args.function(args)
+
+
+@pytest.mark.parametrize(
+    ("names", "pair", "wanted"),
+    [
+        (["x"], "y", "x"),
+        (["x", "x_loss"], "y", "x"),
+        (["x", "x_loss"], "y_loss", "x_loss"),
+        (["x", "x_loss"], "x_loss", "x_loss"),
+        (["x_context", "x_source", "x_target"], "y_source", "x_source"),
+        (["x_context", "x_source", "x_target"], "y", None),
+    ],
+)
+def test_the_entry_of_each_pair(names: list[str], pair: str, wanted: str | None) -> None:
+    sidecar = {"sha256": {name: {"bin": [name]} for name in names}}
+    assert sums_of(f"data/{pair}", sidecar) == (sidecar["sha256"][wanted] if wanted else None)
+
+
+@pytest.mark.parametrize("token", [0, 500])
+@pytest.mark.parametrize("most", [None, 64])
+def test_a_hole_is_named_by_file_and_place(token: int, most: int | None, tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    assert [*find_holes(IndexedDataset(prefix), EOD, most)] == []
+    overwrite(prefix, 40_000, [token] * 220_000)
+    (problem,) = find_holes(IndexedDataset(prefix), EOD, most)
+    assert f"{prefix}.bin" in problem and "80000 to 520000" in problem and f"id {token} " in problem
+
+
+def test_long_runs_that_are_no_holes(tmp_path: Path) -> None:
+    """A long document of one id, and empty documents, which hold only their end."""
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_document([3] * 50_000 + [EOD])
+        for _ in range(60_000):
+            builder.add_document([EOD])
+    for eod in (EOD, None):
+        assert [*find_holes(IndexedDataset(str(tmp_path / "x")), eod)] == []
+
+
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_a_run_refuses_a_corpus_with_a_hole(sidecar: bool, tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    config = parse(["--data-path", prefix])
+    data_ranks._check_content(config)
+    overwrite(prefix, 40_000, [0] * 220_000)
+    if not sidecar:
+        Path(f"{prefix}.json").unlink()
+    with pytest.raises(ValueError, match=rf"{prefix}\.bin"):
+        data_ranks._check_content(config)
+
+
+class Samples:
+    """A data set whose samples are their numbers."""
+
+    samples_per_epoch = 1000
+
+    def places(self, first: int, count: int) -> Any:
+        return np.arange(first, first + count)
+
+
+def test_checkpoints_of_earlier_versions_still_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash that was computed before: SHA-256 of the fingerprints of the ends, and these as salts of stages."""
+    prefixes = [corpus(tmp_path / name, 5000, seed) for seed, name in enumerate("ab")]
+    monkeypatch.setattr(resume, "difference", lambda *_: "")
+    stages = [(0, {0: "1"}), (50, {0: "1", 1: "1"})]
+    ends = [int(corpus_fingerprint(prefix), 16) for prefix in prefixes]
+    salts = [int(content_fingerprint(prefix), 16) for prefix in prefixes]
+    dataset = StagedDataset([Samples(), Samples()], stages, salts, ends)
+    config = parse(["--data-stages", f"0: {prefixes[0]}; 50_samples: 1 {prefixes[0]} 1 {prefixes[1]}"])
+    begin = int.from_bytes(hashlib.sha256(corpus_fingerprint(prefixes[0]).encode()).digest()[:8])
+    then = extend(begin, StagedDataset([Samples(), Samples()], stages, ends), 0, 80)
+    wanted: Any = SimpleNamespace(same_data=True)
+
+    def resumed(stored: int) -> int:
+        state: Any = SimpleNamespace(sample_hash=stored, consumed_samples=80, consumed_tokens=0)
+        return resume._hash_samples(resume._corpora(config), state, config, config, dataset, wanted)
+
+    now = extend(resume._corpora(config), dataset, 0, 80)
+    assert resumed(then) == resumed(now) == now != then
+    with pytest.raises(ValueError, match="--override-data"):
+        resumed(then + 1)
