@@ -11,19 +11,12 @@ sum of exp(logit) over the vocabulary.
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.fused import Fused
 
 from .mesh import Axis, current
-
-
-def _total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    if axis.size > 1:
-        dist.all_reduce(x, op=op, group=axis.group)
-    return x
-
+from .vocab_shards import largest, refuse_other_tokens, total
 
 # Number of logits per chunk: 64 MiB in fp32 on accelerators, and 4 MiB on a CPU, where a chunk should fit its cache.
 CHUNK, CPU_CHUNK = 1 << 24, 1 << 20
@@ -55,26 +48,27 @@ def _losses_on_one_rank(x: Tensor, target: Tensor, dtype: torch.dtype, label_smo
 
 
 def _losses_over_ranks(
-    x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
+    logits: Tensor, real: int, target: Tensor, label_smoothing: float, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors [n]: this rank's share of each token's probability mass, the token's loss, and log Z.
 
     Z, the sum of exp(logit), and the loss are over the logits of all ranks.
-    x: this rank's logits without padding.
+    logits: [n, v/t] of this rank. real: number of its rows that are not padding.
     target: the local row of each target, -1 if another rank holds it.
     Each rank runs torch's softmax, one fast pass over its own logits, and then rescales the result by the maximum
     and the sum over all ranks.
     """
     # A rank that holds only padding contributes nothing: its maximum is minus infinity.
-    real = x.shape[-1]
+    x = logits[:, :real]
+    dtype = torch.promote_types(x.dtype, torch.float32)
     top = x.amax(dim=-1).to(dtype) if real else torch.full_like(target, -torch.inf, dtype=dtype)
     of_top = torch.ones_like(top)  # probability of this rank's largest logit among its own logits
     for chunk in _chunks(x) if real else []:
         of_top[chunk] = torch.softmax(x[chunk], dim=-1, dtype=dtype).amax(dim=-1)
 
-    shift = _total(top.clone(), axis, dist.ReduceOp.MAX)
+    shift = largest(top, logits, axis)
     own_sum = (top - shift).exp() / of_top  # this rank's sum of exp(logit - shift)
-    sum_exp = _total(own_sum.clone(), axis)
+    sum_exp = total(own_sum.clone(), axis)
     log_sum = sum_exp.log()
     loss = _loss(x, target, shift, log_sum, label_smoothing, vocab_size, axis)
     return own_sum / sum_exp, loss, log_sum + shift
@@ -88,9 +82,9 @@ def _loss(
     if x.shape[-1]:
         found = x.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(top.dtype)
         target_logit = torch.where(target >= 0, found - top, 0.0)
-    loss = log_sum - _total(target_logit, axis)
+    loss = log_sum - total(target_logit, axis)
     if label_smoothing:
-        mean_logit = _total(x.sum(dim=-1, dtype=top.dtype), axis) / vocab_size - top
+        mean_logit = total(x.sum(dim=-1, dtype=top.dtype), axis) / vocab_size - top
         loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - mean_logit)
     return loss
 
@@ -113,21 +107,22 @@ top_and_log_sum = Fused(
 
 
 def _fused_losses(
-    x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float, vocab_size: int, axis: Axis
+    logits: Tensor, real: int, target: Tensor, label_smoothing: float, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's loss, and its largest logit and log sum exp(logit - largest) over all ranks, [n] each.
 
     Arguments are those of `_losses_over_ranks`.
     """
-    real = x.shape[-1]
+    x = logits[:, :real]
+    dtype = torch.promote_types(x.dtype, torch.float32)
     both = torch.zeros(2, len(target), dtype=dtype, device=x.device)
     for chunk in _chunks(x, FUSED_CHUNK) if real else []:
         both[:, chunk] = top_and_log_sum(x[chunk], dtype)
     top, log_sum = both
     if axis.size > 1:
         own = top if real else top - torch.inf
-        top = _total(own.clone(), axis, dist.ReduceOp.MAX)
-        log_sum = _total((own - top + log_sum).exp(), axis).log()
+        top = largest(own, logits, axis)
+        log_sum = total((own - top + log_sum).exp(), axis).log()
     return _loss(x, target, top, log_sum, label_smoothing, vocab_size, axis), top, log_sum
 
 
@@ -173,16 +168,15 @@ def compute_losses(
     """
     local, mine, real = _on_this_rank(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    x = logits[:, :real]
     share = top = log_sum = torch.ones_like(target, dtype=dtype)
     elsewhere = torch.where(mine, local, -1)
     if on_cuda(logits):
-        loss, top, log_sum = _fused_losses(x, elsewhere, dtype, label_smoothing, vocab_size, axis)
+        loss, top, log_sum = _fused_losses(logits, real, elsewhere, label_smoothing, vocab_size, axis)
         log_z = top + log_sum
     elif axis.size == 1:
-        loss, log_z = _losses_on_one_rank(x, local, dtype, label_smoothing)
+        loss, log_z = _losses_on_one_rank(logits[:, :real], local, dtype, label_smoothing)
     else:
-        share, loss, log_z = _losses_over_ranks(x, elsewhere, dtype, label_smoothing, vocab_size, axis)
+        share, loss, log_z = _losses_over_ranks(logits, real, elsewhere, label_smoothing, vocab_size, axis)
     if z_loss:
         share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
     return loss, z_loss * log_z**2, LossState(share, top, log_sum, local, mine, real)
@@ -293,6 +287,8 @@ def vocab_parallel_cross_entropy(
     logits: [..., v/t], any float dtype, left unchanged. target: [...] ids < vocab_size.
     vocab_size: number of rows without padding; by default no row is padding.
     label_smoothing: weight of the uniform distribution over the vocabulary (Szegedy et al. 2016).
+    Raises ValueError if logits and targets have different shapes, or if every rank has the logits of the whole
+    vocabulary. On an accelerator, the device reports the latter.
     """
     return vocab_parallel_losses(logits, target, vocab_size, label_smoothing, 0.0, axis)[0]
 
@@ -317,6 +313,7 @@ def vocab_parallel_losses(
     activations of most models. Autograd raises RuntimeError if another operation saved the logits for its own
     backward pass, and a second backward pass raises RuntimeError, too.
     """
+    refuse_other_tokens(logits, target)
     axis = axis or current().model
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     flat = logits.reshape(-1, logits.shape[-1])
@@ -335,6 +332,7 @@ def vocab_parallel_right(
     logits: [..., v/t]. target: [...] ids < vocab_size. vocab_size: number of rows without padding; by default no
     row is padding.
     """
+    refuse_other_tokens(logits, target)
     axis = axis or current().model
     local, mine, real = _on_this_rank(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)
     # best[0]: this rank's largest logit. best[1]: the target's logit, minus infinity if another rank holds it.
@@ -343,6 +341,6 @@ def vocab_parallel_right(
         x = logits[..., :real]
         found = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
         best[0], best[1] = x.amax(-1), torch.where(mine, found, -torch.inf)
-    largest, own = _total(best, axis, dist.ReduceOp.MAX)
-    right: Tensor = own == largest
+    top, own = largest(best, logits.reshape(-1, logits.shape[-1]), axis)
+    right: Tensor = own == top
     return right

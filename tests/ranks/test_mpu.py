@@ -233,6 +233,42 @@ def test_a_gradient_written_over_its_logits_equals_torchs(ranks: int, dtype: tor
     on_ranks(ranks, _overwritten, ranks, dtype, fused)
 
 
+def _whole_vocabulary(fused: bool, vocab_size: int | None) -> None:
+    """Check that logits of the whole vocabulary are refused on every rank, however they were made."""
+    axis = start(2)
+    _choose_functions(fused)
+    shard = draw(4, 5, 8, seed=axis.rank).bfloat16().requires_grad_()
+    gathered = mpu.gather_from_model_parallel_region(shard)
+    with_zeros = torch.cat([draw(4, 5, 13), torch.zeros(4, 5, 3)], -1)
+    target = torch.zeros(4, 5, dtype=torch.int64)
+    for logits in (gathered, gathered.float(), with_zeros, with_zeros[..., :13]):
+        for function in (mpu.vocab_parallel_cross_entropy, mpu.vocab_parallel_losses, mpu.vocab_parallel_right):
+            with pytest.raises(ValueError, match="16|13"):
+                function(logits, target, vocab_size)
+    zeros = mpu.vocab_parallel_cross_entropy(torch.zeros(4, 5, 8), target, vocab_size)
+    torch.testing.assert_close(zeros, torch.full((4, 5), float(vocab_size or 16)).log())
+
+
+@FUSED
+@pytest.mark.parametrize("vocab_size", [None, 13])
+def test_gathered_logits_are_refused(fused: bool, vocab_size: int | None) -> None:
+    on_ranks(2, _whole_vocabulary, fused, vocab_size)
+
+
+def _other_tokens() -> None:
+    start(1)
+    for tokens, targets in (((4, 6), (6, 4)), ((8, 6), (4, 6)), ((24,), (4, 5))):
+        for function in (mpu.vocab_parallel_cross_entropy, mpu.vocab_parallel_right):
+            with pytest.raises(ValueError, match=str(list(targets))[1:-1]):
+                function(draw(*tokens, 8), torch.zeros(targets, dtype=torch.int64))
+    flat = mpu.vocab_parallel_cross_entropy(draw(24, 8), torch.zeros(4, 6, dtype=torch.int64))
+    torch.testing.assert_close(flat.flatten(), F.cross_entropy(draw(24, 8), torch.zeros(24).long(), reduction="none"))
+
+
+def test_logits_and_targets_of_other_tokens_are_refused() -> None:
+    on_ranks(1, _other_tokens)
+
+
 def _half(ranks: int) -> None:
     axis = start(ranks)
     whole = draw(64, 16).to(torch.bfloat16)
