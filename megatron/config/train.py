@@ -90,7 +90,8 @@ class TrainConfig(Section):
     )
     check_replicas: int = opt(
         0,
-        "number of iterations between checks that all replicas have the same weights; 0 checks only at each save",
+        "number of iterations between checks that all replicas have the same weights; 0 checks only after steps 1, 2, "
+        "4, 8, ... of a run and at each save",
         at_least(0),
     )
     manual_gc_interval: int = opt(

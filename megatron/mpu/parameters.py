@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .mappings import all_reduce
-from .mesh import Axis, parallel_context
+from .mesh import ALONE, Axis, parallel_context
 from .random import derive_seed, seeded
 
 InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
@@ -210,15 +210,17 @@ def declare(
     of one parameter must have the same seed, for instance by `torch.manual_seed(seed)` on all of them.
     dim: the dimension that is sharded over `axis`, None for a copy on every rank.
     full_size: size of the sharded dimension over all ranks, without padding; by default there is no padding.
+    axis: by default the model axis of the current context, as in the layers of this package.
     sequence: the ranks over which the gradients of a copy are summed, because each rank sees only its shard
     of the sequence or of the heads. Weights of norms, biases added after a reduce-scatter, and learned positions need
     this argument.
     """
-    size, rank = (axis.size, axis.rank) if axis is not None and dim is not None else (1, 0)
+    axis = ALONE if dim is None else axis or parallel_context().mesh.model
+    size = axis.size
     if dim is not None and full_size is None:
         full_size = parameter.shape[dim] * size
     shared = sequence is not None and sequence.size > 1
-    spec = ParamSpec(tuple(parameter.shape), init_method, dim, full_size or 0, rank, size, shared)
+    spec = ParamSpec(tuple(parameter.shape), init_method, dim, full_size or 0, axis.rank, size, shared)
     parameter.spec = spec  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = spec.split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
     if shared and sequence is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron import mpu
 from megatron.config.command_line import parse
@@ -196,6 +197,26 @@ def test_copies_that_differ_by_a_bit_are_not_saved(
     for name in names:
         left = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
         assert left == ["iter_0000003", "iter_0000004", "latest"]
+
+
+def _undeclared(folder: str, data: str, vocab_file: str) -> None:
+    """Train with a shard of a bias that no longer has its declaration: zeros on both ranks before the first step."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        common = "--num-layers 1 --batch-size 2 --train-iters 100 --save-interval 0 --no-save-at-end"
+        flags = "--precision bf16 --model-parallel-size 2 --lr 1e-3"
+        run = make(Start("gpt2", Path(folder), f"{common} {flags}"), data, vocab_file)
+        parameters = dict(global_parameters(run.engine.deepspeed.module))
+        bias: Any = parameters["layers.0.mlp.dense_h_to_4h.bias"]
+        bias.spec = mpu.spec_of(nn.Parameter(bias.detach()))
+        bias.tensor_model_parallel = False
+        with pytest.raises(RunError, match="dense_h_to_4h.bias on rank 1"):
+            train(run)
+        assert run.state.iteration == 1
+        run.__exit__()
+
+
+def test_an_undeclared_shard_ends_a_run_that_never_saves(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    on_ranks(2, _undeclared, str(tmp_path), tiny_data, vocab_file)
 
 
 def _minority() -> list[str]:

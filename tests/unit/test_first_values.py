@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.model.layers import Layer, LayerStack
 from megatron.mpu import parameters
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import Axis, Mesh, ParallelContext
 from tds.pipe import LayerSpec, SequentialModule, TiedLayerSpec, seeded_layers
 
 
@@ -60,6 +60,15 @@ def test_a_parameter_knows_its_part() -> None:
         assert torch.equal(spec.without_padding(parameter.data.flatten()), whole[begin:end])
         assert torch.equal(spec.with_padding(whole[begin:end]), parameter)
         assert not parameter[end - begin :].any()
+
+
+def test_a_sharded_dimension_lies_on_the_model_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    axis = Axis(None, tuple(range(4)), 2)
+    monkeypatch.setattr(parameters, "parallel_context", lambda: ParallelContext(Mesh(model=axis)))
+    parameter = mpu.declare(nn.Parameter(torch.ones(4, 3)), mpu.ones, dim=1)
+    assert mpu.spec_of(parameter).rows == (1, 6, 9) and mpu.is_split(parameter)
+    for copy in (mpu.declare(nn.Parameter(torch.ones(4, 3))), mpu.declare(parameter, dim=1, axis=mpu.ALONE)):
+        assert not mpu.is_split(copy)
 
 
 def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMAL) -> tuple[Tensor, int]:
