@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import _deepspeed
+from .layout import make_rows_contiguous
 
 # With any of these settings, DeepSpeed must partition the whole model at once, when it builds its engine.
 _OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
@@ -34,6 +35,7 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
         for parameter in layer.parameters():
             if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(dtype)
+        make_rows_contiguous(layer)
         with _deepspeed.quietly():
             _deepspeed.deepspeed.zero.Init(
                 module=layer,

@@ -15,6 +15,7 @@ from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, 
 from .average import WeightAverage
 from .distributed_optimizer import DistributedOptimizer
 from .holders import by_holders, holders_of
+from .layout import flat_scalars, flat_where_needed, make_rows_contiguous
 from .optimizer_state import complete_weights, drop_skipped_gradients
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
@@ -68,6 +69,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         self.known_model  # noqa: B018  # records the model now
+        if self.zero_optimization_stage() == 3:
+            make_rows_contiguous(self.module)
         if not isinstance(client_optimizer, DistributedOptimizer):
             if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
                 make_dense(sparse_weights(self.module))
@@ -87,12 +90,18 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     def _broadcast_model(self) -> None:
         """Broadcast the first replica's weights, but weights that only some replicas hold only among these."""
         replicas = self.seq_data_parallel_group
-        if len(by_holders(self.module.parameters(), replicas)) == 1:
-            super()._broadcast_model()
-            return
-        for p in self.module.parameters():
-            group = holders_of(p, replicas)
-            dist.broadcast(p.data, dist.get_process_group_ranks(group)[0], group=group)
+        with flat_where_needed(self.module):
+            if len(by_holders(self.module.parameters(), replicas)) == 1:
+                super()._broadcast_model()
+                return
+            for p in self.module.parameters():
+                group = holders_of(p, replicas)
+                dist.broadcast(p.data, dist.get_process_group_ranks(group)[0], group=group)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip the gradients as DeepSpeed does, those of weights of dimension 0, too."""
+        with flat_scalars(self.module):
+            super().clip_fp32_gradients()
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed does, but leave a weight's `.grad` None if no replica has a gradient for it."""

@@ -119,12 +119,13 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         """Return the cuts of one of DeepSpeed's partition methods."""
         count = len(self._layer_specs)
         if method.lower() == "uniform":
-            return partition_uniform(count, groups)  # type: ignore[no-any-return]
+            return list(map(int, partition_uniform(count, groups)))
         if method.lower() == "parameters":
-            return partition_balanced(self._count_layer_params(), groups)  # type: ignore[no-any-return]
+            # Numbers of numpy would be no valid seeds of `seed_layers`.
+            return list(map(int, partition_balanced(self._count_layer_params(), groups)))
         if method.lower().startswith("type:"):
             chosen = set(self._find_layer_type(method.split(":", 1)[1]))
-            return partition_balanced([int(i in chosen) for i in range(count)], groups)  # type: ignore[no-any-return]
+            return list(map(int, partition_balanced([int(i in chosen) for i in range(count)], groups)))
         raise ValueError(
             f"there is no partition_method {method!r}; use uniform, parameters, type:REGEX, balanced or a list of cuts"
         )

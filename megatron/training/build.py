@@ -161,8 +161,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     for name, parameter in global_parameters(model):
         if not parameter.dim():
             raise ValueError(
-                f"the parameter {name} is a single number, which DeepSpeed cannot send: give it one dimension, as in "
-                "torch.ones(1)"
+                f"the parameter {name} is a single number, which no checkpoint can store: give it one dimension, as "
+                "in torch.ones(1)"
             )
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:

@@ -15,6 +15,7 @@ from tests.sentences import SENTENCES
 from tests.support import RankFailure, on_ranks
 
 WIDTH, MICROS, STEPS = 6, 3, 3
+LIMIT = 0.5  # gradient norm to which the runs with clipping clip
 Layers = Callable[[], list[nn.Module]]
 
 
@@ -354,3 +355,98 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
 def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
     first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
     assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # about 0.01, rounded in bf16
+
+
+class Unusual(nn.Module):
+    """A layer with weights of unusual layout: a scale without dimensions, a transposed and a channels_last weight."""
+
+    def __init__(self, scale: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7)) if scale else 1.0
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
+        self.pointwise = nn.Conv1d(2 * WIDTH, WIDTH, 1)
+        self.pointwise.weight = nn.Parameter(torch.randn(WIDTH, 1, 2 * WIDTH).transpose(1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.pointwise((x @ self.transposed.t()).tanh().unsqueeze(-1)).squeeze(-1) * self.scale
+        return found
+
+
+def unusual_layers(scale: bool = True) -> list[nn.Module]:
+    return [*linears(1), Unusual(scale), *linears(1), Unusual(scale)]
+
+
+def _unusual(stages: int, stage: int, sharded: bool) -> list[float]:
+    """Train two replicas, of which the second starts with other weights; return the losses."""
+    torch.manual_seed(3)
+    scale = stage < 3
+    layers = unusual_layers(scale)
+    model: Any = nn.Sequential(*layers)
+    if stages:
+        how = {"seed_layers": True, "partition_method": "parameters"}
+        model = tds.PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, **how)
+    replicas = dist.get_world_size() // max(stages, 1)
+    if dist.get_rank() % 2:
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), 1.0)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {
+        "train_batch_size": 4 * replicas,
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": LIMIT,
+    }
+    optimizer = tds.DistributedOptimizer(optimizer) if sharded else optimizer
+    engine = tds.initialize(model=model, optimizer=optimizer, config=config)[0]
+    if stages:
+        data = ([tuple(t.float() for t in batch(step, 0))] for step in range(STEPS))
+        return [engine.train_batch(iter(each)).item() for each in data]
+    found = []
+    for step in range(STEPS):
+        x, y = (t.float() for t in batch(step, 0))
+        loss = loss_fn(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def plain_unusual(scale: bool = True) -> list[float]:
+    torch.manual_seed(3)
+    model = nn.Sequential(*unusual_layers(scale))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(STEPS):
+        x, y = (t.float() for t in batch(step, 0))
+        loss = loss_fn(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "sharded"),
+    [(0, 0, False), (0, 2, False), (0, 3, False), (2, 1, False), (2, 1, True)],
+    ids=str,
+)
+def test_weights_of_unusual_layout_learn(stages: int, stage: int, sharded: bool) -> None:
+    """Replicas start from the first one's weights and learn as plain torch does, with any memory layout of weights."""
+    expected = plain_unusual(stage < 3)
+    for found in on_ranks(2 * max(stages, 1), _unusual, stages, stage, sharded):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _scale_under_zero_3() -> None:
+    model = nn.Sequential(*unusual_layers())
+    with pytest.raises(ValueError, match="1.scale"):
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+        tds.initialize(model=model, optimizer=torch.optim.Adam(model.parameters()), config=config)
+
+
+def test_zero_3_names_a_weight_without_dimensions() -> None:
+    on_ranks(1, _scale_under_zero_3)

@@ -17,6 +17,7 @@ import torch
 import tds
 from tds._contract import CONTRACT
 from tests.ranks import test_drop_in as scripts
+from tests.ranks import test_strange_models as strange
 from tests.support import RankFailure, on_ranks
 from tests.unit.test_contract import release_names
 
@@ -24,7 +25,7 @@ from .routes import TOLERANCES, Measured, Route, routes, train
 
 TIMEOUT = 120.0
 ZERO_3_RUNS = 6  # before 0.19.8, 2 to 10 % of runs with ZeRO 3 on a CPU are wrong
-SCRIPTS = ("script: AlexNet tutorial", "script: GPT-NeoX style", "script: checkpoint")
+SCRIPTS = ("script: AlexNet tutorial", "script: GPT-NeoX style", "script: checkpoint", "script: unusual weights")
 
 
 def judge(measured: Measured, precision: str) -> str:
@@ -91,6 +92,10 @@ def run_script(name: str) -> str:
             found, expected = on_ranks(2, scripts._tutorial, "tds", 2, "uniform")[0], scripts.one_process()
         elif name == SCRIPTS[1]:
             found, expected = on_ranks(2, scripts._neox, "tds", 2, 1, 1, False)[0][0], scripts.neox_reference()
+        elif name == SCRIPTS[3]:  # scalars, transposed and channels_last weights, and a pipeline with seed_layers
+            plain = on_ranks(2, strange._unusual, 0, 2, False)[0]
+            pipeline = on_ranks(4, strange._unusual, 2, 0, False)[0]
+            found, expected = plain + pipeline, strange.plain_unusual() * 2
         else:
             return _run_checkpoint()
     except RankFailure as failure:

@@ -8,12 +8,13 @@ import tds
 from tests.support import on_ranks
 
 from .routes import Measured, Route, _config, layers
-from .rows import gone, judge, outcomes
+from .rows import SCRIPTS, gone, judge, outcomes, run_script
 
 
 def test_the_installed_release_is_right_without_and_with_a_pipeline() -> None:
     for route in (Route("plain", "bf16", 0, 4, "AdamW"), Route("pipeline", "fp32", 1, 4, "sharded")):
         assert outcomes([route]) == {route.name: "right"}
+    assert run_script(SCRIPTS[3]) == "right"
     assert gone() == []
 
 
