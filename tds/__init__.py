@@ -8,6 +8,7 @@ channel.py    point-to-point transport of tensors between stages
 neighbours.py neighbours of a stage and their process groups
 groups.py     cheap creation of process groups in a large world
 queues.py     proof that a schedule cannot deadlock
+recompute.py  the function by which a stage recomputes activations
 batches.py    micro-batches of a step, read when the schedule needs them
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
 step.py       state of a stage during a step

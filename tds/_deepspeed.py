@@ -234,20 +234,6 @@ def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager
         StockPipelineModule._build = build_all
 
 
-def default_to_non_reentrant(config_class: Any = None, model: Any = None, **_: Any) -> None:
-    """Make non-reentrant activation checkpointing the default, before an engine is built.
-
-    DeepSpeed's default is re-entrant and gives no gradients to a stage that begins with an embedding.
-    `"pipeline": {"use_reentrant": true}`, or the PipelineModule's `activation_checkpoint_func`, overrides this
-    default.
-    """
-    default = deepspeed.checkpointing.checkpoint
-    if config_class is None or model.activation_checkpoint_func is not default:
-        return
-    if not config_class.pipeline.setdefault("use_reentrant", False):
-        model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
-
-
 def configure_compression(engine: Any) -> None:
     """Set the attributes that DeepSpeed 0.19.0 to 0.19.6 sets in `_configure_optimizer` and reads in each step."""
     for name, method in (

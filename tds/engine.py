@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from . import evaluation, schedule, trace
-from ._deepspeed import TRAIN_BATCH_TIMER, autocast, default_to_non_reentrant, quietly
+from ._deepspeed import TRAIN_BATCH_TIMER, autocast, quietly
 from .batches import Batches, DataEnded
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
@@ -34,6 +34,7 @@ from .nested import as_tuple, in_full, unwrap
 from .posting import COST, SENDS, StagePlan, StagePlans
 from .progress import MOST_TIMED, Progress
 from .queues import in_queues
+from .recompute import choose_checkpoint_function, require_gradients
 from .reductions import reduction_of
 from .saving import PipelineState
 from .schedule import Instruction
@@ -58,7 +59,7 @@ class PipelineEngine(PipelineHooks):
     _step: Step  # the current or the last step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        default_to_non_reentrant(**kwargs)
+        choose_checkpoint_function(**kwargs)
         refuse_idle_stages(**kwargs)
         super().__init__(*args, **kwargs)
         # Cached, because DeepSpeed computes these again at each call.
@@ -216,8 +217,7 @@ class PipelineEngine(PipelineHooks):
             return unwrap(tuple(non_leaf_view(each.tensor) for each in received))
         inputs = self._step.batches.inputs(instruction.micro)
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
-            # Re-entrant checkpointing needs an input with requires_grad.
-            inputs = tuple(non_leaf_view(t.requires_grad_(t.is_floating_point())) for t in inputs)
+            inputs = require_gradients(inputs)
         return unwrap(inputs)
 
     def _forward(self, instruction: Instruction) -> None:

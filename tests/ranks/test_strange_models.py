@@ -31,6 +31,18 @@ class Split(nn.Module):
         return torch.complex(x, x.sin())
 
 
+class ComplexLinear(nn.Module):
+    """A layer with weights whose output is complex, so that its group of layers is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return torch.complex(x, x.sin())
+
+
 class Join(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.real + 2 * x.imag
@@ -141,6 +153,10 @@ def complex_layers() -> list[nn.Module]:
     return [*linears(1), Split(), Conjugate(), Join(), *linears(1)]
 
 
+def complex_linears() -> list[nn.Module]:
+    return [*linears(1), ComplexLinear(), Join(), *linears(1)]
+
+
 def hooked_layers() -> list[nn.Module]:
     return [Hooked() for _ in range(4)]
 
@@ -163,6 +179,12 @@ def four() -> list[nn.Module]:
 
 RIGHT: dict[str, tuple[Layers, int, str, dict[str, Any]]] = {
     "conjugate gradients": (complex_layers, 3, "1f1b", {"partition_method": "0,2,3,5"}),
+    "complex outputs, checkpointed": (
+        complex_linears,
+        2,
+        "1f1b",
+        {"partition_method": "0,2,4", "activation_checkpoint_interval": 1},
+    ),
     "hooks, 1f1b": (hooked_layers, 2, "1f1b", {}),
     "hooks, zb-h1": (hooked_layers, 2, "zb-h1", {}),
     "re-entrant checkpoints, zb-h1": (reentrant_layers, 2, "zb-h1", {}),
@@ -283,6 +305,20 @@ def _refused(what: str) -> None:
 def test_it_is_refused_in_a_sentence(what: str, message: str) -> None:
     with pytest.raises(RankFailure, match=message):
         on_ranks(2, _refused, what)
+
+
+def _complex_reentrant(stages: int) -> None:
+    config = {"pipeline": {"use_reentrant": True}}
+    engine = build(complex_linears, stages, config=config, activation_checkpoint_interval=1)
+    data = [tuple(t.float() for t in batch(0, micro)) for micro in range(MICROS)]
+    engine.eval_batch(iter(data))
+    engine.train_batch(iter(data))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_complex_outputs_are_refused_under_reentrant_checkpointing(stages: int) -> None:
+    with pytest.raises(RankFailure, match="complex64.*use_reentrant"):
+        on_ranks(stages, _complex_reentrant, stages)
 
 
 def _save(folder: Path) -> None:

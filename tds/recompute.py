@@ -1,0 +1,44 @@
+"""The function by which a pipeline stage recomputes activations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._deepspeed import deepspeed
+from .boundary import BoundaryError, kind_of
+from .memory import non_leaf_view
+from .nested import as_tuple
+
+
+def choose_checkpoint_function(config_class: Any = None, model: Any = None, **_: Any) -> None:
+    """Make non-reentrant activation checkpointing the default, before an engine is built.
+
+    DeepSpeed's default is re-entrant and gives no gradients to a stage that begins with an embedding.
+    `"pipeline": {"use_reentrant": true}`, or the PipelineModule's `activation_checkpoint_func`, overrides this
+    default.
+    """
+    if config_class is None or model.activation_checkpoint_func is not deepspeed.checkpointing.checkpoint:
+        return
+    if config_class.pipeline.setdefault("use_reentrant", False):
+        model.activation_checkpoint_func = _checkpoint_reentrantly
+    else:
+        model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
+
+
+def require_gradients(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return views of a stage's inputs that require gradients where they can; re-entrant checkpointing needs one."""
+    return tuple(non_leaf_view(t.requires_grad_(kind_of(t) == "float")) for t in inputs)
+
+
+def _checkpoint_reentrantly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call DeepSpeed's re-entrant checkpoint function. Raises BoundaryError for complex outputs."""
+    outputs = deepspeed.checkpointing.checkpoint(function, *args)
+    for i, each in enumerate(as_tuple(outputs)):
+        if torch.is_grad_enabled() and isinstance(each, Tensor) and each.is_complex():
+            raise BoundaryError(
+                f"output {i} of checkpointed layers is {each.dtype}, and re-entrant checkpointing drops the gradients "
+                'of complex tensors: leave "use_reentrant" out of the section "pipeline" of the ds_config'
+            )
+    return outputs
