@@ -16,6 +16,7 @@ buckets.py    weights and gradients in flat memory
 layout.py     weights whose memory layout DeepSpeed's broadcasts do not accept
 whole.py      places weights in buckets, sharded anywhere or stepped as wholes
 distributed_optimizer.py steps the weights in these buckets, sharded over the replicas
+engine_classes.py the engines that deepspeed.initialize may choose
 base_engine.py the engine for models without a pipeline
 apart.py      sharding of each layer over the replicas while a model is built (ZeRO-3)
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
@@ -30,7 +31,7 @@ pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 import importlib
 from typing import Any
 
-from . import _deepspeed, _submodules, optimizers, pipe
+from . import _deepspeed, _submodules, engine_classes, optimizers, pipe
 from ._deepspeed import UnsupportedDeepSpeed, complaint, use_rng_tracker
 from ._deepspeed import deepspeed as _ds
 from .base_engine import Engine
@@ -63,7 +64,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     with (
         optimizers.for_this_device() as notes,
         _deepspeed.quietly(),
-        _deepspeed.engine_classes(PipelineEngine, Engine),
+        engine_classes.replaced_by(PipelineEngine, Engine),
     ):
         made = _ds.initialize(*args, **kwargs)
         _deepspeed.time_without_waiting(made[0])

@@ -204,17 +204,6 @@ def this_device() -> torch.device:
 
 
 @contextlib.contextmanager
-def engine_classes(pipeline: type, plain: type) -> Iterator[None]:
-    """Make `deepspeed.initialize` build `pipeline` for a PipelineModule and `plain` for any other model."""
-    before = deepspeed.PipelineEngine, deepspeed.DeepSpeedEngine
-    deepspeed.PipelineEngine, deepspeed.DeepSpeedEngine = pipeline, plain
-    try:
-        yield
-    finally:
-        deepspeed.PipelineEngine, deepspeed.DeepSpeedEngine = before
-
-
-@contextlib.contextmanager
 def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Make every PipelineModule, DeepSpeed's included, build layer i within `context(i)`."""
     build_all = StockPipelineModule._build

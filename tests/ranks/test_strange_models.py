@@ -1,9 +1,13 @@
 """Unusual models and training loops of users train as in plain torch, or are refused in one sentence."""
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tds
+from tds import engine_classes
+from tds.base_engine import Engine
 from tests.sentences import SENTENCES
 from tests.support import RankFailure, on_ranks
 
@@ -486,3 +492,33 @@ def _scale_under_zero_3() -> None:
 
 def test_zero_3_names_a_weight_without_dimensions() -> None:
     on_ranks(1, _scale_under_zero_3)
+
+
+def _other_engine(kind: str) -> None:
+    config: dict[str, Any] = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
+    if kind == "hybrid_engine":
+        config["hybrid_engine"] = {"enabled": True}
+        model: Any = nn.Sequential(*linears(2))
+    else:
+        model = tds.DualPipeVModule(layers=linears(4), num_stages=1, loss_fn=loss_fn)
+    with pytest.raises(ValueError, match=kind):
+        tds.initialize(model=model, optimizer=torch.optim.Adam(model.parameters()), config=config)
+    plain_model = nn.Linear(2, 2)
+    del config["train_batch_size"]
+    config.pop("hybrid_engine", None)
+    optimizer = torch.optim.Adam(plain_model.parameters())
+    engine = tds.initialize(model=plain_model, optimizer=optimizer, config=config)[0]
+    assert isinstance(engine, Engine)
+
+
+@pytest.mark.parametrize("kind", ["hybrid_engine", "DualPipeVModule"])
+def test_deepspeeds_other_engines_are_refused(kind: str) -> None:
+    on_ranks(1, _other_engine, kind)
+
+
+def test_every_engine_that_deepspeed_may_choose_is_known() -> None:
+    """All engine classes that the source of `deepspeed.initialize` calls are replaced or refused."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(deepspeed.initialize)))
+    names = {node.id for node in ast.walk(source) if isinstance(node, ast.Name)}
+    chosen = {name for name in names if name.endswith("Engine")}
+    assert {"DeepSpeedEngine", "PipelineEngine"} <= chosen <= set(engine_classes.engines())
