@@ -57,8 +57,19 @@ def prove(schedule: Schedule, engine: Any, chunks: int) -> None:
         if each is schedule and not any(isinstance(found, (Backward, BackwardInput)) for found in plan[0]):
             raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
         if any(isinstance(found, BackwardInput) for found in plan[0]):
+            _refuse_recomputation(engine)
             keep_saved_tensors()
         _check_on_device(plan, micros, rules)
+
+
+def _refuse_recomputation(engine: Any) -> None:
+    """Raise ValueError if a schedule that splits backward passes runs with activation checkpointing."""
+    if engine.module.activation_checkpoint_interval > 0:
+        name = engine._config.pipeline.get("schedule", "1f1b")
+        raise ValueError(
+            f"the schedule {name} would recompute activations twice, once for each half of the backward pass: "
+            "use 1f1b, or leave activation checkpointing out"
+        )
 
 
 def _check_on_device(plan: Plan, micros: int, rules: Rules) -> None:
@@ -82,11 +93,6 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
         )
     if name == "interleaved" and chunks == 1 and engine.num_stages > 1:
         raise ValueError("the schedule interleaved needs several chunks a stage: tds.PipelineModule(..., chunks=2)")
-    if name == "zb-h1" and engine.module.activation_checkpoint_interval > 0:
-        raise ValueError(
-            "the schedule zb-h1 would recompute activations twice, once for each half of the backward pass: "
-            "use 1f1b, or leave activation checkpointing out"
-        )
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING=1 would deadlock the pipeline, because two stages would each wait for a message "

@@ -52,6 +52,11 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     `queues.finish` finds deadlocks that message queues cause, under `rules`.
     """
     chunks, kinds = chunks_of(plan), {type(i) for stage in plan for i in stage}
+    if Backward in kinds and kinds & {BackwardInput, BackwardWeight}:
+        raise ScheduleError(
+            "the schedule has both Backward and BackwardInput or BackwardWeight instructions: let all stages use "
+            "either Backward, or BackwardInput with BackwardWeight, for all micro-batches"
+        )
     split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
     backward = split if kinds & {*split} else ()
     for stage, instructions in enumerate(plan):

@@ -55,8 +55,8 @@ INSTEAD = {
     "activation_checkpointing": "--checkpoint-activations and --checkpoint-num-layers",
     "sparse_attention": "no flag: it is not supported",
     "amp": "--precision",
-    "pipeline": "--pipeline-schedule, --virtual-pipeline-size, --partition-method and --checkpoint-activations",
 }
+PIPELINE = "--pipeline-schedule, --virtual-pipeline-size, --partition-method and --checkpoint-activations"
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     given = {k: v for k, v in (read_json(path) if path else {}).items() if v not in ("auto", None)}
     path = path or "ds_config"
     _refuse_unknown(given, path)
+    _check_pipeline(config, given.pop("pipeline", {}), path)
     _check_sections(given, path)
     _require_overflow_checks(given, path)
     batch, notes = _batch_sizes(config, given, path, world_size)
@@ -153,8 +154,26 @@ def _refuse_unknown(given: dict[str, Any], path: str) -> None:
     for key in given:
         if key in INSTEAD:
             raise ConfigError(f"{path}: {key!r} has no effect in this project; remove it and use {INSTEAD[key]}")
-        if key not in PASSED_ON | RESOLVED:
+        if key not in PASSED_ON | RESOLVED | {"pipeline"}:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, PASSED_ON | RESOLVED)}")
+
+
+def _check_pipeline(config: Config, section: Any, path: str) -> None:
+    """Raise ConfigError unless the flags have the values of `section`, the section "pipeline" of the file."""
+    p = config.parallel
+    flags = {
+        "schedule": ("--pipeline-schedule", p.pipeline_schedule),
+        "extra_warmup": ("--pipeline-extra-warmup", p.pipeline_extra_warmup),
+        "timeout": ("--pipeline-timeout", p.pipeline_timeout),
+    }
+    if not isinstance(section, dict):
+        raise ConfigError(f'{path}: \'pipeline\' must be an object, such as {{"schedule": "1f1b"}}')
+    for key, value in section.items():
+        if key not in flags:
+            raise ConfigError(f"{path}: {key!r} in 'pipeline' has no effect in this project; use {PIPELINE}")
+        flag, wanted = flags[key]
+        if value not in ("auto", None, wanted):
+            raise ConfigError(f"{path} sets pipeline.{key} = {value}, but {flag} is {wanted}; change one of them")
 
 
 def _check_sections(given: dict[str, Any], path: str) -> None:

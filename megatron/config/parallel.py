@@ -2,8 +2,25 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from .fields import ConfigError, Section, at_least, between, one_of, opt
+from .fields import ConfigError, OneOf, Section, at_least, between, opt
+
+
+class _Schedules(OneOf):
+    """Check that a value is a built-in schedule or one that the script has registered in `tds.schedule`."""
+
+    def __call__(self, value: Any) -> str | None:
+        if value in self.choices:
+            return None
+        from .schedules import is_registered
+
+        if is_registered(value):
+            return None
+        return f"{super().__call__(value)}, or a name registered by tds.schedule.register() before the run"
+
+
+SCHEDULES = _Schedules(("1f1b", "gpipe", "interleaved", "zb-h1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +65,9 @@ class ParallelConfig(Section):
     )
     pipeline_schedule: str = opt(
         "1f1b",
-        "order of forward and backward passes: 1f1b, gpipe, interleaved or zb-h1 (tools/draw_schedule.py draws them)",
-        one_of("1f1b", "gpipe", "interleaved", "zb-h1"),
+        "order of forward and backward passes: 1f1b, gpipe, interleaved or zb-h1 (tools/draw_schedule.py draws them), "
+        "or a name that the script has registered by tds.schedule.register()",
+        SCHEDULES,
     )
     virtual_pipeline_size: int = opt(
         1,
@@ -112,11 +130,17 @@ class ParallelConfig(Section):
                 f"--virtual-pipeline-size {self.virtual_pipeline_size} does not fit --pipeline-schedule "
                 f"{self.pipeline_schedule}: interleaved needs 2 or more, the others 1"
             )
-        if self.pipeline_schedule == "zb-h1" and self.checkpoint_activations:
-            yield (
-                "--pipeline-schedule zb-h1 would recompute activations for each half of the backward pass; "
-                "use 1f1b with --checkpoint-activations"
-            )
+
+    def splits_backward(self, micros: int) -> bool:
+        """Return whether the schedule computes the gradients of weights in separate passes.
+
+        micros: number of micro-batches of a step.
+        """
+        if self.pipeline_schedule in SCHEDULES.choices:
+            return self.pipeline_schedule == "zb-h1"
+        from .schedules import splits_backward
+
+        return splits_backward(self.pipeline_schedule, self.stages, micros)
 
     @property
     def stages(self) -> int:

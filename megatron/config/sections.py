@@ -65,7 +65,12 @@ class Config:
 
     def _recomputation(self) -> Iterator[str]:
         m, p = self.model, self.parallel
-        zero_bubble = p.pipeline_schedule == "zb-h1"
+        splits = p.splits_backward(self.train.gas)
+        if splits and p.checkpoint_activations:
+            yield (
+                f"--pipeline-schedule {p.pipeline_schedule} would recompute activations for each half of the backward "
+                "pass; use 1f1b with --checkpoint-activations"
+            )
         if m.checkpoint_attention and p.checkpoint_activations:
             yield "--checkpoint-activations recomputes attention with its layer; leave --checkpoint-attention out"
         if m.offload_activations and p.checkpoint_activations:
@@ -74,14 +79,14 @@ class Config:
             ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
             ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
             ("--offload-activations, which keeps activations elsewhere", m.offload_activations),
-            ("--pipeline-schedule zb-h1, which would recompute for each half of the backward pass", zero_bubble),
+            (f"--pipeline-schedule {p.pipeline_schedule}, which splits the backward pass", splits),
         ):
             if m.recompute_modules and given:
                 yield f"--recompute-modules cannot be used with {name}; leave one of them out"
-        if m.checkpoint_attention and zero_bubble:
+        if m.checkpoint_attention and splits:
             yield (
-                "--pipeline-schedule zb-h1 would recompute attention for each half of the backward pass; use 1f1b "
-                "with --checkpoint-attention"
+                f"--pipeline-schedule {p.pipeline_schedule} would recompute attention for each half of the backward "
+                "pass; use 1f1b with --checkpoint-attention"
             )
         if p.tp_comm_overlap and self.train.precision == "fp8":
             yield "--tp-comm-overlap cannot be used with --precision fp8, whose matmuls are other kernels; use bf16"
@@ -102,8 +107,9 @@ class Config:
                 "--recompute-modules cannot be used with --compile, which chooses what to recompute itself; leave one "
                 "of them out"
             )
-        if self.parallel.pipeline_schedule == "zb-h1":
-            yield "--compile cannot be used with --pipeline-schedule zb-h1, which splits the backward pass; use 1f1b"
+        if self.parallel.splits_backward(self.train.gas):
+            name = self.parallel.pipeline_schedule
+            yield f"--compile cannot be used with --pipeline-schedule {name}, which splits the backward pass; use 1f1b"
         if self.train.precision == "fp8":
             yield "--compile cannot be used with --precision fp8, whose matmuls are not compiled; use bf16"
         if self.model.num_experts:

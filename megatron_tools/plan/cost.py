@@ -125,7 +125,8 @@ def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int)
         return float(micros)
     schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
     few = micros
-    if micros > 6 * stages * (1 + extra) and micros % stages == 0 and name != "zb-h1":
+    steady = name in ("1f1b", "gpipe", "interleaved")
+    if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
         few = 4 * stages * (1 + extra)
     spans = times([list(schedule(stage, stages, few)) for stage in range(stages)], FORWARD, BACKWARD)
     return max(span.end for span in spans) / (FORWARD + BACKWARD) + micros - few

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints.runs import Start, losses_of, run_all
 from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, RankFailure, command, losses, on_ranks
 
@@ -53,6 +54,26 @@ def test_own_schedule() -> None:
         "bubble 33.3%; micro-batches kept by each stage: [2, 2]",
     ]
     assert re.fullmatch(r"losses( \d\.\d{6}){4} under 1f1b and under waves", said[3])
+
+
+def _registered(folder: str, data: str, vocab_file: str) -> None:
+    """Train with a schedule that the script has registered, and with 1f1b."""
+    from examples.own_schedule import waves
+    from tds.schedule import register
+
+    register("waves of two", waves)
+    flags = "--pipe-parallel-size 2 --batch-size 1 --gas 4 --train-iters 2 --precision fp32 --no-save-at-end"
+    starts = [
+        Start("gpt2", Path(folder) / "waves", f"{flags} --pipeline-schedule 'waves of two'"),
+        Start("gpt2", Path(folder) / "1f1b", flags),
+    ]
+    run_all(starts, data, vocab_file)
+
+
+def test_a_run_takes_a_registered_schedule(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    on_ranks(2, _registered, str(tmp_path), tiny_data, vocab_file)
+    found = losses_of(tmp_path / "waves")
+    assert len(found) == 2 and found == pytest.approx(losses_of(tmp_path / "1f1b"), rel=1e-6)
 
 
 def _without_a_backward_pass() -> None:

@@ -7,6 +7,7 @@ import pytest
 from megatron.config.command_line import parse
 from megatron.config.ds_config import Resolved, resolve
 from megatron.config.fields import ConfigError
+from tds.schedule import register, schedule_of
 from tests.support import ROOT
 
 
@@ -78,6 +79,9 @@ def test_what_changes_no_number_gives_way_with_a_note(tmp_path: Path, stages: st
             ("--pipe-parallel-size", "2"),
             "ZeRO stage 2 cannot be used with a pipeline",
         ),
+        ({"pipeline": {"schedule": "gpipe"}}, (), "pipeline.schedule = gpipe, but --pipeline-schedule is 1f1b"),
+        ({"pipeline": {"stages": 2}}, (), "'stages' in 'pipeline' has no effect"),
+        ({"pipeline": 3}, (), "'pipeline' must be an object"),
         ({}, ("--precision", "fp16", "--zero-stage", "0"), "fp16 needs fp32 master weights"),
         ({}, ("--precision", "fp64", "--zero-stage", "1"), "--precision fp64, a mode for numerical checks"),
         ({}, ("--model-parallel-size", "3"), "4 ranks cannot be divided"),
@@ -110,6 +114,13 @@ def test_precision_and_zero_stage(
     assert found.deepspeed["zero_optimization"]["stage"] == zero
     for name in ("fp16", "bf16"):
         assert (found.deepspeed.get(name, {}).get("enabled") is True) == (name == precision)
+
+
+def test_the_section_pipeline_may_repeat_the_flags(tmp_path: Path) -> None:
+    register("settled", lambda *where: schedule_of({})(*where))
+    section = {"schedule": "settled", "extra_warmup": 0, "timeout": "auto"}
+    found = settle(tmp_path, {"pipeline": section}, "--pipeline-schedule", "settled")
+    assert found.deepspeed["pipeline"]["schedule"] == "settled"
 
 
 def test_options_of_a_precision_reach_deepspeed(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "megatron.storage": set(),
     "megatron.config": {"megatron.storage"},
     "megatron.config.ds_config": {"tds", "megatron.storage"},
+    "megatron.config.schedules": {"tds"},
     "megatron.fused": {"megatron._torch"},  # functions that CUDA runs compiled
     "megatron.mpu": {"megatron._torch", "megatron.fused"},
     "megatron.mpu.grads": {"tds", "megatron.mpu", "megatron.mpu.mesh"},

@@ -5,6 +5,9 @@ from dataclasses import fields
 import pytest
 
 from megatron.config import ParallelConfig
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
+from megatron.training.memory.per_rank import in_flight
 from tds.schedule import (
     NAMES,
     Backward,
@@ -19,7 +22,9 @@ from tds.schedule import (
     forward_only,
     gpipe,
     one_forward_one_backward,
+    register,
     schedule_of,
+    with_messages,
     zero_bubble,
 )
 from tds.timetable import ScheduleError, bubble, check, most_in_flight, times
@@ -220,6 +225,31 @@ def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], mes
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         schedule_of(settings)
+
+
+def test_a_schedule_that_mixes_whole_and_split_backward_passes_is_refused() -> None:
+    def mixed(stage: int, stages: int, micros: int) -> list[Instruction]:
+        order = [Forward(0), Forward(1), Backward(0), BackwardInput(1), BackwardWeight(1)]
+        return list(with_messages(order, stage, stages))
+
+    for stages in (1, 2):
+        with pytest.raises(ScheduleError, match="both Backward and BackwardInput"):
+            check([mixed(stage, stages, 2) for stage in range(stages)], 2)
+
+
+def test_the_flag_takes_a_registered_schedule() -> None:
+    """--pipeline-schedule takes the name of a registered schedule and refuses recomputation with split passes."""
+    with pytest.raises(ConfigError, match="tds.schedule.register"):
+        parse(["--pipeline-schedule", "unheard-of"])
+    register("like zb-h1", zero_bubble)
+    register("like gpipe", gpipe)
+    flags = ["--pipe-parallel-size", "2", "--gas", "4", "--pipeline-schedule"]
+    assert parse([*flags, "like zb-h1"]).parallel.splits_backward(4)
+    assert not parse([*flags, "like gpipe", "--checkpoint-activations"]).parallel.splits_backward(4)
+    for recomputes in ("--checkpoint-activations", "--checkpoint-attention"):
+        with pytest.raises(ConfigError, match="like zb-h1 would recompute"):
+            parse([*flags, "like zb-h1", recomputes])
+    assert in_flight("like gpipe", 0, 1, 0, 2, 64) == 64, "a custom schedule may keep every micro-batch"
 
 
 def test_chunks_need_the_schedule_for_them() -> None:

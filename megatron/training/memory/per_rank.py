@@ -51,7 +51,8 @@ def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micro
     if stages == 1:
         return 1
     few = micros
-    if name != "gpipe" and micros > 6 * stages * (1 + extra) and micros % stages == 0:
+    steady = name in ("1f1b", "interleaved", "zb-h1")
+    if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
         few = 4 * stages * (1 + extra)
     schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
     return most_in_flight(list(schedule(stage, stages, few)))
