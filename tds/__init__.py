@@ -13,6 +13,7 @@ batches.py    micro-batches of a step, read when the schedule needs them
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
+zero_settings.py settings of ZeRO that DeepSpeed refuses without naming their keys
 layout.py     weights whose memory layout DeepSpeed's broadcasts do not accept
 whole.py      places weights in buckets, sharded anywhere or stepped as wholes
 distributed_optimizer.py steps the weights in these buckets, sharded over the replicas

@@ -23,6 +23,7 @@ from .replaced import KnownModel
 from .saving import warn_of_replicas
 from .sparse import make_dense, refuse_sparse, sparse_weights
 from .spikes import SpikeGuard
+from .zero_settings import naming_keys, refuse_quantization_on_cpus
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
@@ -69,6 +70,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         self.known_model  # noqa: B018  # records the model now
+        refuse_quantization_on_cpus(self)
         if self.zero_optimization_stage() == 3:
             make_rows_contiguous(self.module)
         if not isinstance(client_optimizer, DistributedOptimizer):
@@ -76,7 +78,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
                 make_dense(sparse_weights(self.module))
             else:
                 refuse_sparse(self.module, client_optimizer)
-            super()._configure_optimizer(client_optimizer, model_parameters)
+            with naming_keys(self):
+                super()._configure_optimizer(client_optimizer, model_parameters)
             return
         _refuse_unsupported(self, client_optimizer)
         self.basic_optimizer = client_optimizer.optimizer
