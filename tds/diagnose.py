@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from . import schedule
 from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard
-from .messages import say
+from .messages import say, shortened, words_of
 from .recorder import Finished, allocation_retries, not_ended
 
 SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may not answer, including the time for reports
@@ -33,6 +33,8 @@ _CPP = re.compile(
     r"\n?(Exception raised from [^\n]*|C\+\+ CapturedTraceback:)\n((frame )?#\d+[:\s][^\n]*(\n|$)|\n(?=(frame "
     r")?#\d+[:\s]))*"
 )
+# Characters of an error that a report shows in its first line and below the stack.
+MOST_OF_MESSAGE, MOST_OF_STACK = 2_000, 16_000
 INTERRUPTED = 130  # exit code that a shell gives to a process ended by Ctrl-C
 
 
@@ -75,7 +77,7 @@ def describe(what: Any, stage: int, neighbours: Any) -> str:
 
 def out_of_memory(error: BaseException) -> str | None:
     """Return `is out of memory (...)` with the text of an out-of-memory error, or None for any other error."""
-    text = " ".join(str(error).split())
+    text = " ".join(words_of(error).split())
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
         return None
     return f"is out of memory ({text[:300] or type(error).__name__})"
@@ -184,7 +186,8 @@ class Watchdog:
         if not self._ending.acquire(blocking=False):
             # Another thread is already ending this process; wait for the end.
             time.sleep(2 * self._board.collect_seconds)
-        text = without_cpp("".join([*_callers(error), *traceback.format_exception(error)])).rstrip()
+        lines = [*_callers(error), *traceback.format_exception(error)]
+        text = shortened(without_cpp("".join(lines)).rstrip(), MOST_OF_STACK)
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore the second SIGINT, which launchers send
@@ -204,7 +207,8 @@ class Watchdog:
             return "was interrupted (Ctrl-C)", INTERRUPTED
         if memory := out_of_memory(error):
             return f"{memory} {self._where()}; {self.advice}", 1
-        return f"raised {type(error).__name__}: {without_cpp(str(error)).strip()}", 0
+        words = shortened(without_cpp(words_of(error)).strip(), MOST_OF_MESSAGE)
+        return f"raised {type(error).__name__}: {words}", 0
 
     def _poll(self) -> Iterator[tuple[Any, float] | None]:
         """Yield the current activity a few times a second, while this watchdog is active and its engine exists."""

@@ -11,6 +11,23 @@ ways = {  # advice in error messages, worded for a ds_config; a program with its
 }
 
 
+def words_of(error: BaseException) -> str:
+    """Return the message of an error; a user's class may have a `__str__` that raises."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(no message, because str() of the error raised {type(broken).__name__})"
+
+
+def shortened(text: str, most: int) -> str:
+    """Return `text`, without its middle if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    head = 3 * most // 4
+    tail = most - head
+    return f"{text[:head]} ... ({len(text) - most} characters left out) ... {text[-tail:]}"
+
+
 def say(text: str, error: bool = False) -> None:
     """Print `text` on standard output, or standard error; ignore a closed stream or a full disk."""
     with contextlib.suppress(OSError, ValueError):

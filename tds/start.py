@@ -13,7 +13,7 @@ from ._torch import keep_saved_tensors
 from .boundary import Contract, check_match, contract_of
 from .distributed_optimizer import DistributedOptimizer
 from .groups import gather_objects
-from .messages import ways
+from .messages import ways, words_of
 from .queues import Rules, in_queues, posted_ahead
 from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
@@ -37,7 +37,7 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    errors = gather_objects(None if error is None else str(error) or type(error).__name__)
+    errors = gather_objects(None if error is None else words_of(error) or type(error).__name__)
     failed = next((rank for rank, text in enumerate(errors) if text is not None), None)
     if failed is not None and error is None:
         raise ValueError(f"rank {failed} could not build its layers: {errors[failed]}")

@@ -21,7 +21,11 @@ def describe(error: BaseException) -> str:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, JSONDecodeError):
         return describe_json(error.doc, error)
-    return " ".join(str(error).split()) or type(error).__name__
+    try:
+        words = str(error)
+    except Exception as broken:  # a user's class may have a faulty `__str__`
+        words = f"{type(error).__name__} without a message, because its str() raised {type(broken).__name__}"
+    return " ".join(words.split()) or type(error).__name__
 
 
 def first_of(names: Sequence[object], most: int = 8) -> str:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.ranks import initialize
+from megatron.ranks.errors import complaint
 from megatron.ranks.initialize import initialize_megatron
 from megatron.training.estimate import memory_advice
 from megatron.training.watch import StepWatch
 from tds.diagnose import out_of_memory
+from tds.messages import shortened, words_of
 from tests.support import ends_of_ranks, on_ranks
 
 
@@ -55,11 +57,20 @@ def test_steps_have_a_timeout_of_their_own() -> None:
     assert 1 < waited < 4
 
 
+class Mute(ArithmeticError):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
 def forward(kind: str) -> None:
     if dist.get_rank() == 1 and kind == "sleep":
         time.sleep(30)
     if dist.get_rank() == 1 and kind == "raise":
         raise ArithmeticError("the layer broke")
+    if dist.get_rank() == 1 and kind == "mute":
+        raise Mute
+    if dist.get_rank() == 1 and kind == "long":
+        raise ArithmeticError("the layer broke" + 200_000 * "x")
     dist.all_reduce(torch.ones(1))
 
 
@@ -72,7 +83,7 @@ def _watched(kind: str) -> None:
             forward(kind)
 
 
-@pytest.mark.parametrize("kind", ["sleep", "raise"])
+@pytest.mark.parametrize("kind", ["sleep", "raise", "mute", "long"])
 def test_a_run_without_a_pipeline_says_where_each_rank_stands(kind: str) -> None:
     ends = ends_of_ranks(2, _watched, kind, timeout=40)
     assert [end.code for end in ends] == [1, 1]
@@ -83,7 +94,17 @@ def test_a_run_without_a_pipeline_says_where_each_rank_stands(kind: str) -> None
     assert "in forward" in report
     waits = "    begun and not ended: gloo:all_reduce number 2 of the group default_pg (float [1])\n"
     assert report.count("begun and not ended") == report.count(waits) == 1, report
-    assert ("ArithmeticError: the layer broke" in report) == (kind == "raise")
+    assert ("ArithmeticError: the layer broke" in report) == (kind in ("raise", "long"))
+    assert ("rank 1 raised Mute" in report) == (kind == "mute")
+    assert "does not answer" not in report and len(report) < 30_000
+
+
+def test_an_error_without_words_has_a_description() -> None:
+    """An exception whose `__str__` raises is described by its class, by tds and by the entry scripts."""
+    for found in (words_of(Mute()), complaint(Mute())):
+        assert "KeyError" in found
+    assert "Mute" in complaint(Mute())
+    assert shortened("abc" * 1000, 20) == "abcabcabcabcabc ... (2980 characters left out) ... bcabc"
 
 
 def test_why_ranks_did_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
