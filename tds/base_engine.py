@@ -17,6 +17,7 @@ from .distributed_optimizer import DistributedOptimizer
 from .holders import by_holders, holders_of
 from .layout import flat_scalars, flat_where_needed, make_rows_contiguous
 from .optimizer_state import complete_weights, drop_skipped_gradients
+from .optimizers import refuse_closures
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
 from .replaced import KnownModel
@@ -70,6 +71,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         self.known_model  # noqa: B018  # records the model now
+        refuse_closures(client_optimizer)
         refuse_quantization_on_cpus(self)
         if self.zero_optimization_stage() == 3:
             make_rows_contiguous(self.module)

@@ -1,8 +1,11 @@
 """Optimizers named in a ds_config: on a CPU, torch's optimizers replace DeepSpeed's, which must be compiled."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from ._deepspeed import DeepSpeedEngine, on_cpu
 
@@ -39,6 +42,22 @@ def for_this_device() -> Iterator[list[str]]:
         yield notes
     finally:
         DeepSpeedEngine._configure_basic_optimizer = before
+
+
+def refuse_closures(optimizer: Any) -> None:
+    """Raise ValueError for an optimizer whose `step` needs a closure, such as LBFGS, as engines call it without one.
+
+    optimizer: None, a torch optimizer, a wrapper with such an optimizer in its attribute `optimizer`, or a function.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return
+    needed = [name for name, each in inspect.signature(inner.step).parameters.items() if each.default is each.empty]
+    if "closure" in needed:
+        raise ValueError(
+            f"{type(inner).__name__} evaluates the loss several times in a step (step(closure)), but an engine "
+            "computes the gradients before the step: use an optimizer without a closure, such as torch.optim.AdamW"
+        )
 
 
 def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:

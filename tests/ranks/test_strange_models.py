@@ -511,6 +511,21 @@ def _other_engine(kind: str) -> None:
     assert isinstance(engine, Engine)
 
 
+def _closures() -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+    for stage in (0, 1):
+        model = nn.Linear(2, 2)
+        optimizer: Any = torch.optim.LBFGS(model.parameters())
+        optimizer = tds.DistributedOptimizer(optimizer) if stage else optimizer
+        settings = config | {"zero_optimization": {"stage": stage}}
+        with pytest.raises(ValueError, match="LBFGS.*closure"):
+            tds.initialize(model=model, optimizer=optimizer, config=settings)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    on_ranks(1, _closures)
+
+
 @pytest.mark.parametrize("kind", ["hybrid_engine", "DualPipeVModule"])
 def test_deepspeeds_other_engines_are_refused(kind: str) -> None:
     on_ranks(1, _other_engine, kind)
