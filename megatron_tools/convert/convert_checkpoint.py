@@ -33,7 +33,7 @@ from megatron_tools.shapes import check_model
 from .export_roles import bare_roles, generation_settings, model_ids
 from .export_tokenizer import Chat, chat_of, write_tokenizer
 from .hf_compare import compare, compare_ids, compare_ours
-from .hf_config import check_tokenizer, gpt2_config, t5_config
+from .hf_config import check_tokenizer, gpt2_config, notes_on_scale, t5_config
 from .hf_experts import left_out
 from .hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
 from .hf_llama import llama_config
@@ -64,7 +64,7 @@ def export(args: argparse.Namespace) -> None:
     vocab_file = str(args.vocab_file or config.data.vocab_file)
     chat = chat_of(config, tokenizer, vocab_file) if tokenizer else Chat(None, None)
     described, generation = _described(reader, config, tokenizer, vocab_file, chat, args.dtype)
-    for note in left_out(config.model) if config.model.family == "llama" else ():
+    for note in left_out(config.model) if config.model.family == "llama" else notes_on_scale(config.model):
         print(f"note: {note}")
 
     def shape(name: str) -> list[int]:

@@ -18,6 +18,8 @@ from megatron.tokenizer.beside import SETTINGS
 from .hf_config import FAMILIES
 from .hf_tokenizer import texts_of
 
+SCALE = "scale_decoder_outputs"
+
 
 @torch.no_grad()
 def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
@@ -31,7 +33,14 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
     except ImportError:
         raise ValueError("--verify needs the package transformers: pip install transformers") from None
     kind = read_object(folder / "config.json")["model_type"]
-    other: Any = getattr(transformers, FAMILIES[kind].class_name).from_pretrained(folder, dtype=torch.float32).eval()
+    theirs: Any = getattr(transformers, FAMILIES[kind].class_name)
+    # Releases before 5.24 ignore the key scale_decoder_outputs of a UMT5.
+    if kind == "umt5" and not config.model.scale_tied_logits and not hasattr(theirs.config_class(), SCALE):
+        raise ValueError(
+            f"--verify: {folder} is a UMT5 without scaled logits, but the installed transformers "
+            f"{transformers.__version__} scales the logits of every UMT5; install transformers>=5.24 or omit --verify"
+        )
+    other: Any = theirs.from_pretrained(folder, dtype=torch.float32).eval()
     if config.model.num_experts is not None and hasattr(other, "set_experts_implementation"):
         other.set_experts_implementation("eager")  # the default needs widths that are multiples of 4
     tokens, wanted = _tokens(config)

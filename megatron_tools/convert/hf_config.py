@@ -168,7 +168,7 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
         "scale_tied_logits": _scales_logits(values), "relative_attention_per_layer": values["model_type"] == "umt5",
         "position_embedding": "relative", "normalization": "rmsnorm",
         "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512, "span_convention": "t5",
-    }, _notes_on_scale(values)  # fmt: skip
+    }, []  # fmt: skip
 
 
 def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
@@ -191,21 +191,22 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
 def _scales_logits(values: Mapping[str, Any]) -> bool:
     """Return whether the model scales its logits if the embeddings are tied.
 
-    mT5 never scales logits, UMT5 always does. For T5, scale_decoder_outputs decides, or tie_word_embeddings if
+    mT5 never scales logits. For T5 and UMT5, scale_decoder_outputs decides, or tie_word_embeddings if
     scale_decoder_outputs is missing.
     """
-    if values["model_type"] in ("mt5", "umt5"):
-        return bool(values["model_type"] == "umt5")
+    if values["model_type"] == "mt5":
+        return False
     scaled = values["scale_decoder_outputs"]
     return bool(scaled if scaled is not None else values["tie_word_embeddings"] is not False)
 
 
-def _notes_on_scale(values: Mapping[str, Any]) -> list[str]:
-    if values["model_type"] != "umt5" or values["tie_word_embeddings"] is not False:
+def notes_on_scale(m: ModelConfig) -> list[str]:
+    """Return the note that releases of transformers compute different logits, if they do for this model."""
+    if not m.relative_attention_per_layer or m.scale_tied_logits:
         return []
     return [
-        "tie_word_embeddings is false: transformers 5 scales the logits of every UMT5, transformers 4 only if tied; "
-        "this project scales them (--no-scale-tied-logits disables it)"
+        "the logits of this UMT5 are not scaled (scale_decoder_outputs false), as transformers 4 and 5.24 read it; "
+        "transformers 5.0 to 5.23 scales the logits of every UMT5"
     ]
 
 
@@ -282,10 +283,6 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.activation == "swiglu", "--activation swiglu"),
         (m.hidden_bias, "--hidden-bias"),
-        (
-            m.relative_attention_per_layer and not m.scale_tied_logits,
-            "--relative-attention-per-layer --no-scale-tied-logits",
-        ),
     ], "T5")  # fmt: skip
     kind = "umt5" if m.relative_attention_per_layer else "t5"
     return {

@@ -21,7 +21,7 @@ from megatron.model.layers import global_parameters
 from megatron.tokenizer.base import read_object
 from megatron_tools.shapes import whole_shapes
 
-from .hf_config import FAMILIES, read_config, settings_of, unread_keys
+from .hf_config import FAMILIES, notes_on_scale, read_config, settings_of, unread_keys
 from .hf_names import Match, matches_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -256,6 +256,7 @@ class Folder:
             self.config = with_values(Config(), {**settings, **layout})
         except ConfigError as error:
             raise ValueError(f"{where}: {error}") from None
+        self.notes += notes_on_scale(self.config.model)
         self.matches = list(matches_of(self.config.model))
         self._check_tensors()
 

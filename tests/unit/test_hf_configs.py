@@ -17,8 +17,9 @@ from torch import Tensor
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
-from megatron_tools.convert.hf_config import gpt2_config
-from megatron_tools.convert.hf_folder import Folder
+from megatron_tools.convert.hf_compare import compare
+from megatron_tools.convert.hf_config import gpt2_config, notes_on_scale, read_config, settings_of, t5_config
+from megatron_tools.convert.hf_folder import HEAD, Folder
 from tests.support import covering
 
 transformers = pytest.importorskip("transformers")
@@ -182,12 +183,7 @@ def right() -> Iterator[Case]:
         {"relative_attention_max_distance": 17},
     ):
         yield "umt5", sizes, new_head, "float32"
-    yield (
-        "umt5",
-        {},
-        both(new_head, old(tie_word_embeddings=False, scalable_attention=True, output_past=True)),
-        "float32",
-    )
+    yield "umt5", {}, both(new_head, old(scalable_attention=True, output_past=True)), "float32"
 
 
 CASES = list(right())
@@ -232,6 +228,65 @@ def test_it_is_right(number: int, tmp_path: Path) -> None:
     family, settings, edit, dtype = CASES[number]
     write(tmp_path, family, settings, edit, dtype)
     assert difference(tmp_path, family) <= 1e-5
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "scaled"),
+    [
+        ({"scale_decoder_outputs": False}, False),
+        ({"scale_decoder_outputs": None}, False),
+        ({"scale_decoder_outputs": True}, True),
+        ({"scale_decoder_outputs": True, "tie_word_embeddings": False}, True),
+        ({"scale_decoder_outputs": False, "tie_word_embeddings": False}, False),
+        ({"tie_word_embeddings": False}, False),
+        ({}, True),
+    ],
+)
+def test_the_file_of_a_umt5_decides_whether_its_logits_are_scaled(
+    keys: dict[str, Any], scaled: bool, has_head: bool, tmp_path: Path
+) -> None:
+    """A UMT5's logits are those of a scaled model, times d_model ** 0.5 if the file says that they are not scaled.
+
+    transformers 5.24 reads the keys so. All releases scale the logits of a folder without the keys.
+    """
+    edit = new_head if has_head else nothing
+    write(tmp_path, "umt5", {}, both(edit, old(scale_decoder_outputs=..., tie_word_embeddings=...)), "float32")
+    theirs = KINDS["umt5"][1].from_pretrained(tmp_path, dtype=torch.float32).eval()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    if keys.get("tie_word_embeddings") is False and not has_head:
+        with pytest.raises(ValueError, match=HEAD):
+            Folder(tmp_path)
+        return
+    found = Folder(tmp_path)
+    model: Any = T5Model(found.config, parallel_output=False).eval()
+    found.load(model)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = theirs(tokens, decoder_input_ids=tokens).logits
+        ours = model(tokens, tokens)
+    torch.testing.assert_close(ours, expected * (1 if scaled else T5["d_model"] ** 0.5), rtol=1e-5, atol=1e-4)
+    assert any("scales the logits" in note for note in found.notes) is not scaled
+    if not scaled and not hasattr(transformers.UMT5Config(), "scale_decoder_outputs"):
+        with pytest.raises(ValueError, match="transformers>=5.24"):
+            compare(found.config, dict(model.named_parameters()).__getitem__, tmp_path)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_exported_umt5_says_whether_its_logits_are_scaled(tied: bool, scaled: bool) -> None:
+    shape = "--family t5 --position-embedding relative --relative-attention-per-layer --vocab-size 61"
+    flags = f"{shape} --no-scale-attention --normalization rmsnorm --no-hidden-bias".split()
+    flags.append("--tie-embeddings" if tied else "--no-tie-embeddings")
+    flags.append("--scale-tied-logits" if scaled else "--no-scale-tied-logits")
+    model = parse(flags).model
+    described = t5_config(model, 0, 1, "fp32")
+    assert described["scale_decoder_outputs"] is scaled
+    assert bool(notes_on_scale(model)) is not scaled
+    values = read_config(described, Path("config.json"))
+    settings, _ = settings_of(values, tied, Path("config.json"))
+    assert settings["scale_tied_logits"] is scaled
 
 
 def other_copy(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
