@@ -1,5 +1,6 @@
 """Comparison of a converted model with its original: logits of both models, and ids of both tokenizers."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,27 @@ from .hf_config import FAMILIES
 from .hf_tokenizer import texts_of
 
 SCALE = "scale_decoder_outputs"
+SHORTEST = 64  # tokens of a comparison, if the model has that many positions
+MARGIN = 17  # tokens beyond the last distance at which the model changes
 
 
 @torch.no_grad()
 def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
     """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
 
-    weight: function that takes a parameter's global name and returns our weight. Prints the largest difference between
-    the logits, and raises ValueError if it exceeds 1e-5 times the range of the logits.
+    The tokens cover all learned positions, or reach beyond the sliding window, the original context of scaled rotary
+    positions and the largest distance of relative positions. Prints the largest difference and the number of tokens.
+    weight: function that takes a parameter's global name and returns our weight. Raises ValueError if a difference
+    exceeds 1e-5 times the range of the logits.
     """
+    other = _their_model(config, folder)
+    tokens = _tokens(config, max(_length(config), _their_length(config, other.config)))
+    expected = (other(input_ids=tokens, decoder_input_ids=tokens) if config.is_t5 else other(tokens)).logits
+    _refuse_difference(_logits(config, weight, tokens), expected, folder)
+
+
+def _their_model(config: Config, folder: Path) -> Any:
+    """Return the model in `folder`, loaded by transformers. Raises ValueError if the installed release misreads it."""
     try:
         import transformers
     except ImportError:
@@ -40,12 +53,10 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
             f"--verify: {folder} is a UMT5 without scaled logits, but the installed transformers "
             f"{transformers.__version__} scales the logits of every UMT5; install transformers>=5.24 or omit --verify"
         )
-    other: Any = theirs.from_pretrained(folder, dtype=torch.float32).eval()
+    other = theirs.from_pretrained(folder, dtype=torch.float32).eval()
     if config.model.num_experts is not None and hasattr(other, "set_experts_implementation"):
         other.set_experts_implementation("eager")  # the default needs widths that are multiples of 4
-    tokens, wanted = _tokens(config)
-    expected = (other(input_ids=tokens, decoder_input_ids=wanted) if config.is_t5 else other(tokens)).logits
-    _refuse_difference(_logits(config, weight), expected, folder)
+    return other
 
 
 @torch.no_grad()
@@ -53,28 +64,55 @@ def compare_ours(
     config: Config, weight: Callable[[str], Tensor], other: Config, other_weight: Callable[[str], Tensor], path: Path
 ) -> None:
     """Compare logits of two models of this project as `compare` does. path: the checkpoint of the second model."""
-    _refuse_difference(_logits(config, weight), _logits(other, other_weight), path)
+    tokens = _tokens(config, max(_length(config), _length(other)))
+    _refuse_difference(_logits(config, weight, tokens), _logits(other, other_weight, tokens), path)
 
 
-def _tokens(config: Config) -> tuple[Tensor, Tensor]:
-    """Return random tokens [b, s] for the model, and for the decoder of a T5 [b, s]."""
-    shape = 2, min(64, config.positions)
-    tokens = torch.randint(config.model.vocab_size or 0, shape, generator=torch.Generator().manual_seed(0))
-    return tokens, tokens[:, :17].contiguous()
+def _length(config: Config) -> int:
+    """Return how many tokens show everything in our model that depends on positions."""
+    m = config.model
+    if m.position_embedding == "learned":
+        return config.positions
+    if m.position_embedding == "relative":
+        return max(SHORTEST, m.relative_attention_max_distance + MARGIN)
+    return _rotary_length(config, m.sliding_window, m.rope_original_length)
 
 
-def _logits(config: Config, weight: Callable[[str], Tensor]) -> Tensor:
+def _their_length(config: Config, theirs: Any) -> int:
+    """Return the same length as `_length` from the config of transformers, which an error of ours cannot shorten."""
+    if hasattr(theirs, "n_positions") and not config.is_t5:
+        return min(int(theirs.n_positions), config.positions)
+    if config.is_t5:
+        return int(theirs.relative_attention_max_distance) + MARGIN
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    window = getattr(theirs, "sliding_window", None)
+    return _rotary_length(config, window, rope.get("original_max_position_embeddings"))
+
+
+def _rotary_length(config: Config, window: int | None, original: float | None) -> int:
+    """Return a length beyond the sliding window and the original context, within the positions of the model."""
+    longest = max(SHORTEST, (window or 0) + MARGIN, int(original or 0) + MARGIN)
+    return min(longest, config.positions)
+
+
+def _tokens(config: Config, length: int) -> Tensor:
+    """Return random tokens [b, length], at least 128 of them."""
+    shape = math.ceil(128 / length), length
+    return torch.randint(config.model.vocab_size or 0, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _logits(config: Config, weight: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
     model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
     for name, parameter in global_parameters(model):
         parameter.zero_().narrow(0, 0, len(whole := weight(name))).copy_(whole)
-    tokens, wanted = _tokens(config)
-    found: Tensor = model(tokens, wanted) if config.is_t5 else model(tokens)
+    found: Tensor = model(tokens, tokens) if config.is_t5 else model(tokens)
     return found
 
 
 def _refuse_difference(found: Tensor, expected: Tensor, where: Path) -> None:
     worst, spread = float((found - expected).abs().max()), float(expected.max() - expected.min())
-    print(f"largest logit difference: {worst:.1e} (range of the logits: {spread:.1e})")
+    compared = f"{found.shape[0]} x {found.shape[1]} tokens"
+    print(f"largest logit difference: {worst:.1e} (range of the logits: {spread:.1e}; {compared})")
     if not worst <= 1e-5 * spread:
         raise ValueError(
             f"{where} is not the same model: its logits differ by {worst:.1e} (the range of the logits is {spread:.1e})"
