@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Tokenizer, TokenizerError, fingerprint, split_name_pattern
-from .beside import SETTINGS, named_beside, refuse_missing_tokens, settings_beside, token_beside
+from .beside import SETTINGS, class_beside, named_beside, refuse_missing_tokens, settings_beside, token_beside
 from .sentinels import MARK as SENTINEL
 
 LIKE_A_MARK = re.compile(r"<\S+>|\[\S+\]")
+# Classes whose vocab.json and merges.txt belong to another pre-tokenizer or normalizer than GPT-2's
+OTHER_WORDS = ("Qwen2Tokenizer", "CLIPTokenizer", "GPTNeoXTokenizer")
 END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -244,6 +246,11 @@ class Gpt2BpeTokenizer(HFTokenizer):
     def __init__(self, path: str) -> None:
         tokenizers = library()
         merges = merges_of(Path(path))
+        if (named := class_beside(Path(path))) in OTHER_WORDS:
+            raise TokenizerError(
+                f"{path} belongs to a {named}, which splits text into other words than GPT-2's tokenizer; use a "
+                f"tokenizer.json (transformers' save_pretrained() writes one)"
+            )
         if not merges.is_file():
             raise TokenizerError(f"there is no {merges}; the vocabulary {path} needs this file")
         try:

@@ -32,7 +32,7 @@ from megatron_tools.shapes import check_model
 
 from .export_roles import bare_roles, generation_settings, model_ids
 from .export_tokenizer import Chat, chat_of, write_tokenizer
-from .hf_compare import compare, compare_ids, compare_ours
+from .hf_compare import compare, compare_ids, compare_imported_ids, compare_ours
 from .hf_config import check_tokenizer, gpt2_config, notes_on_scale, t5_config
 from .hf_experts import left_out
 from .hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
@@ -151,6 +151,8 @@ def import_checkpoint(args: argparse.Namespace) -> None:
     read = from_dense if args.upcycle is not None else from_megatron if args.from_megatron else from_hf
     config, fingerprint, entries = read(args)
     if args.verify and args.from_hf:
+        if config.data.vocab_file:
+            print(f"note: {compare_imported_ids(load_tokenizer(config.data.vocab_file), Path(args.from_hf))}")
         by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
         compare(config, lambda name: by_name[name].make(), Path(args.from_hf))
     with whole_folder(output) as folder:

@@ -1,7 +1,7 @@
 """Comparison of a converted model with its original: logits of both models, and ids of both tokenizers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from megatron.model.t5 import T5Model
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.beside import SETTINGS
+from megatron.tokenizer.hf import HFTokenizer, library
+from megatron.tokenizer.load import file_of, folder_has_one
+from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 
 from .hf_config import FAMILIES
 from .hf_tokenizer import texts_of
@@ -121,13 +124,73 @@ def _refuse_difference(found: Tensor, expected: Tensor, where: Path) -> None:
 
 def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
     """Raise ValueError if AutoTokenizer, reading `folder`, encodes any test text differently than `tokenizer`."""
-    from transformers import AutoTokenizer
-
     # Without tokenizer_config.json, the folder's tokenizer.json is a placeholder that AutoTokenizer rejects.
     if not (folder / SETTINGS).is_file():
         return
-    theirs: Any = AutoTokenizer.from_pretrained(folder)
-    for text in texts_of(tokenizer):
-        ours, found = tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]
-        if ours != found:
+    for text, ours, found in _other_ids(tokenizer, _auto_tokenizer(folder), texts_of(tokenizer)):
+        raise ValueError(f"{folder}: AutoTokenizer encodes {text[:40]!r} as {found[:8]}, not {ours[:8]}")
+
+
+def compare_imported_ids(tokenizer: Tokenizer, folder: Path) -> str:
+    """Compare the ids of an imported tokenizer with those of AutoTokenizer, reading `folder`; return a note.
+
+    Raises ValueError for a difference, unless our ids are those of the folder's file: some tokenizer classes of
+    transformers 5 take only vocabulary and merges from tokenizer.json and replace its normalizer and pre-tokenizer.
+    """
+    import transformers
+
+    if not folder_has_one(folder) or _has_placeholder(folder):
+        return f"{folder} has no tokenizer that transformers can read, so --verify compares no token ids"
+    theirs = _auto_tokenizer(folder)
+    texts = texts_of(tokenizer)
+    different = list(_other_ids(tokenizer, theirs, texts))
+    if not different:
+        return f"AutoTokenizer gives equal ids for {len(texts)} texts"
+    encoders = _encoders_of_file(tokenizer)
+    for text, ours, found in different:
+        if all(ours != encode(text) for encode in encoders):
             raise ValueError(f"{folder}: AutoTokenizer encodes {text[:40]!r} as {found[:8]}, not {ours[:8]}")
+    text, ours, found = min(different, key=lambda each: len(each[0]))
+    return (
+        f"AutoTokenizer gives other ids for {len(different)} of {len(texts)} texts: {text[:40]!r} is {found[:8]}, and "
+        f"{ours[:8]} here. This project's ids are right: they are those of {file_of(str(folder))} as it is, and of "
+        f"transformers 4; {type(theirs).__name__} of transformers {transformers.__version__} reads only a part of it"
+    )
+
+
+def _has_placeholder(folder: Path) -> bool:
+    """Return whether tokenizer.json is the placeholder of an export, which AutoTokenizer rejects."""
+    return (folder / "tokenizer.json").is_file() and file_of(str(folder)).name != "tokenizer.json"
+
+
+def _auto_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of `folder`. Raises ValueError if transformers cannot load it."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the package tokenizers raises Exception itself, no subclass
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"--verify: AutoTokenizer cannot load the tokenizer in {folder}: {reason[:200]}") from None
+
+
+def _other_ids(tokenizer: Tokenizer, theirs: Any, texts: Sequence[str]) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Yield (text, ids of `tokenizer`, ids of `theirs`) for each text that the two encode differently."""
+    for text in texts:
+        ours = tokenizer.encode(text)
+        found = theirs(text, add_special_tokens=False)["input_ids"]
+        if ours != found:
+            yield text, ours, found
+
+
+def _encoders_of_file(tokenizer: Tokenizer) -> list[Callable[[str], list[int]]]:
+    """Return the encoders that a tokenizer's file alone defines in its own library, or [] if there are none.
+
+    Sentencepiece has two: with and without a space before the text, since a LlamaTokenizer sometimes adds none.
+    """
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return [tokenizer._sp.encode, tokenizer._bare.encode]
+    if type(tokenizer) is not HFTokenizer:
+        return []
+    file = library().Tokenizer.from_file(tokenizer._path)
+    return [lambda text: list(file.encode(text, add_special_tokens=False).ids)]

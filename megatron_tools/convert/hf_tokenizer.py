@@ -11,7 +11,7 @@ from megatron.tokenizer.hf import library
 from megatron.tokenizer.model_proto import BYTE, UNUSED, USER_DEFINED
 from megatron.tokenizer.sentencepiece import MARK, SentencePieceTokenizer
 
-_PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u0301 文字，。")
+_PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u0301 文字，。", "cafe\u0301 \u1112\u1161\u11ab")
 
 
 def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:

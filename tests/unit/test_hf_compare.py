@@ -1,18 +1,24 @@
-"""`convert_checkpoint --verify` sees every difference that depends on positions, however far apart tokens must be."""
+"""`convert_checkpoint --verify` sees every difference that depends on positions, and compares token ids."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from megatron.config.command_line import with_values
 from megatron.model import GPT2Model, T5Model, global_parameters
-from megatron_tools.convert.hf_compare import compare
+from megatron.tokenizer import load_tokenizer
+from megatron.tokenizer.base import TokenizerError, byte_piece
+from megatron_tools.convert.hf_compare import compare, compare_imported_ids
 from megatron_tools.convert.hf_folder import Folder
 from tests.unit.test_hf_configs import nothing, write
 
+transformers = pytest.importorskip("transformers")
+tokenization_qwen2 = pytest.importorskip("transformers.models.qwen2.tokenization_qwen2")
 LONG = {"max_position_embeddings": 300}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 150}
 
@@ -86,3 +92,86 @@ def test_the_number_of_tokens_is_reported(
     capsys.readouterr()
     compare(found.config, weights.__getitem__, tmp_path)
     assert f" {length} tokens" in capsys.readouterr().out
+
+
+RIVERS = ["The river runs slowly to the sea", "春天来了", " slow rivers run 123"] * 20
+
+
+def save_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, specials: list[str], **settings: str) -> Path:
+    """Train `tokenizer` on RIVERS and write it with its tokenizer_config.json; return the folder."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if settings["tokenizer_class"].startswith("Qwen") else []
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(RIVERS, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def llama_2(folder: Path) -> Path:
+    """Write a tokenizer.json in the form of Llama 2's: one more space before every text, as sentencepiece adds it."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    ])  # fmt: skip
+    specials = ["<unk>", "<s>", "</s>", *map(byte_piece, range(256))]
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return save_tokenizer(folder, tokenizer, specials, tokenizer_class="LlamaTokenizer", **named)
+
+
+def qwen_2(folder: Path, nfc: bool) -> Path:
+    """Write a tokenizer.json in the form of Qwen2's, with or without its normalizer."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words = tokenizers.Regex(tokenization_qwen2.PRETOKENIZE_REGEX)
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    end = "<|endoftext|>"
+    return save_tokenizer(folder, tokenizer, [end], tokenizer_class="Qwen2Tokenizer", eos_token=end)
+
+
+def test_ids_of_a_llama_2_are_those_of_its_file(tmp_path: Path) -> None:
+    """transformers 5 adds no space before a text that begins with a space; the file always adds one."""
+    ours = load_tokenizer(str(llama_2(tmp_path)))
+    file = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "  slow"
+    assert ours.encode(text) == file.encode(text, add_special_tokens=False).ids
+    assert ours.encode(text) != theirs(text, add_special_tokens=False)["input_ids"]
+    note = compare_imported_ids(ours, tmp_path)
+    assert "tokenizer.json" in note and "LlamaTokenizer" in note
+
+
+@pytest.mark.parametrize("nfc", [True, False])
+def test_a_missing_normalizer_is_found(nfc: bool, tmp_path: Path) -> None:
+    note = compare_imported_ids(load_tokenizer(str(qwen_2(tmp_path, nfc))), tmp_path)
+    assert ("Qwen2Tokenizer" in note) is not nfc
+
+
+def test_ids_that_are_neither_transformers_nor_the_files_are_refused(tmp_path: Path) -> None:
+    ours = load_tokenizer(str(llama_2(tmp_path)))
+    content = (tmp_path / "tokenizer.json").read_text()
+    content = content.replace('"Prepend"', '"Strip", "strip_left": true, "strip_right": true')
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="AutoTokenizer"):
+        compare_imported_ids(ours, tmp_path)
+
+
+def test_a_tokenizer_that_transformers_cannot_load(tmp_path: Path) -> None:
+    ours = load_tokenizer(str(llama_2(tmp_path)))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Own"}))
+    with pytest.raises(ValueError, match="AutoTokenizer"):
+        compare_imported_ids(ours, tmp_path)
+
+
+def test_a_vocabulary_of_qwen_2_is_no_gpt_2(tmp_path: Path) -> None:
+    qwen_2(tmp_path, nfc=True)
+    tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).model.save(str(tmp_path))
+    load_tokenizer(str(tmp_path))
+    with pytest.raises(TokenizerError, match="Qwen2Tokenizer"):
+        load_tokenizer(str(tmp_path / "vocab.json"))
