@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,13 +122,24 @@ def _refuse_difference(found: Tensor, expected: Tensor, where: Path) -> None:
         )
 
 
+class _Difference(NamedTuple):
+    """A text that this project and AutoTokenizer encode differently."""
+
+    text: str
+    ours: list[int]
+    theirs: list[int]
+
+    def __str__(self) -> str:
+        return f"AutoTokenizer encodes {self.text[:40]!r} as {self.theirs[:8]}, this project as {self.ours[:8]}"
+
+
 def compare_ids(tokenizer: Tokenizer, folder: Path) -> None:
     """Raise ValueError if AutoTokenizer, reading `folder`, encodes any test text differently than `tokenizer`."""
     # Without tokenizer_config.json, the folder's tokenizer.json is a placeholder that AutoTokenizer rejects.
     if not (folder / SETTINGS).is_file():
         return
-    for text, ours, found in _other_ids(tokenizer, _auto_tokenizer(folder), texts_of(tokenizer)):
-        raise ValueError(f"{folder}: AutoTokenizer encodes {text[:40]!r} as {found[:8]}, not {ours[:8]}")
+    for different in _other_ids(tokenizer, _auto_tokenizer(folder), texts_of(tokenizer)):
+        raise ValueError(f"{folder}: {different}")
 
 
 def compare_imported_ids(tokenizer: Tokenizer, folder: Path) -> str:
@@ -147,14 +158,14 @@ def compare_imported_ids(tokenizer: Tokenizer, folder: Path) -> str:
     if not different:
         return f"AutoTokenizer gives equal ids for {len(texts)} texts"
     encoders = _encoders_of_file(tokenizer)
-    for text, ours, found in different:
-        if all(ours != encode(text) for encode in encoders):
-            raise ValueError(f"{folder}: AutoTokenizer encodes {text[:40]!r} as {found[:8]}, not {ours[:8]}")
-    text, ours, found = min(different, key=lambda each: len(each[0]))
+    for each in different:
+        if all(each.ours != encode(each.text) for encode in encoders):
+            raise ValueError(f"{folder}: {each}")
+    shortest = min(different, key=lambda each: len(each.text))
     return (
-        f"AutoTokenizer gives other ids for {len(different)} of {len(texts)} texts: {text[:40]!r} is {found[:8]}, and "
-        f"{ours[:8]} here. This project's ids are right: they are those of {file_of(str(folder))} as it is, and of "
-        f"transformers 4; {type(theirs).__name__} of transformers {transformers.__version__} reads only a part of it"
+        f"AutoTokenizer gives other ids for {len(different)} of {len(texts)} texts: {shortest}. This project's ids are "
+        f"right: they are those of {file_of(str(folder))} as it is, and of transformers 4; {type(theirs).__name__} of "
+        f"transformers {transformers.__version__} reads only a part of it"
     )
 
 
@@ -174,13 +185,13 @@ def _auto_tokenizer(folder: Path) -> Any:
         raise ValueError(f"--verify: AutoTokenizer cannot load the tokenizer in {folder}: {reason[:200]}") from None
 
 
-def _other_ids(tokenizer: Tokenizer, theirs: Any, texts: Sequence[str]) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Yield (text, ids of `tokenizer`, ids of `theirs`) for each text that the two encode differently."""
+def _other_ids(tokenizer: Tokenizer, theirs: Any, texts: Sequence[str]) -> Iterator[_Difference]:
+    """Yield each text that `tokenizer` and the tokenizer of transformers encode differently."""
     for text in texts:
         ours = tokenizer.encode(text)
         found = theirs(text, add_special_tokens=False)["input_ids"]
         if ours != found:
-            yield text, ours, found
+            yield _Difference(text, ours, found)
 
 
 def _encoders_of_file(tokenizer: Tokenizer) -> list[Callable[[str], list[int]]]:

@@ -19,6 +19,7 @@ from .hf_keys import (
     activation_of,
     changes_nothing,
     check_type,
+    gated_activation_of,
     is_off,
     refuse,
 )
@@ -180,12 +181,9 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
     gated, name = project.startswith("gated-"), project.removeprefix("gated-")
     name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 writes gated-gelu but means GELU with tanh
     gated = gated if values["is_gated_act"] is None else values["is_gated_act"]
-    found = activation_of(values["dense_act_fn"] or name, where, "feed_forward_proj")
-    if not gated:
-        return found
-    if found != "gelu-tanh":
-        raise ValueError(f"{where}: feed_forward_proj {project} is a gated {found}; only gated-gelu can be converted")
-    return "gated-gelu"
+    key = "feed_forward_proj" if values["dense_act_fn"] is None else "dense_act_fn"
+    reader = gated_activation_of if gated else activation_of
+    return reader(values["dense_act_fn"] or name, where, key)
 
 
 def _scales_logits(values: Mapping[str, Any]) -> bool:
@@ -281,7 +279,6 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
         (m.num_experts is not None, f"--num-experts {m.num_experts}"),
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
-        (m.activation == "swiglu", "--activation swiglu"),
         (m.hidden_bias, "--hidden-bias"),
     ], "T5")  # fmt: skip
     kind = "umt5" if m.relative_attention_per_layer else "t5"
@@ -299,4 +296,5 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
 
 
 def _their_activation(m: ModelConfig) -> str:
-    return {"gelu": "gelu", "gelu-tanh": "gelu_new"}.get(m.activation, m.activation)
+    """Return Hugging Face's name of our activation, in the form gated-X if the MLP is gated."""
+    return {"gelu-tanh": "gelu_new", "swiglu": "gated-silu"}.get(m.activation, m.activation)

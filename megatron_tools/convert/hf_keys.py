@@ -93,10 +93,12 @@ MUST: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
-# Keys found in re-uploaded models. Some match COMPUTES, but no Hugging Face class of a supported family reads them.
+# Keys found in re-uploaded models and in conversions between families. Some match COMPUTES, but no Hugging Face class
+# of a supported family reads them, unless they are among the defaults of the family.
 UNREAD = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
     r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
+    r"|(layer_?norm|rms_?norm|norm)_eps(ilon)?|max_window_layers"
 )
 # Parts of key names. An unknown key that contains one is refused, because in other model families such keys change
 # what the model computes. test_hf_keys.py checks this list against transformers.
@@ -164,6 +166,19 @@ def activation_of(name: str, where: Path, key: str) -> str:
     if name not in ACTIVATIONS:
         raise ValueError(f"{where}: {key} is {name}; only {', '.join(ACTIVATIONS)} can be converted")
     return ACTIVATIONS[name]
+
+
+def gated_activation_of(name: str, where: Path, key: str) -> str:
+    """Return our name for a gated MLP whose gate has the Hugging Face activation `name`.
+
+    Raises ValueError if we have no equivalent.
+    """
+    if name in ("silu", "swish"):
+        return "swiglu"
+    if ACTIVATIONS.get(name) == "gelu-tanh":
+        return "gated-gelu"
+    good = ", ".join(name for name, ours in ACTIVATIONS.items() if ours == "gelu-tanh")
+    raise ValueError(f"{where}: {key} is {name}; of gated MLPs only those with silu, swish, {good} can be converted")
 
 
 def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:

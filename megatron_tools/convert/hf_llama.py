@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config import ModelConfig
 
 from .hf_experts import KEYS, expert_config, expert_settings, unsupported
-from .hf_keys import ACTIVATIONS, DTYPES, Family, refuse
+from .hf_keys import DTYPES, Family, gated_activation_of, refuse
 from .hf_rope import rope_settings, their_rope
 
 # An import sets --seq-length for further training to the model's number of positions, but at most to this number.
@@ -88,7 +88,8 @@ def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[
         "max_position_embeddings": positions, "seq_length": min(positions, LONGEST),
         "layernorm_epsilon": values["rms_norm_eps"], "hidden_dropout": 0.0,
         "attention_dropout": values["attention_dropout"],
-        "tie_embeddings": tied, "activation": _gated(values["hidden_act"], where), "position_embedding": "rope",
+        "tie_embeddings": tied, "activation": gated_activation_of(values["hidden_act"], where, "hidden_act"),
+        "position_embedding": "rope",
         "normalization": "rmsnorm", "hidden_bias": hidden_bias, "qkv_bias": qkv_bias,
         "qk_norm": values["model_type"].startswith("qwen3"), "sliding_window": _window(values, where),
         **rope_settings(values, where), **experts,
@@ -107,15 +108,6 @@ def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
             f"none; only Qwen2 and Qwen2-MoE may have them in queries, keys and values alone"
         )
     return attention, attention
-
-
-def _gated(name: str, where: Path) -> str:
-    if name in ("silu", "swish"):
-        return "swiglu"
-    if ACTIVATIONS.get(name) == "gelu-tanh":
-        return "gated-gelu"
-    good = ", ".join(name for name, ours in ACTIVATIONS.items() if ours == "gelu-tanh")
-    raise ValueError(f"{where}: hidden_act is {name}; only silu, swish, {good} can be converted")
 
 
 def _window(values: Mapping[str, Any], where: Path) -> int | None:

@@ -224,7 +224,7 @@ def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
         yield Match(f"{at}.cross_attention.dense.weight", (f"{cross}.o.weight",))
     mlp = f"{its}.{len(norms) - 1}.DenseReluDense"
     up = f"{at}.mlp.dense_h_to_4h.weight"
-    if m.activation == "gated-gelu":
+    if m.gated:
         yield _interleaved(up, (f"{mlp}.wi_0.weight", f"{mlp}.wi_1.weight"), m.ff_size)
     else:
         yield Match(up, (f"{mlp}.wi.weight",))

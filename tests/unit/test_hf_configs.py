@@ -145,7 +145,7 @@ def right() -> Iterator[Case]:
     yield "gpt2", {}, old(torch_dtype="float32", dtype=..., output_past=True, task_specific_params={"x": 1}), "float32"
     yield "gpt2", {}, old(activation_function=..., layer_norm_epsilon=..., n_inner=..., resid_pdrop=...), "float32"
     yield "gpt2", {"n_layer": 1, "n_embd": 12, "n_head": 3, "vocab_size": 130}, new_head, "float32"
-    projections = ("relu", "gelu", "gelu_new", "gated-gelu", "gated-gelu_new")
+    projections = ("relu", "gelu", "gelu_new", "gated-gelu", "gated-gelu_new", "gated-silu")
     for family, project, edit in itertools.product(
         ("t5", "mt5", "umt5"), projections, (nothing, new_head, tied_twice, only("encoder.embed_tokens.weight"))
     ):
@@ -273,6 +273,15 @@ def test_the_file_of_a_umt5_decides_whether_its_logits_are_scaled(
             compare(found.config, dict(model.named_parameters()).__getitem__, tmp_path)
 
 
+def test_an_exported_swiglu_of_a_t5_is_read_again() -> None:
+    flags = "--family t5 --position-embedding relative --no-scale-attention --normalization rmsnorm --no-hidden-bias"
+    described = t5_config(parse([*flags.split(), "--activation", "swiglu", "--vocab-size", "61"]).model, 0, 1, "fp32")
+    theirs = transformers.T5Config(**described)
+    assert (theirs.dense_act_fn, theirs.is_gated_act) == ("silu", True)
+    settings, _ = settings_of(read_config(described, Path("config.json")), True, Path("config.json"))
+    assert settings["activation"] == "swiglu"
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_exported_umt5_says_whether_its_logits_are_scaled(tied: bool, scaled: bool) -> None:
@@ -337,9 +346,9 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("gpt2", gone("transformer.wte.weight"), "no tensor transformer.wte.weight"),
     ("t5", old(tie_encoder_decoder=True), "tie_encoder_decoder is True"),
     ("t5", old(is_encoder_decoder=False), "is_encoder_decoder is False, but t5 needs True"),
-    ("t5", old(feed_forward_proj="gated-silu", dense_act_fn="silu", is_gated_act=True), "feed_forward_proj is silu"),
-    ("t5", old(feed_forward_proj="gated-relu", dense_act_fn="relu", is_gated_act=True), "a gated relu"),
-    ("t5", old(dense_act_fn="gelu", is_gated_act=True), "a gated gelu"),
+    ("t5", old(feed_forward_proj="silu", dense_act_fn=..., is_gated_act=...), "feed_forward_proj is silu; only gelu,"),
+    ("t5", old(feed_forward_proj="gated-relu", dense_act_fn="relu", is_gated_act=True), "dense_act_fn is relu; of"),
+    ("t5", old(dense_act_fn="gelu", is_gated_act=True), "dense_act_fn is gelu; of gated MLPs only those with silu,"),
     ("t5", old(architectures=["T5EncoderModel"]), "architectures names T5EncoderModel"),
     ("t5", old(d_kv=8), "but config.json implies"),
     ("t5", old(num_decoder_layers=2), "model in config.json: decoder.block.2."),

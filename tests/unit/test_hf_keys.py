@@ -43,6 +43,13 @@ REVIEWED = {
     "lang_id",
     "languages",
     "default_language",
+    # Other families read these, but the note says that no class of a supported family does.
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "rms_norm_eps",
+    "norm_eps",
+    "norm_epsilon",
+    "max_window_layers",
 }
 # Models on the Hugging Face Hub -> (family, unusual keys of config.json, keys that a note must name).
 ON_THE_HUB: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -124,6 +131,11 @@ ON_THE_HUB: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    "a Llama with keys of other families": (
+        "llama",
+        {"layer_norm_eps": 1e-5, "norm_eps": 1e-3, "max_window_layers": 28, "use_sliding_window": False},
+        ("layer_norm_eps", "norm_eps", "max_window_layers"),
+    ),
     "UMT5": (
         "umt5",
         {"scalable_attention": True, "output_past": True, "is_gated_act": True, "dense_act_fn": "gelu_new"},
@@ -169,6 +181,9 @@ DEAD: dict[str, tuple[Any, ...]] = {
     "vocab_file": (None, "a"),
     "_flash_attn_2_enabled": (True,),
     "training_args": ({"lr": 1},),
+    "layer_norm_eps": (1e-5, 1e-3),
+    "rms_norm_eps": (0.5,),
+    "max_window_layers": (28,),
 }
 ALIVE: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (True,),

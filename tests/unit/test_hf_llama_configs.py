@@ -207,7 +207,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ),
     ("llama", old(model_type="llama4"), "model_type is 'llama4'"),
     ("llama", old(quantization_config={"bits": 4}), "the key quantization_config"),
-    ("llama", old(hidden_act="gelu"), "hidden_act is gelu; only silu, swish,"),
+    ("llama", old(hidden_act="gelu"), "hidden_act is gelu; of gated MLPs only those with silu, swish,"),
     ("llama", old(hidden_act="relu"), "hidden_act is relu"),
     ("llama", old(attention_bias=True), "attention_bias is True and mlp_bias False; a model must have biases in all"),
     ("llama", old(mlp_bias=True), "attention_bias is False and mlp_bias True"),
