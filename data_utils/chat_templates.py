@@ -10,7 +10,7 @@ text does not separate markup from contents.
 
 import contextlib
 import functools
-import json
+import itertools
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from megatron.tokenizer.base import Tokenizer, TokenizerError, any_of
 from megatron.tokenizer.beside import TEMPLATE, settings_beside, token_beside
 from megatron.tokenizer.load import file_of
 
-from .jinja_sandbox import BOUNDED, EndlessTemplate, limited, refuse_large
+from .jinja_sandbox import EndlessTemplate, GenerationBlocks, environment, limited
 
 DATES = "strftime_now"  # function with which a Jinja template renders the current date
 ROLES = ("system", "user", "assistant")
@@ -42,11 +42,13 @@ class Piece(NamedTuple):
 
     counts: whether the tokens of `text` count in the loss.
     markup: whether `text` comes from the template itself, so that names such as <|im_end|> become special tokens.
+    joined: whether a token may contain the end of the piece before and the beginning of this piece.
     """
 
     text: str
     counts: bool
     markup: bool
+    joined: bool = False
 
 
 class Template(Protocol):
@@ -140,8 +142,9 @@ class ChatML:
 class JinjaTemplate:
     """A Jinja template, as in Hugging Face tokenizers.
 
-    The conversation is rendered up to an assistant turn and again with this turn. The text that the second rendering
-    adds is the assistant's text. White space after the token that ends a turn does not count in the loss.
+    If the template has `{% generation %}` blocks, their text counts in the loss, as in transformers. Otherwise the
+    conversation is rendered up to an assistant turn and again with this turn. The text that the second rendering adds
+    counts, except white space after the token that ends the turn.
 
     tokenizer: its special tokens and the tokens that delimit turns must not occur in messages, because the rendered
     text does not separate markup from contents.
@@ -151,65 +154,41 @@ class JinjaTemplate:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
-        try:
-            import jinja2
-            import jinja2.ext
-            import jinja2.sandbox
-        except ImportError:
-            raise TokenizerError("Jinja chat templates need the package jinja2: pip install jinja2") from None
+        self._blocks = GenerationBlocks()
+        made = environment(now, self._blocks)
+        import jinja2
 
-        class Generation(jinja2.ext.Extension):
-            """Jinja extension that renders `{% generation %}` blocks as their content, without the tags."""
-
-            tags = {"generation"}
-
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        def refuse(message: str) -> None:
-            raise ValueError(f"the chat template rejects the conversation: {message}")
-
-        def tojson(
-            value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-        ) -> str:  # replaces Jinja's built-in tojson, which writes < as \u003c
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
-
-        class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
-            """A sandbox whose operators cannot create values that exhaust memory."""
-
-            intercepted_binops = BOUNDED
-
-            def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-                refuse_large(operator, left, right)
-                return super().call_binop(context, operator, left, right)
-
-        extensions = ["jinja2.ext.loopcontrols", Generation]
-        environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = tojson
-        environment.globals |= {"raise_exception": refuse, **({"strftime_now": now.strftime} if now else {})}
         self.source, self._template_error, self._tokenizer = source, jinja2.TemplateError, tokenizer
         self.date = now.isoformat(timespec="seconds") if now and DATES in source else None
         self._variables = {"tools": None, "documents": None, **variables}
         self._marks = any_of(tokenizer.marks)
         try:
             with limited():
-                self._template = environment.from_string(source)
+                self._template = made.from_string(source)
         except (jinja2.TemplateError, EndlessTemplate, RecursionError) as error:
             raise TokenizerError(f"the chat template is invalid: {error}") from None
 
+    @property
+    def has_blocks(self) -> bool:
+        """True if the template marks with `{% generation %}` what counts in the loss."""
+        return self._blocks.exist
+
     def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """Return the rendered conversation in pieces. Raises ValueError if a turn changes the text of earlier turns."""
+        """Return the rendered conversation in pieces.
+
+        Raises ValueError if a template without `{% generation %}` changes the text of earlier turns in a later turn,
+        or if a template with such blocks renders none of them.
+        """
         self._refuse_names(messages)
-        whole, at = self._render(messages, False), 0
+        whole, at = self.render(messages, False), 0
+        if self.has_blocks:
+            return self._marked(messages, whole, self._blocks.ranges)
         found: list[Piece] = []
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = self._render(messages[:number], True)
-            after = self._render(messages[: number + 1], False)
+            before = self.render(messages[:number], True)
+            after = self.render(messages[: number + 1], False)
             if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
                 raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
             said = after[len(before) :]
@@ -219,10 +198,38 @@ class JinjaTemplate:
             at = len(before) + len(said)
         return tuple(piece for piece in (*found, Piece(whole[at:], False, True)) if piece.text)
 
+    def _marked(self, messages: Sequence[Message], whole: str, blocks: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
+        """Return the rendered conversation `whole` in pieces that begin and end with its blocks."""
+        if not any(begin < end for begin, end in blocks):
+            raise ValueError("the chat template marks no text of this conversation with {% generation %}")
+        prompts = self._prompt_lengths(messages, whole)
+        borders = {0, len(whole), *itertools.chain(*blocks)}
+        found = []
+        for begin, end in itertools.pairwise(sorted(borders)):
+            counts = any(first <= begin < last for first, last in blocks)
+            found.append(Piece(whole[begin:end], counts, True, joined=begin not in prompts))
+        return tuple(found)
+
+    def _prompt_lengths(self, messages: Sequence[Message], whole: str) -> set[int]:
+        """Return the lengths of all prompts with which the rendered conversation `whole` begins."""
+        found = set()
+        for number, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            try:
+                prompt = self.render(messages[:number], True)
+            except EndlessTemplate:
+                raise
+            except ValueError:  # the template renders only whole conversations
+                continue
+            if whole.startswith(prompt):
+                found.add(len(prompt))
+        return found
+
     def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
         """Return the prompt, up to the point where the assistant's next answer begins, as one piece."""
         self._refuse_names(messages)
-        return (Piece(self._render(messages, True), False, True),)
+        return (Piece(self.render(messages, True), False, True),)
 
     def _refuse_names(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -240,22 +247,24 @@ class JinjaTemplate:
         """
         system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
-            before = self._render([asked], False)
-            around = before + self._render([asked, said], False).rpartition(said.content)[2]
-            opening = self._marks.search(self._render([asked], True).removeprefix(before))
+            before = self.render([asked], False)
+            around = before + self.render([asked, said], False).rpartition(said.content)[2]
+            opening = self._marks.search(self.render([asked], True).removeprefix(before))
         except EndlessTemplate:
             raise
         except ValueError:  # the template rejects a conversation of only two messages
             return self._marks
         with contextlib.suppress(ValueError):  # some templates reject system messages
-            around += self._render([system, asked], False)
+            around += self.render([system, asked], False)
         return any_of({*self._tokenizer.specials, *self._marks.findall(around), *([opening[0]] if opening else [])})
 
-    def _render(self, messages: Sequence[Message], asks: bool) -> str:
+    def render(self, messages: Sequence[Message], asks: bool) -> str:
+        """Return the rendered conversation; asks: end it where the assistant's next answer begins."""
         turns = [message._asdict() for message in messages]
         try:
             with limited():
-                return self._template.render(messages=turns, add_generation_prompt=asks, **self._variables)
+                values = {"messages": turns, "add_generation_prompt": asks, **self._variables}
+                return self._blocks.render(self._template, values)
         except (self._template_error, TypeError, RecursionError, ArithmeticError, MemoryError) as error:
             raise ValueError(f"the chat template cannot render the conversation: {error}") from None
 
@@ -319,82 +328,3 @@ def own_template(vocab_file: str) -> str | None:
     if isinstance(found, list):  # a list of named templates, of which "default" is used
         found = {each["name"]: each["template"] for each in found}.get("default")
     return found if isinstance(found, str) else None
-
-
-class ChatEncoder:
-    """Encoder that turns rendered conversations into token ids and a loss mask.
-
-    append_eod: append the token `eod`, which counts in the loss, to each conversation that ends with an assistant turn.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
-        self._tokenizer, self._append_eod = tokenizer, append_eod
-        self._marks = any_of(tokenizer.marks)
-        self._own = any_of(name for name in tokenizer.marks if name not in (*tokenizer.specials, BEGIN, END))
-
-    def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
-        """Return (token ids, loss mask). The text of adjacent pieces with equal `counts` is joined before encoding."""
-        pieces = list(pieces)
-        spare = pieces[-1].text.isspace() and not pieces[-1].counts
-        ends = self._append_eod and pieces[-2 if spare and len(pieces) > 1 else -1].counts
-        if ends and spare:
-            del pieces[-1]
-        ids: list[int] = []
-        counts: list[int] = []
-        text, learned = "", False
-
-        def flush() -> None:
-            nonlocal text
-            if text:
-                made = self._tokenizer.encode_content(text, inside=bool(ids))
-                ids.extend(made)
-                counts.extend([int(learned)] * len(made))
-                text = ""
-
-        for piece in pieces:
-            if piece.counts != learned:
-                flush()
-                learned = piece.counts
-            for number, part in enumerate(self._parts(piece)):
-                if number % 2:
-                    flush()
-                    ids.append(self._tokenizer.marks[part])
-                    counts.append(int(learned))
-                else:
-                    text += part
-        flush()
-        if ends and ids[-1] != self._tokenizer.eod:
-            ids.append(self._tokenizer.eod)
-            counts.append(1)
-        return ids, counts
-
-    def _parts(self, piece: Piece) -> list[str]:
-        """Split a piece into text (even indices) and token names (odd indices)."""
-        if not piece.markup and not piece.counts:
-            return [piece.text]
-        return (self._marks if piece.markup else self._own).split(piece.text)
-
-
-def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Return ChatML's token names that are no tokens of the tokenizer; [] if the template is not ChatML."""
-    return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
-
-
-def ignores_generation_prompt(template: Template) -> bool:
-    """Return whether the template ignores add_generation_prompt, so that prompts lack the assistant header."""
-    question = [Message("user", "a")]
-    try:
-        prompt, conversation = (
-            "".join(piece.text for piece in pieces) for pieces in (template.asking(question), template.pieces(question))
-        )
-    except ValueError:  # the template rejects a question without a system prompt
-        return False
-    return prompt == conversation
-
-
-def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that ends an assistant's turn, or None if plain text ends the turn."""
-    pieces = template.pieces([Message("user", "a"), Message("assistant", "a")])
-    ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
-    last = [i for i, counted in zip(ids, counts, strict=True) if counted][-1]
-    return last if last in tokenizer.marks.values() else None

@@ -8,14 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_utils.chat_templates import (
-    ChatEncoder,
-    Piece,
-    Template,
-    ignores_generation_prompt,
-    load_template,
-    missing_marks,
-)
+from data_utils.chat_encoder import ChatEncoder, ignores_generation_prompt, missing_marks
+from data_utils.chat_templates import JinjaTemplate, Piece, Template, load_template
 from megatron.tokenizer import Tokenizer
 
 
@@ -72,6 +66,8 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             "note: the chat template renders today's date, which the sidecar records as chat_date; "
             "pass --chat-date to render another date"
         )
+    if isinstance(template, JinjaTemplate):
+        print(f"note: {_note_on_blocks(template)}")
     if ignores_generation_prompt(template):
         print(
             "note: the chat template ignores add_generation_prompt, so prompts end before the assistant header, "
@@ -82,6 +78,15 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             f"note: the tokenizer has no special token {' or '.join(missing)}, so each is encoded as several text "
             f"tokens; tools/train_tokenizer.py --special-tokens trains a tokenizer that has them"
         )
+
+
+def _note_on_blocks(template: JinjaTemplate) -> str:
+    if template.has_blocks:
+        return "the {% generation %} blocks of the chat template decide what counts in the loss"
+    return (
+        "the chat template has no {% generation %} blocks, so the assistant's text and the tokens that end its turns "
+        "count in the loss"
+    )
 
 
 def encode(

@@ -1,12 +1,16 @@
-"""Limits on the time and memory of chat templates, because a downloaded template is untrusted code."""
+"""Environment of Jinja chat templates, with limits on time and memory: a downloaded template is untrusted code."""
 
 import contextlib
+import json
 import re
 import signal
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from types import FrameType
 from typing import Any
+
+from megatron.tokenizer.base import TokenizerError
 
 SECONDS = 10.0
 MOST_BITS = 1 << 16
@@ -54,3 +58,86 @@ def refuse_large(operator: str, left: Any, right: Any) -> None:
     items = sizes[0] * counts[0] if operator == "*" and sizes and counts else sum(sizes)
     if items > MOST_ITEMS:
         raise EndlessTemplate(f"the chat template creates a string or list of {items} elements, which is too long")
+
+
+class GenerationBlocks:
+    """Places of the `{% generation %}` blocks in a rendered text.
+
+    exist: whether the template has such blocks. ranges: first character and end of each block of the last rendering.
+    """
+
+    def __init__(self) -> None:
+        self.exist = False
+        self.ranges: list[tuple[int, int]] = []
+        self._length = 0
+
+    def render(self, template: Any, values: dict[str, Any]) -> str:
+        """Render `template` and record the places of its blocks."""
+        self.ranges = []
+        self._length = 0
+        parts = []
+        for part in template.generate(values):
+            parts.append(part)
+            self._length += len(part)
+        return "".join(parts)
+
+    def record(self, text: str) -> None:
+        """Record a block that begins after the text rendered so far."""
+        self.ranges.append((self._length, self._length + len(text)))
+
+
+def environment(now: datetime | None, blocks: GenerationBlocks) -> Any:
+    """Return a jinja2 environment with the functions that chat templates use in transformers.
+
+    now: time that strftime_now formats; None leaves strftime_now undefined. blocks: receives the places of
+    `{% generation %}` blocks. Raises TokenizerError if jinja2 is not installed.
+    """
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.sandbox
+    except ImportError:
+        raise TokenizerError("Jinja chat templates need the package jinja2: pip install jinja2") from None
+
+    class Generation(jinja2.ext.Extension):
+        """Jinja extension that renders `{% generation %}` blocks as their content and records their places."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            blocks.exist = True
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
+
+        def _record(self, caller: Any) -> str:
+            text: str = caller()
+            blocks.record(text)
+            return text
+
+    class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """A sandbox whose operators cannot create values that exhaust memory."""
+
+        intercepted_binops = BOUNDED
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            refuse_large(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+    found = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
+    found.filters["tojson"] = _tojson
+    found.globals["raise_exception"] = _refuse
+    if now:
+        found.globals["strftime_now"] = now.strftime
+    return found
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(f"the chat template rejects the conversation: {message}")
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return `value` as JSON. This replaces Jinja's built-in tojson, which writes < as \\u003c."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

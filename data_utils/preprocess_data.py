@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_utils.chat_templates import ChatEncoder, Piece, messages_of
+from data_utils.chat_encoder import ChatEncoder
+from data_utils.chat_templates import Piece, messages_of
 from data_utils.indexed_writer import IndexedDatasetBuilder, fit
 from megatron.config.fields import describe
 from megatron.data.cpm_masking import PARTS, mask_document

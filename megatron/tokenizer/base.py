@@ -77,6 +77,10 @@ class Tokenizer(ABC):
         """
         return self.encode_inside(text) if inside else self.encode(text)
 
+    def content_spans(self, text: str, inside: bool = False) -> list[tuple[int, int, int]] | None:
+        """Return (id, first character, end) of each token of `encode_content`, or None if they are unknown."""
+        return None
+
     def encode_names(self, text: str) -> list[int]:
         """Return the ids of `text`, encoding the name of each token in `marks` as this token.
 

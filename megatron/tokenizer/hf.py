@@ -117,9 +117,16 @@ class HFTokenizer(Tokenizer):
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
         with no_panic(self._path):
-            if self._contents is None:
-                self._contents = _Words(_with_specials(self._tokenizer, self._marks), self._marks)
-            return self._contents.ids(text, inside)
+            return self._content_words().ids(text, inside)
+
+    def content_spans(self, text: str, inside: bool = False) -> list[tuple[int, int, int]]:
+        with no_panic(self._path):
+            return self._content_words().spans(text, inside)
+
+    def _content_words(self) -> "_Words":
+        if self._contents is None:
+            self._contents = _Words(_with_specials(self._tokenizer, self._marks), self._marks)
+        return self._contents
 
     def encode_names(self, text: str) -> list[int]:
         if self._named is None:
@@ -163,11 +170,25 @@ class _Words:
 
         inside: True if the text follows a special token.
         """
+        return [token for part, tokenizer in self._parts(text, inside) for token in _ids(tokenizer, part)]
+
+    def spans(self, text: str, inside: bool) -> list[tuple[int, int, int]]:
+        """Return (id, first character, end) of each token of `ids`."""
+        found = []
+        at = 0
+        for part, tokenizer in self._parts(text, inside):
+            encoding = tokenizer.encode(part, add_special_tokens=False)
+            for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                found.append((token, at + begin, at + end))
+            at += len(part)
+        return found
+
+    def _parts(self, text: str, inside: bool) -> Iterator[tuple[str, Any]]:
+        """Yield each part of `text` and the tokenizer that encodes it."""
         cuts = [0, *(name.start() for name in self.names.finditer(text)), len(text)]
-        ids = _ids(self._inside if inside else self._first, text[: cuts[1]])
+        yield text[: cuts[1]], self._inside if inside else self._first
         for begin, end in itertools.pairwise(cuts[1:]):
-            ids += _ids(self._bare, text[begin:end])
-        return ids
+            yield text[begin:end], self._bare
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -5,15 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_utils.chat_templates import (
-    NAMED,
-    ChatML,
-    is_undated,
-    missing_marks,
-    own_template,
-    template_of_corpus,
-    turn_end,
-)
+from data_utils.chat_encoder import missing_marks, turn_end
+from data_utils.chat_templates import NAMED, ChatML, is_undated, own_template, template_of_corpus
 from data_utils.inspect_data import of_conversations
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of

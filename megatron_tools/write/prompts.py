@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from data_utils.chat_encoder import missing_marks
 from data_utils.chat_templates import (
     Message,
     Template,
     is_undated,
     load_template,
-    missing_marks,
     own_template,
     template_from,
     template_of_corpus,

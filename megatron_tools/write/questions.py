@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data_utils.chat_templates import ChatEncoder, Message, Template, turn_end
+from data_utils.chat_encoder import ChatEncoder, turn_end
+from data_utils.chat_templates import Message, Template
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from data_utils.chat_templates import BEGIN, END, ChatEncoder, ChatML, turns_of
+from data_utils.chat_encoder import ChatEncoder
+from data_utils.chat_templates import BEGIN, END, ChatML, turns_of
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.tokenizer import load_tokenizer

@@ -14,19 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils import chats, inspect_data, preprocess_data
-from data_utils.chat_templates import (
-    ChatEncoder,
-    ChatML,
-    Message,
-    load_template,
-    messages_of,
-    missing_marks,
-    template_from,
-    turn_end,
-    turns_of,
-)
+from data_utils.chat_encoder import ChatEncoder, missing_marks, turn_end
+from data_utils.chat_templates import ChatML, Message, load_template, messages_of, template_from, turns_of
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from data_utils.tokenizer_training import train_byte_bpe
+from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
@@ -82,6 +73,82 @@ def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
     assert counts == [*expected["assistant_masks"][:-1], 1]
     asked, counts = ChatEncoder(tokenizer, True).encode(ChatML().pieces(messages_of({"messages": CHAT[:4]})))
     assert asked[-1] != tokenizer.eod and not counts[-1]  # no EOD and no loss: the last turn is a question
+
+
+OTHER = "{{ message['content'] + '<|im_end|>' }}"
+SAID = f"{{% generation %}}{OTHER}{{% endgeneration %}}"
+WORDS = "{% generation %}{{ message['content'] }}{% endgeneration %}"
+
+
+def chat_template(answer: str) -> str:
+    """Return a template like ChatML whose assistant turns are rendered by `answer`."""
+    turn = f"{{% if message['role'] == 'assistant' %}}{answer}{{% else %}}{OTHER}{{% endif %}}{{{{ '\\n' }}}}"
+    head = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    return head + turn + "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+def plain_template(answer: str) -> str:
+    """Return a template without special tokens whose assistant turns are rendered by `answer`."""
+    turn = f"{{% if message['role'] == 'assistant' %}}{answer}{{% else %}} {{{{ message['content'] }}}}{{% endif %}}"
+    return "{% for message in messages %}{{ message['role'] + ':' }}" + turn + "{{ '\\n' }}{% endfor %}"
+
+
+THREE = (
+    "{% generation %}{{ message['content'][:3] }}{% endgeneration %}{{ message['content'][3:5] }}"
+    "{% generation %}{{ message['content'][5:] }}{% endgeneration %}"
+)
+BLOCKS = {
+    "an empty thought": chat_template("{{ '<think>\\n\\n</think>\\n\\n' }}" + SAID),
+    "the last turn": chat_template("{% if loop.last %}" + SAID + "{% else %}" + OTHER + "{% endif %}"),
+    "without the end": chat_template(WORDS + "{{ '<|im_end|>' }}"),
+    "a changed history": chat_template("{% if loop.last %}" + WORDS + "{% else %}...{% endif %}"),
+    "plain text": plain_template("{% generation %}{{ ' ' + message['content'] }}{% endgeneration %}"),
+    "within a token": plain_template("{{ ' ' }}" + WORDS),
+    "two blocks": plain_template("{{ ' ' }}" + THREE),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_generation_blocks_decide_what_counts(name: str, hf_tokenizer: Path, tmp_path: Path) -> None:
+    """Ids and masks equal those of transformers, except that all tokens of a block's last character count."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(hf_tokenizer), load_tokenizer(str(hf_tokenizer))
+    (tmp_path / "t.jinja").write_text(BLOCKS[name])
+    template = load_template(str(tmp_path / "t.jinja"), ours, str(hf_tokenizer))
+    thought = [*CHAT[:4], {"role": "assistant", "content": "the capital. of"}]
+    for turns in (CHAT, CHAT[1:3], thought):
+        texts, ranges = render_jinja_template([turns], chat_template=BLOCKS[name], return_assistant_tokens_mask=True)
+        made = theirs(texts[0], add_special_tokens=False, return_offsets_mapping=True)
+        wanted = [int(any(a < end and b > first for first, end in ranges[0])) for a, b in made["offset_mapping"]]
+        ids, counts = ChatEncoder(ours, append_eod=False).encode(template.pieces(turns_of(turns)))
+        assert (ids, counts) == (made["input_ids"], wanted)
+        if turns[-1]["content"].isascii():
+            expected = theirs.apply_chat_template(
+                turns, chat_template=BLOCKS[name], return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert counts == expected["assistant_masks"]
+        assert 0 < sum(counts) < len(counts)
+
+
+def test_a_conversation_in_which_nothing_is_marked_is_refused(hf_tokenizer: Path, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    (tmp_path / "t.jinja").write_text(BLOCKS["the last turn"])
+    template = load_template(str(tmp_path / "t.jinja"), load_tokenizer(str(hf_tokenizer)), str(hf_tokenizer))
+    with pytest.raises(ValueError, match="generation"):
+        template.pieces(messages_of({"messages": CHAT[:4]}))
+
+
+def test_without_offsets_a_text_is_cut_where_marks_begin(tmp_path: Path) -> None:
+    """A sentencepiece model gives no offsets, so marked and other text are encoded separately."""
+    train_sentencepiece(["What is the capital of France? system user assistant. " * 20], str(tmp_path / "x.model"), 300)
+    ours = load_tokenizer(str(tmp_path / "x.model"))
+    template = template_from(BLOCKS["plain text"], ours, str(tmp_path / "x.model"))
+    ids, counts = ChatEncoder(ours, append_eod=False).encode(template.pieces(messages_of({"messages": CHAT})))
+    learned = ours.decode([i for i, counted in zip(ids, counts, strict=True) if counted])
+    assert learned == " Paris. Tokyo, 東京"
 
 
 def test_no_content_pretends_to_be_a_mark(hf_tokenizer: Path) -> None:
@@ -419,6 +486,7 @@ def test_a_template_that_ignores_add_generation_prompt_is_noted(
     """A note names a template that ignores add_generation_prompt; training then also targets the assistant header."""
     pytest.importorskip("jinja2")
     source = CHATML[: CHATML.index("{% if add_generation_prompt %}")] + asks
+    source = source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     (tmp_path / "t.jinja").write_text(source)
     tokenizer = load_tokenizer(str(hf_tokenizer))
     args = Namespace(

@@ -1,0 +1,121 @@
+"""Token ids and loss masks of conversations that a chat template has rendered."""
+
+import itertools
+from collections.abc import Sequence
+
+from megatron.tokenizer.base import Tokenizer, any_of
+
+from .chat_templates import BEGIN, END, JinjaTemplate, Message, Piece, Template
+
+
+class _Encoded:
+    """Token ids and loss mask of a conversation, while it is encoded part by part."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.counts: list[int] = []
+        self._text = ""
+        self._learned = bytearray()  # for each character of `_text`: 1 if it counts in the loss
+
+    def add_token(self, token: int, counts: bool) -> None:
+        """Add a token whose name stands in the text."""
+        self.flush()
+        self.ids.append(token)
+        self.counts.append(int(counts))
+
+    def add_text(self, text: str, counts: bool) -> None:
+        """Add text, which is encoded together with the text that is added next."""
+        self._text += text
+        self._learned += bytes([counts]) * len(text)
+
+    def flush(self) -> None:
+        """Encode the text that was added since the last call."""
+        text, learned = self._text, self._learned
+        self._text = ""
+        self._learned = bytearray()
+        if not text:
+            return
+        spans = None
+        if 0 < learned.count(1) < len(text):
+            spans = self._tokenizer.content_spans(text, inside=bool(self.ids))
+        if spans is not None:
+            self.ids += [token for token, _, _ in spans]
+            self.counts += [int(any(learned[begin : max(end, begin + 1)])) for _, begin, end in spans]
+            return
+        at = 0
+        for counts, characters in itertools.groupby(learned):
+            end = at + len(list(characters))
+            made = self._tokenizer.encode_content(text[at:end], inside=bool(self.ids))
+            self.ids += made
+            self.counts += [counts] * len(made)
+            at = end
+
+
+class ChatEncoder:
+    """Encoder that turns rendered conversations into token ids and a loss mask.
+
+    append_eod: append the token `eod`, which counts in the loss, to each conversation that ends with an assistant turn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
+        self._tokenizer, self._append_eod = tokenizer, append_eod
+        self._marks = any_of(tokenizer.marks)
+        self._own = any_of(name for name in tokenizer.marks if name not in (*tokenizer.specials, BEGIN, END))
+
+    def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+        """Return (token ids, loss mask).
+
+        The text of adjacent pieces that are `joined` or have equal `counts` is encoded together. A token that lies in
+        several pieces counts if one of them does.
+        """
+        pieces = list(pieces)
+        spare = pieces[-1].text.isspace() and not pieces[-1].counts
+        ends = self._append_eod and pieces[-2 if spare and len(pieces) > 1 else -1].counts
+        if ends and spare:
+            del pieces[-1]
+        found = _Encoded(self._tokenizer)
+        learned = False
+        for piece in pieces:
+            if piece.counts != learned and not piece.joined:
+                found.flush()
+            learned = piece.counts
+            for number, part in enumerate(self._parts(piece)):
+                if number % 2:
+                    found.add_token(self._tokenizer.marks[part], learned)
+                else:
+                    found.add_text(part, learned)
+        found.flush()
+        if ends and found.ids[-1] != self._tokenizer.eod:
+            found.add_token(self._tokenizer.eod, True)
+        return found.ids, found.counts
+
+    def _parts(self, piece: Piece) -> list[str]:
+        """Split a piece into text (even indices) and token names (odd indices)."""
+        if not piece.markup and not piece.counts:
+            return [piece.text]
+        return (self._marks if piece.markup else self._own).split(piece.text)
+
+
+def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
+    """Return ChatML's token names that are no tokens of the tokenizer; [] if the template is not ChatML."""
+    return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
+
+
+def ignores_generation_prompt(template: Template) -> bool:
+    """Return whether the template ignores add_generation_prompt, so that prompts lack the assistant header."""
+    question = [Message("user", "a")]
+    if not isinstance(template, JinjaTemplate):
+        return False
+    try:
+        return template.render(question, True) == template.render(question, False)
+    except ValueError:  # the template rejects a question without a system prompt
+        return False
+
+
+def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
+    """Return the id of the token that ends an assistant's turn, or None if plain text ends the turn."""
+    pieces = template.pieces([Message("user", "a"), Message("assistant", "a")])
+    ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
+    last = [i for i, counted in zip(ids, counts, strict=True) if counted][-1]
+    return last if last in tokenizer.marks.values() else None
