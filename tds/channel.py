@@ -203,6 +203,7 @@ class Receiver:
         self._passes = 0
         self._reserved: dict[At, Tensor] = {}  # buffers of receives that are not posted yet
         self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
+        self._ends: dict[At, int] = {}  # for each message of the step, the end of its run
         self._agenda: deque[At] = deque()  # messages without a posted receive, in the order of sending
         self._layouts: dict[At, Layout | None] = {}  # layouts of these messages, once known
         self._posted: deque[Posted] = deque()
@@ -214,6 +215,7 @@ class Receiver:
         it posts the receive; empty if the receiver's `ahead` decides when receives are posted.
         """
         self._runs.clear()
+        self._ends.clear()
         self._agenda = deque(agenda)
         self._points, self._passes = points, 0
         self._layouts, self._reserved = {}, {}
@@ -259,12 +261,17 @@ class Receiver:
                 raise DataEnded(f"the data of rank {self.link.peer} ended")
             layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)
             self._runs[chunk] = LayoutRun(index + count, layout)
-            self._layouts |= {At(each, chunk): layout for each in range(index, index + count)}
+            for each in range(index, index + count):
+                self._layouts[At(each, chunk)] = layout
+                self._ends[At(each, chunk)] = index + count
         return self.take(at)
 
     def same_until(self, at: At) -> int:
-        """Return the first micro-batch after `at` whose layout may differ, according to the sender."""
-        return self._runs[at.chunk].end
+        """Return the first micro-batch after `at` whose layout may differ, according to the sender.
+
+        The stage may have received messages of later runs.
+        """
+        return self._ends[at]
 
     def __str__(self) -> str:
         """Describe the sending rank and the tensors of the next expected message."""

@@ -167,6 +167,16 @@ def test_numbers_without_sense(tool: Any, flags: str, sentence: str) -> None:
 TEXTS = ["春天", "The road", "一", "The road home", "春", "二", "The river", "", "三天"]
 
 
+def test_different_prompts_draw_different_random_numbers(tool: Any, run: str) -> None:
+    """At a high temperature, all tokens are about equally likely, so equal random numbers would give equal texts."""
+    flags = ["--load", run, "--prompt", "", "--max-new-tokens", "12", "--temperature", "1000", "--top-p", "1"]
+    args = tool.build_parser().parse_args(flags)
+    writer = tool.load(args)
+    prompts = ["春天", "秋天", "冬天", "夏天"]
+    texts = {text.removeprefix(prompt) for prompt, (text,) in answers(writer, prompts, args, 4)}
+    assert len(texts) == 4
+
+
 @pytest.mark.parametrize("flags", ["--temperature 0", "--num-beams 3 --num-samples 2", "--num-samples 2 --seed 5"])
 def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_path: Path, flags: str) -> None:
     """A batch of prompts of different lengths gets the same continuations as each prompt alone, in the same order."""
