@@ -217,10 +217,28 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
 def parse_of_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
     """Return the configuration of a training command, with the defaults of the family that `argv` names, or of GPT-2.
 
-    ranks, errors: see `parse`.
+    The command may begin with an entry script, such as pretrain_llama.py, which then names the family; any other script
+    trains a custom model without a family. ranks, errors: see `parse`.
     """
-    family = parse(argv, None, ranks).model.family or "gpt2"
+    if argv and argv[0].endswith(".py"):
+        family = Path(argv[0]).stem.removeprefix("pretrain_")
+        argv = argv[1:]
+        if family not in DEFAULTS:
+            return parse(argv, None, ranks)
+    else:
+        family = _family_of(argv)
     return parse(argv, {"family": family, **DEFAULTS[family]}, ranks)
+
+
+def _family_of(argv: Sequence[str]) -> str:
+    """Return the family that --family, or else the last --config file with a family, names; gpt2 if none does."""
+    given = vars(build_parser().parse_known_args(_with_new_names(argv)[0])[0])
+    family = None
+    for name in given.get("config", []):
+        path = str(presets.find(local(name), "models"))
+        family = _named(read_json(path), path).values.get("family", family)
+    family = given.get("family", family)
+    return family if family in DEFAULTS else "gpt2"
 
 
 def parse(

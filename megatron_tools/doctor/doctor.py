@@ -1,7 +1,7 @@
 """Check an installation and a run before launch. Prints a line for each check, with a remedy for each problem.
 
-Also accepts the flags of the training script; with --run-dir alone it uses the run's saved settings. The exit
-code is 1 if any check failed.
+Also accepts the command of a run, the training script and its flags; with --run-dir alone it uses the run's saved
+settings. The exit code is 1 if any check failed.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from .finding import FAILED, WARNING, Finding, failed, findings_of, ok, warning
 
 EXAMPLES = """\
   python tools/doctor.py
-  python tools/doctor.py --run-dir runs/mine --data-path data/corpus_text_document --vocab-file tokenizer.model \\
-      --ranks 4 --pipe-parallel-size 2 --model-parallel-size 2 --config configs/models/gpt2_345M.json
+  python tools/doctor.py pretrain_gpt2.py --run-dir runs/mine --data-path data/corpus_text_document \\
+      --vocab-file tokenizer.model --ranks 4 --pipe-parallel-size 2 --model-parallel-size 2 \\
+      --config configs/models/gpt2_345M.json
   python tools/doctor.py --run-dir runs/mine --hostfile scripts/hostfile.example --json"""
 
 

@@ -40,7 +40,9 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
         return None, [
             failed("settings", str(error), "change the flags that the message names; --help of the script lists all")
         ]
-    words = f"a {config.model.family}" + ("" if "--family" in flags else " (--family selects another)")
+    words = f"a {config.model.family}" if config.model.family else "a custom model"
+    if "--family" not in flags and not flags[0].endswith(".py"):
+        words += " (begin with the training script, or give --family, to select another)"
     if run_config and Path(run_config).is_file():
         words += f", from the given flags; {run_config} is used only if no flags are given"
     return config, [ok("settings", words)]

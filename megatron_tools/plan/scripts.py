@@ -47,6 +47,7 @@ def _settings(config: Config, steps: int | None) -> str:
     family = config.model.family or "gpt2"
     plain = with_values(Config(), DEFAULTS[family]).to_dict()
     always = {
+        "family",
         "model_parallel_size",
         "pipe_parallel_size",
         "zero_stage",

@@ -408,3 +408,32 @@ def test_packages_that_are_there_and_broken(broken: str, tmp_path: Path) -> None
         assert f"import {broken}: OSError: libmissing.so.12" in done.stdout and done.stdout.splitlines()[-1].endswith(
             "warnings"
         )
+
+
+LLAMA = ["--num-key-value-heads", "1", "--ff-hidden-size", "48"]
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        (["pretrain_llama.py", *LLAMA], "a llama"),
+        (["somewhere/pretrain_t5.py", "--dec-seq-length", "12"], "a t5"),
+        (["--family", "llama", *LLAMA], "a llama"),
+        (["pretrain_mine.py"], "a custom model"),
+    ],
+)
+def test_the_flags_of_each_script_are_accepted(
+    command: list[str], wanted: str, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    given = [*command, *MODEL, "--data-path", tiny_data, "--vocab-file", vocab_file]
+    args, rest = doctor.build_parser().parse_known_args(given)
+    config, found = settings.read(rest, None, 1)
+    assert config is not None and found[0].words.startswith(wanted)
+
+
+def test_the_family_of_a_config_file_decides(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps({"model": {"family": "llama", "num_key_value_heads": 1}}))
+    (tmp_path / "two.json").write_text(json.dumps({"train": {"train_iters": 3}}))
+    flags = [*MODEL, "--config", str(tmp_path / "one.json"), "--config", str(tmp_path / "two.json")]
+    config, found = settings.read(flags, None, 1)
+    assert config is not None and config.model.family == "llama" and config.model.normalization == "rmsnorm"

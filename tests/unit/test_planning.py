@@ -13,14 +13,14 @@ import torch
 
 from megatron import mpu
 from megatron.config import Config
-from megatron.config.command_line import parse, with_values
+from megatron.config.command_line import parse, parse_of_any_family, with_values
 from megatron.config.ds_config import resolve
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import count_parameters
 from megatron.training.memory.activations import Shapes, kept_by
 from megatron.training.memory.per_rank import in_flight, states
 from megatron.training.memory.sizes import count_layers, layers_of, parameters, stages_of
-from megatron_tools.plan import plan, published
+from megatron_tools.plan import plan, published, scripts
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import pipeline_units
 from megatron_tools.plan.layouts import Batch, Layout, Wanted, candidates, evaluate, search, solve_batch
@@ -341,3 +341,10 @@ def test_what_cannot_be_together_is_said_by_its_rule() -> None:
     )
     with pytest.raises(ValueError, match="ZeRO"):
         search(Wanted(config, load_cluster("h100"), 64, 1024, fixed=frozenset({"zero_stage", "pipe_parallel_size"})))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.json")), ids=lambda path: path.stem)
+def test_settings_that_the_planner_writes_are_those_of_the_model(path: Path, tmp_path: Path) -> None:
+    config = parse_of_any_family(["--config", str(path), "--vocab-size", "1000"])
+    (tmp_path / "config.json").write_text(scripts._settings(config, None))
+    assert parse_of_any_family(["--config", str(tmp_path / "config.json")]).model == config.model
