@@ -1,4 +1,4 @@
-"""Blend of several corpora: at any point of a run, each corpus is within one sample of its exact share.
+"""Blend of several corpora: at any point of a run, each corpus is within one sample of its share in a block.
 
 The blend repeats a block in which each corpus has a whole number of samples. For weights 0.7 and 0.3, a block has 7
 samples of the first corpus and 3 of the second. Earliest-deadline-first scheduling orders the samples of a block.
@@ -30,7 +30,8 @@ FEW = 64
 def quotas(weights: Sequence[float | str]) -> list[int]:
     """Return the number of samples of each corpus in a block.
 
-    The shares are exact if a block of at most LARGEST_BLOCK samples can represent them, else rounded to 1/65536.
+    The shares are exact if a block of at most LARGEST_BLOCK samples can represent them. Else they are rounded: with n
+    corpora, a share changes by at most (n + 1) / (2 LARGEST_BLOCK).
     """
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
