@@ -257,7 +257,8 @@ def documents(
         if _BLANK.fullmatch(raw):
             continue
         try:
-            document = _parse(raw, chunk.source, keys)
+            is_first = chunk.start + start == 0
+            document = _parse(raw, chunk.source, keys, is_first)
             for _ in range(_copies(chunk, start, seed, draw)):
                 yield document
         except ValueError as error:
@@ -291,7 +292,7 @@ def _copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
     return whole + (rest > 0 and draw(seed, chunk.source.number, chunk.start + offset) < rest)
 
 
-def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any, ...]:
+def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take, is_first: bool) -> tuple[Any, ...]:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -304,7 +305,9 @@ def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take) -> tuple[Any,
     if kind(source.path) == ".txt":
         if callable(keys):
             raise ValueError("a .txt file contains no records with messages; convert it to .jsonl, .csv or .parquet")
-        return (_OUTER_BLANK_LINES.sub("", _BREAK.sub("\n", text.removeprefix("\ufeff"))),) * len(keys)
+        if is_first:
+            text = text.removeprefix("\ufeff")  # a byte-order mark; elsewhere, the character belongs to the text
+        return (_OUTER_BLANK_LINES.sub("", _BREAK.sub("\n", text)),) * len(keys)
     try:
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:

@@ -85,7 +85,7 @@ def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
 class _Search:
     """Recursive search that yields each file once.
 
-    duplicates: paths that were not yielded, because they lead through a linked folder to a file already found.
+    duplicates: paths that were not yielded, because they lead through links to a file already found.
     """
 
     def __init__(self) -> None:
@@ -94,16 +94,14 @@ class _Search:
 
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
-        # Only links to folders are resolved: a link to a file counts as a separate file, as a copy would.
         # The path that a pattern matches may contain more links than the system can follow, so use the resolved path.
-        place = os.path.join(os.path.realpath(path.parent), path.name)
+        place = os.path.realpath(path)
         if not os.path.isdir(place):
             if self._is_new(place, path):
                 yield path
-        elif self._is_new(os.path.realpath(path), path):
+        elif self._is_new(place, path):
             for folder, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
                 _check_folder(folder)
-                here = os.path.realpath(folder)
                 folders[:] = [
                     name
                     for name in sorted(folders)
@@ -111,7 +109,8 @@ class _Search:
                     and self._is_new(os.path.realpath(os.path.join(folder, name)), Path(folder, name))
                 ]
                 for name in sorted(names):
-                    if not name.startswith(".") and self._is_new(os.path.join(here, name), Path(folder, name)):
+                    real = os.path.realpath(os.path.join(folder, name))
+                    if not name.startswith(".") and self._is_new(real, Path(folder, name)):
                         yield Path(folder, name)
 
     def _is_new(self, real: str, path: Path) -> bool:
