@@ -351,8 +351,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     input_flags(parser)
     add("--output-prefix", type=local_path, required=True, help="path prefix of the output files, such as data/corpus")
-    add("--vocab-file", type=local_path, required=True,
-        help="tokenizer: a file or folder from tools/train_tokenizer.py or Hugging Face")  # fmt: skip
+    add("--vocab-file", type=local_path, required=True, help="tokenizer of tools/train_tokenizer.py or Hugging Face")
     add("--tokenizer-type", choices=KINDS, default="auto", help="tokenizer type (default: detected from the file)")
     add(
         "--keys",

@@ -29,7 +29,7 @@ def split_loss(logits: Any) -> tuple[Logits, Tensor | None]:
 
 
 def targets_of(labels: Tensor, loss_mask: Tensor, others: Mapping[str, Tensor]) -> Targets:
-    """Return `Targets`, without the dict if it is empty."""
+    """Return `Targets` of labels and loss mask, both [b, s], without the dict of other tensors if it is empty."""
     return (labels, loss_mask, others) if others else (labels, loss_mask)
 
 

@@ -28,6 +28,7 @@ class HeldPlaces(Hook):
         self._lost: LostPlace | None = None
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        """Ask for a save and the end of the run if a folder is lost."""
         if any(lock.is_lost() for lock in self._run.locks):
             self._run.metrics.withheld = True
             self._signals.ask(StopSignal.SAVE_AND_STOP)

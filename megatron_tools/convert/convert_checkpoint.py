@@ -372,12 +372,7 @@ def build_parser() -> Parser:
     )
     add("--experts-per-token", type=int, help="number of experts of a token with --upcycle (default: 2)")
     add("--moe-layer-frequency", nargs="+", help="layers that get experts with --upcycle (default: 1, all layers)")
-    add(
-        "--output",
-        type=local_path,
-        required=True,
-        help="new folder, for the exported model (--load) or the new checkpoint",
-    )
+    add("--output", type=local_path, required=True, help="new folder for the exported model or the new checkpoint")
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add(
         "--vocab-file",
