@@ -1,11 +1,13 @@
 """Attributes of `get_args()` that entry scripts of CPM-Pretrain read but this project's settings lack."""
 
+import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import Config
-from ..config.command_line import HOME, RENAMED, nearest
+from ..config.command_line import HOME, RENAMED, SettingsParser, build_parser, nearest
+from ..config.fields import ConfigError
 from ..config.foreign.translate import settings_for
 
 # Attributes of CPM-Pretrain that are False in every run.
@@ -56,15 +58,19 @@ class Args:
 
     The attributes in CONSTANTS and ATTRIBUTES, which CPM-Pretrain's scripts read, are also available. `config` is the
     whole configuration. The tokenizer and the process groups exist only after start-up: use `get_tokenizer()` and
-    `torch.distributed`.
+    `torch.distributed`. own: values of the script's own flags, see `own_flags`.
     """
 
     config: Config
+    own: Mapping[str, Any]
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, own: Mapping[str, Any] | None = None) -> None:
         object.__setattr__(self, "config", config)
+        object.__setattr__(self, "own", own or {})
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.own:
+            return self.own[name]
         name = RENAMED.get(name, name)
         if name in CONSTANTS:
             return CONSTANTS[name]
@@ -82,7 +88,24 @@ class Args:
         raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")
 
     def __dir__(self) -> list[str]:
-        return sorted([*HOME, "config"])
+        return sorted([*HOME, *self.own, "config"])
+
+
+def own_flags(add: Callable[[argparse.ArgumentParser], Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the flags that `add` adds to a parser, and the words of `argv` that belong to no such flag.
+
+    Raises ConfigError for a flag that this project has, and for a missing or invalid value. Prints the flags for -h.
+    """
+    try:
+        add(build_parser())
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"extra_args_provider adds a flag that this project has ({error}); rename it") from None
+    parser = SettingsParser(add_help=False, allow_abbrev=False)
+    add(parser)
+    if {"-h", "--help"} & {*argv}:
+        parser.print_help()
+    found, rest = parser.parse_known_args(argv)
+    return vars(found), rest
 
 
 def _on_cuda() -> bool:

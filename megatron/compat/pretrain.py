@@ -1,12 +1,18 @@
 """`pretrain()`, which trains with an entry script's functions, as in tutorials of Megatron-LM and CPM-Pretrain."""
 
+import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..config.fields import ConfigError
 from ..training.entry import run
+from ..training.global_vars import set_own_flags
 from ..training.task import Datasets
+from .args import own_flags
 from .script import CountTargets, ForwardStep, FunctionsTask, ScriptTask, TokenizerProvider, is_original
 
 
@@ -14,7 +20,7 @@ def pretrain(
     train_valid_test_datasets_provider: Callable[..., Datasets],
     model_provider: Callable[[], nn.Module],
     forward_step: ForwardStep | None = None,
-    extra_args_provider: None = None,
+    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     *,
     count_targets: CountTargets | None = None,
@@ -38,15 +44,21 @@ def pretrain(
 
     As in CPM-Pretrain, the data-set provider may take the numbers of samples as an argument. Then `forward_step` must
     return the mean over the target tokens of a micro-batch, see `megatron.compat.script.ScriptTask`.
-    Raises ValueError if extra_args_provider is given: a script parses its own flags and passes the rest as `argv`.
+    extra_args_provider(parser) adds the script's own flags to an argparse parser; `get_args()` has their values. They
+    are not saved with the run, so a resumed run needs them again.
     """
+    words = sys.argv[1:] if argv is None else list(argv)
+    own: dict[str, Any] = {}
     if extra_args_provider is not None:
-        raise ValueError(
-            "pretrain() takes no extra_args_provider: parse the script's own flags by "
-            "parser.parse_known_args(), and pass the remaining flags as argv="
-        )
+        try:
+            own, words = own_flags(extra_args_provider, words)
+        except ConfigError as error:
+            if not exit:
+                raise
+            sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    set_own_flags(own)
     functions = train_valid_test_datasets_provider, model_provider, forward_step
     defaults, more = args_defaults or {}, (count_targets, tokenizer_provider)
     original = more == (None, None) and is_original(train_valid_test_datasets_provider)
     task = ScriptTask(*functions, defaults, name) if original else FunctionsTask(*functions, defaults, name, *more)
-    run(task, argv, exit)
+    run(task, words, exit)

@@ -39,7 +39,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-class _Parser(argparse.ArgumentParser):
+class SettingsParser(argparse.ArgumentParser):
+    """Parser that raises ConfigError for a mistake instead of ending the process."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -62,7 +64,7 @@ def build_parser(script: str | None = None, family: str | None = None) -> argpar
     script, family: the entry script and the model family for which `--help` is shown. `--help` hides the settings of
     other families.
     """
-    parser = _Parser(
+    parser = SettingsParser(
         prog=script,
         usage=f"{script} [--config FILE] [FLAG VALUE ...]" if script else None,
         epilog=EXAMPLES.format(script=script) if script else None,

@@ -3,7 +3,8 @@
 Other code gets settings, tokenizer and timers as arguments.
 """
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from ..compat.args import Args
 from ..config import Config
@@ -17,11 +18,19 @@ class _Current:
     args: Args | None = None
     tokenizer: Tokenizer | None = None
     timers: Timers | None = None
+    own_flags: Mapping[str, Any] = {}  # values of the script's own flags, which `get_args()` has, too
 
 
 def publish(config: Config, tokenizer: Tokenizer | None, timers: Timers) -> None:
     """Set the objects that `get_args()`, `get_tokenizer()` and `get_timers()` return."""
-    _Current.args, _Current.tokenizer, _Current.timers = Args(config), tokenizer, timers
+    _Current.args = Args(config, _Current.own_flags)
+    _Current.tokenizer = tokenizer
+    _Current.timers = timers
+
+
+def set_own_flags(values: Mapping[str, Any]) -> None:
+    """Set the values of the script's own flags, as further attributes of `get_args()`, for runs that start later."""
+    _Current.own_flags = values
 
 
 def _known(value: T | None, what: str) -> T:

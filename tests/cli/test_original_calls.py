@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,36 @@ def test_one_folder_to_save_and_to_load_begins_a_run_and_continues_it(
     assert said.count("forward_step returns entropy") == 1
     (said,) = on_ranks(1, _plain, [*argv, "--train-iters", "3"], False)
     assert "resumed at iteration 2" in said
+
+
+def _with_own_flags(argv: list[str]) -> list[float]:
+    found: list[float] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            found.append(get_args().head_scale)
+            self.table = nn.Embedding(3000, 8)
+
+        def forward(self, text: Tensor) -> Tensor:
+            return self.table(text).square().mean()
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        loss = model(next(batches)["text"])
+        return loss, {"lm loss": loss}
+
+    def add(parser: ArgumentParser) -> ArgumentParser:
+        parser.add_argument("--head-scale", type=float)
+        return parser
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        pretrain(datasets, Model, forward_step, add, argv=argv, exit=False)
+    return found
+
+
+def test_a_model_reads_flags_of_the_script(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    argv = [*FLAGS.split(), "--data-path", tiny_data, "--vocab-file", vocab_file, "--run-dir", str(tmp_path)]
+    assert on_ranks(1, _with_own_flags, [*argv, "--head-scale", "2.5"]) == [[2.5]]
 
 
 def test_a_second_batch_in_one_call_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

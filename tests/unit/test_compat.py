@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.compat import names
-from megatron.compat.args import WITHOUT_VALUE, Args
+from megatron.compat.args import WITHOUT_VALUE, Args, own_flags
 from megatron.compat.fp16 import fp16_to_fp32, fp32_to_fp16
 from megatron.compat.masks import (
     T5Masks,
@@ -23,6 +24,7 @@ from megatron.compat.masks import (
     t5_documents,
 )
 from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.model.masks import document_mask, no_documents
 from megatron.utils import get_ltor_masks_and_position_ids
 from tests.sentences import SENTENCES
@@ -218,3 +220,28 @@ def test_other_masks_and_positions_of_a_t5_are_refused() -> None:
             t5_documents(changed)
     with pytest.raises(ValueError, match="decoder positions"):
         refuse_other_positions("decoder", torch.tensor([[0, 1, 3]]), no_documents(torch.device("cpu")), False)
+
+
+def _add(parser: ArgumentParser) -> ArgumentParser:
+    group = parser.add_argument_group("mine")
+    group.add_argument("--head-scale", type=float, default=0.5)
+    group.add_argument("--with-head", action="store_true")
+    return parser
+
+
+def test_flags_of_the_script_are_attributes_of_args() -> None:
+    words = ["--hidden-size", "24", "--head-scale", "2", "--num-layers", "3", "--with-head", "--split", "9,1,0"]
+    own, rest = own_flags(_add, words)
+    assert own == {"head_scale": 2.0, "with_head": True}
+    assert rest == ["--hidden-size", "24", "--num-layers", "3", "--split", "9,1,0"]
+    args = Args(parse(rest), own)
+    assert (args.head_scale, args.with_head, args.hidden_size) == (2.0, True, 24)
+    assert own_flags(_add, ["--hidden-size", "16"])[0] == {"head_scale": 0.5, "with_head": False}
+    with pytest.raises(ConfigError, match="head-scale"):
+        own_flags(_add, ["--head-scale", "two"])
+
+
+@pytest.mark.parametrize("taken", ["--hidden-size", "--bf16", "--sequence-parallel"])
+def test_a_flag_that_this_project_has_is_refused(taken: str) -> None:
+    with pytest.raises(ConfigError, match=taken):
+        own_flags(lambda parser: parser.add_argument(taken), [])
