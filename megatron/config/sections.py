@@ -211,6 +211,8 @@ class Config:
 
     def _stages_without_layers(self) -> Iterator[str]:
         m, p = self.model, self.parallel
+        if m.family is None:
+            return  # a custom model may have more layers than --num-layers says
         layers, flags = m.num_layers, f"--num-layers {m.num_layers}"
         if self.is_t5:
             layers, flags = layers + m.decoder_layers, f"{flags} + --num-decoder-layers {m.decoder_layers}"

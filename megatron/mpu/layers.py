@@ -63,7 +63,7 @@ class VocabParallelEmbedding(_Sharded):
     """Embedding with its rows sharded over the model-parallel ranks.
 
     The table has vocab_size rows, padded with zero rows to a multiple of `multiple` times the number of ranks. The
-    softmax ignores padding rows, and checkpoints do not contain them.
+    softmax ignores padding rows, and checkpoints do not contain them. Attributes have Megatron-LM's names, too.
     Raises IndexError for an id outside the vocabulary.
     """
 
@@ -81,6 +81,11 @@ class VocabParallelEmbedding(_Sharded):
         self.vocab_size = vocab_size
         self.rows = padded_vocab_size(vocab_size, multiple, self.axis.size) // self.axis.size
         self.first_row = self.axis.rank * self.rows
+        self.num_embeddings = vocab_size
+        self.embedding_dim = hidden_size
+        self.num_embeddings_per_partition = self.rows
+        self.vocab_start_index = self.first_row
+        self.vocab_end_index = self.first_row + self.rows
         self.weight = declare(
             nn.Parameter(torch.zeros(self.rows, hidden_size)),
             init_method,
@@ -164,6 +169,9 @@ class ColumnParallelLinear(_Sharded):
         _refuse_strides(stride, keep_master_weight_for_test)
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         columns = _divide(output_size, self.axis, "an output size of")
+        self.input_size = input_size
+        self.output_size = output_size
+        self.output_size_per_partition = columns
         weight = nn.Parameter(torch.empty(columns, input_size))
         self.weight = declare(weight, init_method, dim=0, full_size=output_size, axis=self.axis)  # [o/t, i]
         self.bias: nn.Parameter | None = None
@@ -206,6 +214,9 @@ class RowParallelLinear(_Sharded):
         _refuse_strides(stride, keep_master_weight_for_test)
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         rows = _divide(input_size, self.axis, "an input size of")
+        self.input_size = input_size
+        self.output_size = output_size
+        self.input_size_per_partition = rows
         weight = nn.Parameter(torch.empty(output_size, rows))
         self.weight = declare(weight, init_method, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
         self.bias: nn.Parameter | None = None

@@ -430,6 +430,26 @@ def _refused() -> None:
         mpu.initialize_model_parallel(2)
 
 
+def _attributes() -> dict[str, list[int]]:
+    mpu.initialize_model_parallel(2)
+    words = mpu.VocabParallelEmbedding(7, 4, multiple=2)
+    column = mpu.ColumnParallelLinear(4, 6)
+    row = mpu.RowParallelLinear(6, 4)
+    return {
+        "words": [words.num_embeddings, words.embedding_dim, words.num_embeddings_per_partition],
+        "range": [words.vocab_start_index, words.vocab_end_index],
+        "column": [column.input_size, column.output_size, column.output_size_per_partition],
+        "row": [row.input_size, row.output_size, row.input_size_per_partition],
+    }
+
+
+def test_layers_have_the_attributes_of_megatron_lm() -> None:
+    """Attributes that Megatron-LM's scripts read; `vocab_end_index` includes padding, as in Megatron-core."""
+    for rank, found in enumerate(on_ranks(2, _attributes)):
+        expected = {"words": [7, 4, 4], "range": [4 * rank, 4 * rank + 4], "column": [4, 6, 3], "row": [6, 4, 3]}
+        assert found == expected
+
+
 def test_a_grid_that_does_not_fit_is_refused() -> None:
     on_ranks(3, _refused)
 

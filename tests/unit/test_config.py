@@ -57,7 +57,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
             ["--context-parallel-size", "2", "--family", "t5"],
             "--context-parallel-size: used by gpt2 and llama only, but this model is a t5; leave it out",
         ),
-        (["--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
+        (["--family", "gpt2", "--pipe-parallel-size", "13"], "--pipe-parallel-size 13 is more than --num-layers 12"),
         (["--max-position-embeddings", "8"], "--seq-length 1024 exceeds --max-position-embeddings 8"),
         (["--config", "/no/such.json"], "cannot read /no/such.json: No such file"),
         (
