@@ -27,6 +27,7 @@ from .sections import SECTIONS, Config, settings
 HOME = {f.name: section for section, _, f in settings()}  # name of a setting -> name of its section
 # Former name of a setting -> its new name. Flags, files, checkpoints and `get_args()` accept both for one version.
 RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
+DEFAULTS_OF_SCRIPT = "args_defaults"
 REMOVED = {"certificate"}  # former settings, which files of earlier versions still contain
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
 # Setting -> the value that the word `none` stands for in a file: None, or the default if the setting is a tuple.
@@ -267,7 +268,7 @@ def parse(
         files = [str(presets.find(local(name), "models")) for name in names]
     except PlaceError as error:
         raise ConfigError(f"--config {error}") from None
-    contents = [("args_defaults", defaults or {}), *((path, read_json(path)) for path in files)]
+    contents = [(DEFAULTS_OF_SCRIPT, defaults or {}), *((path, read_json(path)) for path in files)]
     sources = [(where, _named(content, where)) for where, content in contents]
     line = Translation(flags_given)
     for name, value in foreign.items():
@@ -351,9 +352,13 @@ def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tup
                 notes.append(f"{source_of[name]}: {unused} has no effect: {why}")
         values |= new
         source_of |= dict.fromkeys(new, where)
-    for _, source in sources:
+    # A file that a run has saved contains all settings. In a shorter file, a default value was chosen, too.
+    chosen: set[str] = set()
+    for where, source in sources:
         values |= source.follow(values, line.values)
-    return values | line.follow(values), notes
+        if where != DEFAULTS_OF_SCRIPT and len(source.values) < len(HOME) / 2:
+            chosen |= source.values.keys()
+    return values | line.follow(values, chosen), notes
 
 
 def _unknown(words: Sequence[str]) -> list[str]:

@@ -215,7 +215,12 @@ def build_parser() -> Parser:
     add("--num-beams", type=int, default=0, help="width of beam search; 0 for sampling (default: 0)")
     add("--model-parallel-size", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     add("--pipe-parallel-size", type=int, default=0, help="pipeline stages; 0 for none (default: 0)")
-    add("--seed", type=int, default=1234, help="seed of the samples (default: 1234)")
+    add(
+        "--seed",
+        type=int,
+        default=1234,
+        help="seed of the samples; each prompt draws random numbers of its own (default: 1234)",
+    )
     add(
         "--top-lift",
         "--favoured",

@@ -297,17 +297,20 @@ def sample(
     max_new_tokens: int,
     end: int,
     sampling: Sampling,
-    seed: int,
+    seed: int | Sequence[int],
     on_tokens: Callable[[list[int]], None] | None = None,
 ) -> list[list[int]]:
     """Return `batch` continuations per prompt. Each one stops after the token `end` or after `max_new_tokens` tokens.
 
-    Each prompt has its own random generator with `seed`, so its samples do not depend on the other prompts.
+    seed: of the only prompt, or one for each prompt. Each prompt has its own random generator, so its samples do not
+    depend on the other prompts of the batch.
     on_tokens: callback that receives the new token of every continuation after each step.
     """
     logits = stepper.first(batch)
     count = logits.shape[0]
-    generators = [torch.Generator().manual_seed(seed) for _ in range(count // batch)]
+    prompts = count // batch
+    seeds = [seed] * prompts if isinstance(seed, int) else seed
+    generators = [torch.Generator().manual_seed(each) for each in seeds]
     ended = torch.zeros(count, dtype=torch.bool)
     found: list[Tensor] = []
     while len(found) < max_new_tokens:

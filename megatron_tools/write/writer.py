@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron import mpu
 from megatron.config import Config
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.t5 import T5Model
@@ -59,7 +60,9 @@ class Writer:
             found = [[ids for _, ids in best[:each]] for best in searched]
         else:
             sampling = Sampling(args.temperature, args.top_k, args.top_p)
-            rows = sample(stepper, each, longest, end, sampling, args.seed, on_tokens)
+            # Equal seeds would draw equal random numbers for all prompts, so similar prompts would get equal texts.
+            seeds = [mpu.derive_seed(args.seed, "prompt", *question.tokens) for question in asked]
+            rows = sample(stepper, each, longest, end, sampling, seeds, on_tokens)
             found = [rows[i : i + each] for i in range(0, len(rows), each)]
         return [[self.text(q, ids) for ids in own] for q, own in zip(asked, found, strict=True)]
 

@@ -402,6 +402,7 @@ def test_every_row_does_what_it_says(name: str) -> None:
         ("--moe-router-score-function sigmoid --moe-router-pre-softmax", (0.0, True)),
         ("--moe-router-pre-softmax --moe-router-topk 1 --moe-router-score-function sigmoid", (0.0, False)),
         ("FILE", (0.0, False)),
+        ("AUX --moe-router-topk 2", (0.01, True)),
         ("--moe-router-score-function sigmoid --moe-router-topk 1", (0.0, False)),
         ("--moe-router-score-function sigmoid --moe-router-topk 1 --normalize-expert-weights", (0.0, True)),
     ],
@@ -410,7 +411,10 @@ def test_routers_of_megatron(flags: str, found: tuple[float, bool], tmp_path: Pa
     """The auxiliary loss and the normalization are those of Megatron-LM's router, unless the user gives others."""
     path = tmp_path / "a.json"
     path.write_text('{"moe_router_pre_softmax": true}')
-    model = taken(f"--num-experts 4 {flags.replace('FILE', f'--config {path}')}")[0].model
+    aux = tmp_path / "aux.json"
+    aux.write_text('{"model": {"router_aux_loss": 0.01}}')  # the default, but chosen
+    flags = flags.replace("FILE", f"--config {path}").replace("AUX", f"--config {aux}")
+    model = taken(f"--num-experts 4 {flags}")[0].model
     assert (model.router_aux_loss, model.normalize_expert_weights) == found
 
 
