@@ -6,12 +6,15 @@ of an axis. On other backends, the groups are created one by one. megatron.mpu a
 each group is created only once. The stage boundaries of a pipeline have separate groups (neighbours.py).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ._deepspeed import deepspeed
 from ._torch import can_split, new_local_group, urgent_options
@@ -92,6 +95,17 @@ def _cached(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     if key not in _Cache.groups:
         _Cache.groups[key] = make()
     return _Cache.groups[key]
+
+
+def max_with_nan(x: Tensor, group: Any = None) -> Tensor:
+    """Return the maximum of floats x [...] over the ranks, NaN where any rank has NaN. Collective.
+
+    The MAX of gloo and of NCCL loses a NaN of another rank.
+    """
+    missing = x.isnan()
+    both = torch.stack([x.masked_fill(missing, -math.inf), missing.to(x.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 def gather_objects(mine: Any, group: Any = None) -> list[Any]:

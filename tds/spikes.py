@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ._deepspeed import DeepSpeedOptimizer
 from .clip import leave_out_unless_finite
+from .groups import max_with_nan
 
 Number = TypeVar("Number", Tensor, float)
 
@@ -75,8 +75,7 @@ class SpikeGuard:
         # The maximum makes the numbers bitwise equal on all ranks, on which all decisions depend.
         loss = self._loss.detach().double()
         numbers = torch.stack([loss, torch.as_tensor(norm, dtype=torch.float64, device=loss.device)])
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        self._asked, step = True, tuple(numbers.tolist())
+        self._asked, step = True, tuple(max_with_nan(numbers).tolist())
         self.norm = step[1]
         if all(map(math.isfinite, step)):
             columns = zip(("loss", "gradient norm"), step, zip(*self.recent, strict=True), strict=False)

@@ -340,7 +340,10 @@ def vocab_parallel_right(
     if real:
         x = logits[..., :real]
         found = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-        best[0], best[1] = x.amax(-1), torch.where(mine, found, -torch.inf)
+        # The MAX of a backend may lose another rank's NaN, so a NaN counts as the largest logit, and as a wrong target.
+        here = x.amax(-1)
+        best[0] = torch.where(here.isnan(), torch.inf, here)
+        best[1] = torch.where(mine & ~found.isnan(), found, -torch.inf)
     top, own = largest(best, logits.reshape(-1, logits.shape[-1]), axis)
     right: Tensor = own == top
     return right

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tds.groups import max_with_nan
 from tds.step_norms import StepNorms, squared_norm
 
 from .. import mpu
@@ -114,11 +115,15 @@ class LayerLog(Hook):
         if step is None:
             return
         dist.all_reduce(sums)
-        dist.all_reduce(self._logits, op=dist.ReduceOp.MAX)
+        self._logits = max_with_nan(self._logits)
         self.found = self._row(sums, math.inf if step.skipped else float(step.grad_norm))
 
     def _row(self, sums: Tensor, norm: float) -> dict[str, dict[str, float | None]]:
-        """Return layer -> metric -> value. norm: gradient norm of the model, infinite if the step was skipped."""
+        """Return layer -> metric -> value, None if it is not finite.
+
+        A layer without activations or without attention has no such metric.
+        norm: gradient norm of the model, infinite if the step was skipped.
+        """
         weights, gradients, updates, activations, counts = sums.cpu()
         total = math.sqrt(float(gradients.sum()))
         # The optimizer may get scaled and clipped gradients, all by the same factor.
@@ -130,15 +135,20 @@ class LayerLog(Hook):
             (activations / counts).sqrt(),
             self._logits.cpu(),
         )
+        always = torch.ones_like(counts, dtype=torch.bool)
+        there = torch.stack([always, always, always, counts > 0, self._logits.cpu() != -math.inf], 1).tolist()
         values = torch.stack(columns, 1).tolist()
-        return {
-            name: {
-                metric: value if math.isfinite(value) else None
-                for metric, value in zip(METRICS, row, strict=True)
-                if metric in METRICS[:3] or not (math.isnan(value) or value == -math.inf)
-            }
-            for name, row in zip(self.names, values, strict=True)
-        }
+        rows = zip(self.names, values, there, strict=True)
+        return {name: _present(row, present) for name, row, present in rows}
+
+
+def _present(row: list[float], there: list[bool]) -> dict[str, float | None]:
+    """Return metric -> value for the metrics of a layer that are `there`; None for NaN and Inf."""
+    found: dict[str, float | None] = {}
+    for metric, value, present in zip(METRICS, row, there, strict=True):
+        if present:
+            found[metric] = value if math.isfinite(value) else None
+    return found
 
 
 def _layer_of(name: str, layers: list[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.model.block import TransformerLayer
@@ -19,6 +20,7 @@ from megatron.model.masks import no_documents
 from megatron.model.router import Router, Routing
 from megatron.training.layer_log import METRICS, LayerLog
 from megatron.training.loop import train
+from tds.groups import max_with_nan
 from tests.checkpoints.runs import Start, make, run_all
 from tests.support import FULL, on_ranks
 
@@ -134,6 +136,26 @@ def test_padding_of_sequence_parallelism_is_not_counted(
         assert found["router_loss"] == pytest.approx(wanted["router_loss"], rel=1e-8)
         for layer, metrics in wanted["layers"].items():
             assert found["layers"][layer] == pytest.approx(metrics, rel=1e-8), layer
+
+
+def _one_nan() -> tuple[Any, Any]:
+    """Return the rows of two layers, of which the first has NaN on rank 1, and the third has no attention."""
+    own = [math.nan if dist.get_rank() else 1.0, 2.0 + dist.get_rank(), -math.inf]
+    log = LayerLog.__new__(LayerLog)
+    log.names = ["a", "b", "c"]
+    log._logits = max_with_nan(torch.tensor(own, dtype=torch.float64))
+    sums = torch.ones(5, 3, dtype=torch.float64)
+    sums[3, 1] = math.nan
+    sums[4, 2] = 0
+    sums[3, 2] = 0
+    return log._logits.tolist(), log._row(sums, 1.0)
+
+
+def test_a_nan_of_one_rank_is_logged_as_null() -> None:
+    for logits, row in on_ranks(2, _one_nan):
+        assert math.isnan(logits[0]) and logits[1:] == [3.0, -math.inf]
+        assert [row[name].get("attention_logit", "none") for name in "abc"] == [None, 3.0, "none"]
+        assert [row[name].get("activation_rms", "none") for name in "abc"] == [1.0, None, "none"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
