@@ -257,17 +257,16 @@ def test_gathered_logits_are_refused(fused: bool, vocab_size: int | None) -> Non
 
 def _not_a_number(ranks: int) -> list[bool]:
     axis = start(ranks)
-    whole = draw(3, 16)
-    whole[0, 15] = torch.nan
-    whole[1, 0] = torch.nan
-    target = whole.nan_to_num(-9.0).argmax(-1)
-    target[1] = 0
+    whole = draw(4, 16)
+    target = torch.tensor([3, 12, 0, 5])
+    whole[torch.arange(4), target] = 9.0
+    whole[0, 15] = whole[1, 1] = whole[2, 0] = torch.nan
     return mpu.vocab_parallel_right(own_part(whole, axis), target).tolist()
 
 
 def test_a_token_with_a_logit_that_is_no_number_is_wrong() -> None:
     for ranks in (1, 2):
-        assert on_ranks(ranks, _not_a_number, ranks) == [[False, False, True]] * ranks
+        assert on_ranks(ranks, _not_a_number, ranks) == [[False, False, False, True]] * ranks
 
 
 def _other_tokens() -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tds
 from tds import engine_classes
 from tds.base_engine import Engine
+from tds.schedule import Instruction, RecvActivation, gpipe, register
 from tests.sentences import SENTENCES
 from tests.support import RankFailure, on_ranks
 
@@ -240,6 +241,40 @@ def test_all_replicas_end_an_epoch_at_the_same_step(stages: int, loss: Any) -> N
     found = on_ranks(2 * stages, _uneven, stages, loss)
     assert all(each == found[0] for each in found)
     assert len(found[0]) == 3 and found[0][1] is True
+
+
+def receives_first(stage: int, stages: int, micros: int) -> list[Instruction]:
+    """Return GPipe's schedule, but with all activations received before the first pass."""
+    order = list(gpipe(stage, stages, micros))
+    received = [each for each in order if isinstance(each, RecvActivation)]
+    return received + [each for each in order if not isinstance(each, RecvActivation)]
+
+
+def _changing_shapes() -> list[float]:
+    """Train on micro-batches of which the last has fewer rows than the others."""
+    register("receives first", receives_first)
+    engine = build(four, 3, "receives first")
+    data = [batch(0, micro) for micro in range(MICROS)]
+    x, y = data[-1]
+    data[-1] = x[:2], y[:2]
+    return [engine.train_batch(iter(data)).item(), engine.train_batch(iter(data)).item()]
+
+
+def test_shapes_may_change_under_a_schedule_that_receives_ahead() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*four()).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(2):
+        data = [batch(0, micro) for micro in range(MICROS)]
+        rows = [4] * (MICROS - 1) + [2]
+        losses = [loss_fn(model(x[:n]), y[:n]) for (x, y), n in zip(data, rows, strict=True)]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        expected.append(torch.stack(losses).mean().item())
+    for found in on_ranks(3, _changing_shapes):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def _inference_mode() -> list[float]:
