@@ -52,9 +52,12 @@ def _refuse_gathered(gathered: Tensor, width: int, axis: Axis) -> None:
         f"all {axis.size} model-parallel ranks have the same {width} logits for each token, but the loss needs each "
         "rank's shard of the vocabulary: do not gather the logits (parallel_output=True, gather_output=False)"
     )
-    if gathered.is_cpu and gathered:
-        raise ValueError(problem)
-    assert_later(~gathered, problem)
+    try:
+        assert_later(~gathered, problem)
+    except RuntimeError:
+        if not gathered.is_cpu:
+            raise
+        raise ValueError(problem) from None
 
 
 def refuse_other_tokens(logits: Tensor, target: Tensor) -> None:
