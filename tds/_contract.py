@@ -22,7 +22,7 @@ deepspeed.runtime.engine:DeepSpeedEngine  reading the settings of a run
 deepspeed.runtime.engine:DeepSpeedEngine  the training step
     uses      backward destroy scale step
     fields    device dp_world_size enable_backward_allreduce global_rank global_samples global_steps micro_steps module
-    fields    monitor seq_data_parallel_group timers tput_timer
+    fields    monitor seq_data_parallel_group skipped_steps timers tput_timer
     overrides _broadcast_model set_train_batch_size
 
 deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints

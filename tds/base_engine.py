@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, is_tested
 from .average import WeightAverage
@@ -38,12 +39,27 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     optimizer: Any
     spike_guard: SpikeGuard | None = None  # set by a SpikeGuard
     weight_average: WeightAverage | None = None  # set by a WeightAverage
+    _skipped = 0
+    _unread_skips: Tensor | None = None  # number of skipped steps that the host has not read yet, a scalar
     _compared = False  # whether the first save has compared the replicas' buffers
 
     @property
     def distributed(self) -> DistributedOptimizer | None:
         """The optimizer, if it is a DistributedOptimizer, else None."""
         return self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of skipped steps. Reading it waits for the device if steps have not told the host their norms."""
+        if self._unread_skips is not None:
+            self._skipped += int(self._unread_skips.item())
+            self._unread_skips = None
+        return self._skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skipped = count
+        self._unread_skips = None
 
     @cached_property
     def known_model(self) -> KnownModel:
@@ -120,10 +136,17 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     def _take_model_step(self, lr_kwargs: Any) -> None:
         self.known_model.check_weights(self.optimizer)
         optimizer = self.distributed
-        if optimizer and self.lr_scheduler is not None and optimizer.norm is not None and optimizer.read_norm is None:
+        unread = None
+        if optimizer is not None and optimizer.read_norm is None:
+            unread = optimizer.norm
+        if optimizer is not None and unread is not None and self.lr_scheduler is not None:
             # Without `overflow`, DeepSpeed would advance the lr schedule for a skipped step.
-            optimizer.read_norm = optimizer.norm.item
+            optimizer.read_norm = unread.item
+            unread = None
         super()._take_model_step(lr_kwargs)
+        if unread is not None:
+            before = 0 if self._unread_skips is None else self._unread_skips
+            self._unread_skips = before + (~unread.isfinite()).long()
         if self.distributed:
             self.optimizer.zero_grad()
         drop_skipped_gradients(self)

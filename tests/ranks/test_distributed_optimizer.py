@@ -288,6 +288,35 @@ def test_checkpoints_of_which_only_weights_are_loaded(tmp_path: Path) -> None:
     on_ranks(4, _weights_only, str(tmp_path))
 
 
+def _skips(scheduled: bool) -> list[int]:
+    """Train four steps, two of them with NaN; return `skipped_steps` at steps without one, then after it is set."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    inner = torch.optim.AdamW(model.parameters())
+    rates = torch.optim.lr_scheduler.StepLR(inner, 1) if scheduled else None
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    ours = tds.DistributedOptimizer(inner)
+    engine: Any = tds.initialize(model=model, optimizer=ours, lr_scheduler=rates, config=config)[0]
+    found = []
+    for value in (1.0, math.nan, math.nan, 1.0):
+        ours.arm()
+        engine.backward(engine(torch.tensor([[value, 1.0]])).sum())
+        ours.finish()
+        squared = ours.squared_norm(0, torch.device("cpu"))
+        dist.all_reduce(squared)
+        ours.clip(squared.sqrt(), 1.0)
+        engine.step()
+        if value == 1.0:  # two skips are counted before the host reads them
+            found.append(engine.skipped_steps)
+    engine.skipped_steps = 7
+    return [*found, engine.skipped_steps]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_skipped_steps_are_counted_with_and_without_a_scheduler(scheduled: bool) -> None:
+    assert on_ranks(2, _skips, scheduled) == [[0, 2, 7]] * 2
+
+
 def _looked_at() -> None:
     """Check that DeepSpeed's safe_get_full_grad and safe_get_full_optimizer_state work on every replica."""
     torch.manual_seed(0)
