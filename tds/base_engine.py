@@ -50,7 +50,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def skipped_steps(self) -> int:
-        """Number of skipped steps. Reading it waits for the device if steps have not told the host their norms."""
+        """Number of skipped steps. Reading it may wait for the device."""
         if self._unread_skips is not None:
             self._skipped += int(self._unread_skips.item())
             self._unread_skips = None
