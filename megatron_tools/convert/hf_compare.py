@@ -42,12 +42,18 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
     _refuse_difference(_logits(config, weight, tokens), expected, folder)
 
 
-def _their_model(config: Config, folder: Path) -> Any:
-    """Return the model in `folder`, loaded by transformers. Raises ValueError if the installed release misreads it."""
+def _transformers() -> Any:
+    """Import the package transformers. Raises ValueError if it is not installed."""
     try:
         import transformers
     except ImportError:
         raise ValueError("--verify needs the package transformers: pip install transformers") from None
+    return transformers
+
+
+def _their_model(config: Config, folder: Path) -> Any:
+    """Return the model in `folder`, loaded by transformers. Raises ValueError if the installed release misreads it."""
+    transformers = _transformers()
     kind = read_object(folder / "config.json")["model_type"]
     theirs: Any = getattr(transformers, FAMILIES[kind].class_name)
     # Releases before 5.24 ignore the key scale_decoder_outputs of a UMT5.
@@ -148,8 +154,7 @@ def compare_imported_ids(tokenizer: Tokenizer, folder: Path) -> str:
     Raises ValueError for a difference, unless our ids are those of the folder's file: some tokenizer classes of
     transformers 5 take only vocabulary and merges from tokenizer.json and replace its normalizer and pre-tokenizer.
     """
-    import transformers
-
+    transformers = _transformers()
     if not folder_has_one(folder) or _has_placeholder(folder):
         return f"{folder} has no tokenizer that transformers can read, so --verify compares no token ids"
     theirs = _auto_tokenizer(folder)
@@ -176,10 +181,9 @@ def _has_placeholder(folder: Path) -> bool:
 
 def _auto_tokenizer(folder: Path) -> Any:
     """Return transformers' tokenizer of `folder`. Raises ValueError if transformers cannot load it."""
-    from transformers import AutoTokenizer
-
+    auto = _transformers().AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return auto.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the package tokenizers raises Exception itself, no subclass
         reason = str(error).split("\n")[0]
         raise ValueError(f"--verify: AutoTokenizer cannot load the tokenizer in {folder}: {reason[:200]}") from None

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.config.command_line import parse
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import TokenizerError
 from megatron.tokenizer.model_proto import ALGORITHMS, read_facts
+from megatron_tools.convert import hf_compare
 from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
 from tests.support import covering
 
@@ -219,3 +221,12 @@ def test_facts_of_a_model_are_those_of_protobuf(algorithm: str) -> None:
     message.ParseFromString(model.getvalue())
     assert facts.types == [piece.type for piece in message.pieces]
     assert (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == (algorithm, "nfkc", False, True)
+
+
+def test_a_comparison_without_transformers_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    tokenizer: Any = None
+    for compared in (hf_compare.compare_ids, hf_compare.compare_imported_ids):
+        with pytest.raises(ValueError, match="transformers"):
+            compared(tokenizer, tmp_path)
