@@ -76,9 +76,12 @@ class T5(Task):
             return cpm_triples.build_train_valid_test_datasets(
                 data.paths, data.split, *lengths, specials, seed, words.base.vocab_size
             )
+        encoder, decoder = lengths
+        if decoder is None and config.model.position_embedding == "learned":
+            decoder = config.positions  # with many short spans, the decoder would get more tokens than the encoder
         objective = Objective(config.objective, data.span_convention, data.noise_density, data.mean_span_length)
         return build_train_valid_test_datasets(
-            data.paths, data.split, objective, *lengths, specials, seed, words.base.vocab_size
+            data.paths, data.split, objective, encoder, decoder, specials, seed, words.base.vocab_size
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:

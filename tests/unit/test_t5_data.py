@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.config.command_line import parse
 from megatron.data import cpm_masking, cpm_triples
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.spans import SpanPlan, compose, draw_spans_to_document_ends, plan_spans
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
+from megatron.tasks import T5 as T5Task
+from megatron.tokenizer import load_tokenizer
 from tests.sentences import SENTENCES
 
 EOD, TEXT, COUNT = 3, 1000, 120
@@ -334,3 +337,19 @@ def test_triples_that_cannot_be_read_are_refused(prefix: str, tmp_path: Path) ->
         Path(f"{path}_target.{ending}").write_bytes(Path(f"{prefix}.{ending}").read_bytes())
     with pytest.raises(DatasetError, match=SENTENCES["do_not_match_they_contain"]):
         cpm_triples.build_train_valid_test_datasets(path, "1", 100, 60, CPM, 1, TEXT)
+
+
+@pytest.mark.parametrize("position_embedding", ["learned", "relative"])
+def test_the_decoder_has_no_more_tokens_than_learned_positions(
+    position_embedding: str, tiny_data: str, vocab_file: str
+) -> None:
+    """With short spans and much noise, the decoder reads more tokens than the encoder."""
+    flags = (
+        f"--family t5 --enc-seq-length 32 --noise-density 0.5 --mean-span-length 1 --position-embedding "
+        f"{position_embedding} --data-path {tiny_data} --vocab-file {vocab_file} --split 1 --span-convention t5"
+    )
+    config = parse(flags.split())
+    task = T5Task()
+    (train, _, _), _ = task.datasets(config, task.extended(config, load_tokenizer(vocab_file)))
+    longest = 32 if position_embedding == "learned" else 33
+    assert train.plan.decoder == longest and len(train[0]["decoder"]) == longest
