@@ -19,7 +19,7 @@ class _Encoded:
         self._learned = bytearray()  # for each character of `_text`: 1 if it counts in the loss
 
     def add_token(self, token: int, counts: bool) -> None:
-        """Add a token whose name stands in the text."""
+        """Add a token that the text names."""
         self.flush()
         self.ids.append(token)
         self.counts.append(int(counts))

@@ -50,6 +50,7 @@ class Tokenizer(ABC):
     fingerprint: str
     specials: dict[str, int]
     start: tuple[int, ...] = ()
+    bos: int | None = None
 
     @property
     def before(self) -> tuple[int, ...]:

@@ -85,6 +85,7 @@ class HFTokenizer(Tokenizer):
         if end is None:
             raise TokenizerError(f"{path} has no end-of-document token; add one of {', '.join(END_NAMES)}")
         self.eod = vocabulary[end]
+        self.bos = vocabulary.get(token_beside(Path(path), "bos_token"))
         added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         self.specials = {
             name: vocabulary[name] for name, token in added.items() if token.special or SENTINEL.fullmatch(name)

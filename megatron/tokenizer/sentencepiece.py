@@ -105,6 +105,8 @@ class SentencePieceTokenizer(Tokenizer):
         refuse_missing_tokens(path, self._piece, SENTINEL.fullmatch)
         if self.settings.get("eos_token"):
             self.eod = self._named(path, "eos_token", "</s>")
+        if (bos := token_beside(path, "bos_token") or ("<s>" if self.is_llama else None)) is not None:
+            self.bos = self._piece(bos)
         if self.settings.get("add_bos_token"):
             self.start = (self._named(path, "bos_token", "<s>"),)
         if self.is_llama:

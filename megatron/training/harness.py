@@ -1,4 +1,8 @@
-"""Tasks of EleutherAI's lm-eval harness (Gao et al.) for left-to-right models. The package lm-eval is optional."""
+"""Tasks of EleutherAI's lm-eval harness (Gao et al.) for left-to-right models. The package lm-eval is optional.
+
+Texts are encoded and cut by the rules of lm-eval's `hf` model, so its numbers can be compared with those of other
+programs. The rules differ from those of `scoring.py`, which tools/evaluate.py uses for --input and --cloze.
+"""
 
 import random
 import re
@@ -11,7 +15,59 @@ import numpy as np
 import torch
 
 from ..tokenizer import Tokenizer
-from .scoring import Request, Scored, continuation, rolling
+from .scoring import Request, Scored
+
+
+def prefix_of(tokenizer: Tokenizer) -> int:
+    """Return the id before a text without context: that of bos_token, else of eos_token."""
+    return tokenizer.before[0] if tokenizer.bos is None else tokenizer.bos
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text, which begin with `tokenizer.start` unless the text begins with the name of bos_token.
+
+    The names of special tokens become these tokens, as in transformers.
+    """
+    ids = tokenizer.encode_names(text)
+    prefix = prefix_of(tokenizer)
+    if any(i == prefix and text.startswith(name) for name, i in tokenizer.marks.items()):
+        return ids
+    return [*tokenizer.start, *ids]
+
+
+def continuation(tokenizer: Tokenizer, context: str, text: str, longest: int) -> Request | None:
+    """Return the request that scores `text` after `context`, or None if there are no tokens to score.
+
+    Context and text are encoded together, and as many ids as the context alone has are its ids. A token across the
+    border is therefore not scored. longest: context window in tokens. Ids before the window are left out.
+    """
+    if context:
+        stem = context.rstrip()  # the trailing spaces belong to the text
+        whole = encode(tokenizer, context + text)
+        known = encode(tokenizer, stem)
+    else:
+        whole = tokenizer.encode_names(text)
+        known = whole[:1] if whole[:1] == [prefix_of(tokenizer)] else []
+    if not text or not whole:
+        return None
+    # lm-eval fails if no token is left for the text. Here, the last token is scored.
+    targets = whole[len(known) :] or whole[-1:]
+    known = known if len(known) < len(whole) else whole[:-1]
+    ids = [*(known or [prefix_of(tokenizer)]), *targets][-longest - 1 :]
+    return Request(ids, min(len(targets), len(ids) - 1))
+
+
+def rolling(tokenizer: Tokenizer, text: str, longest: int) -> list[Request]:
+    """Return requests that together score each token of a text once, in windows that do not overlap.
+
+    The first token of each window has one token of context. The last window is filled with earlier tokens.
+    """
+    ids = [prefix_of(tokenizer), *encode(tokenizer, text)]
+    found = []
+    for first in range(1, len(ids), longest):
+        end = min(first + longest, len(ids))
+        found.append(Request(ids[max(end - longest - 1, 0) : end], end - first))
+    return found
 
 
 class LogLikelihoods:
@@ -35,7 +91,7 @@ class LogLikelihoods:
         return [next(found) if each else Scored(0.0, True) for each in made]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return the log-probability of whole texts, see `rolling`."""
+        """Return the log-probability of each whole text; see `rolling`."""
         made = [rolling(self.tokenizer, request.args[0], self.longest) for request in requests]
         found = iter(self.score([each for pieces in made for each in pieces]))
         return [sum(next(found).log_probability for _ in pieces) for pieces in made]
@@ -52,8 +108,8 @@ def task_manager(tasks: Iterable[str], folders: Sequence[str], flag: str) -> Any
     """
     try:
         from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise ValueError(f"{flag} needs the package lm-eval: pip install lm-eval") from None
+    except ImportError as error:  # a package that lm-eval needs may be missing, too
+        raise ValueError(f"{flag} needs the package lm-eval: pip install lm-eval ({error})") from None
     manager = TaskManager(include_path=list(folders) or None)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:

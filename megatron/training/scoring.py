@@ -105,34 +105,6 @@ def score_one(request: Request, logits_of: Logits, device: torch.device) -> Scor
     return Scored(total, bool((scores.argmax(-1) == targets).all()))
 
 
-def continuation(tokenizer: Tokenizer, context: str, text: str, longest: int) -> Request | None:
-    """Return the request that scores `text` after `context`, or None if there are no tokens to score.
-
-    longest: context window in tokens. Ids before the window are left out.
-    """
-    # Move the context's trailing spaces to the text, because tokenizers join a space with the next word.
-    stem = context.rstrip()
-    context, text = stem, context[len(stem) :] + text
-    known, whole = tokenizer.encode(context), tokenizer.encode(context + text)
-    if not text or not whole:
-        return None
-    # A token that contains the end of the context and the start of the text counts as part of the text. The text always
-    # gets at least one token.
-    targets = len(whole) - min(boundary(known, whole), len(whole) - 1)
-    ids = [*tokenizer.before, *whole][-longest - 1 :]
-    return Request(ids, min(targets, len(ids) - 1))
-
-
-def rolling(tokenizer: Tokenizer, text: str, longest: int) -> list[Request]:
-    """Return requests that together score each token of a text once.
-
-    Each token has at least half a window of context, or all earlier tokens if there are fewer.
-    """
-    ids = [*tokenizer.before, *tokenizer.encode(text)]
-    pieces = windows(len(ids), longest + 1, max(longest // 2, 1))
-    return [Request(ids[w.start : w.end], w.end - w.first) for w in pieces]
-
-
 def read_cloze(path: str, tokenizer: Tokenizer, longest: int) -> list[Request]:
     """Return a request for each line {"context": "...", "target": "..."} of a file of cloze questions.
 

@@ -94,7 +94,7 @@ MUST: dict[str, Any] = {
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
 # Keys found in re-uploaded models and in conversions between families. Some match COMPUTES, but no Hugging Face class
-# of a supported family reads them, unless they are among the defaults of the family.
+# of a supported family reads them. Keys among the defaults of a family are read.
 UNREAD = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
     r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron.tokenizer import Tokenizer
-from megatron.training.harness import LogLikelihoods
+from megatron.training.harness import LogLikelihoods, encode, prefix_of
 from megatron.training.scoring import Logits, Request, Scored, score_one
 
 
@@ -38,10 +38,14 @@ class Harness(Subject, LogLikelihoods):
             stops = [stops] if isinstance(stops, str) else stops
             if options.get("do_sample"):
                 raise ValueError("this lm-eval task needs sampling, but only greedy decoding is supported")
-            ids = [*self.tokenizer.before, *self.tokenizer.encode(context)]
+            most = options.get("max_gen_toks", 256)
+            ids = encode(self.tokenizer, context) or [prefix_of(self.tokenizer)]
+            # lm-eval leaves room for the longest answer. Where there is none, which it refuses, the window slides.
+            if most < self.longest:
+                ids = ids[most - self.longest :]
             written: list[int] = []
             text = ""
-            while len(written) < options.get("max_gen_toks", 256) and not any(stop in text for stop in stops):
+            while len(written) < most and not any(stop in text for stop in stops):
                 tokens = torch.tensor([[*ids, *written][-self.longest :]], dtype=torch.int64, device=self.device)
                 best = int(self.logits_of(tokens)[0, -1].argmax())
                 if best == self.tokenizer.eod:
