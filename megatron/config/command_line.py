@@ -19,6 +19,8 @@ from ..storage import PlaceError, local
 from .decoder import unread
 from .defaults import DEFAULTS
 from .fields import ConfigError, OneOf, flag, listed, types_of
+from .foreign.defaults import chosen
+from .foreign.defaults import notes as megatron_notes
 from .foreign.translate import Translation, add_to, flag_of, suggestion, written
 from .model import with_family, without_t5s_objective
 from .places import problems_with_places
@@ -287,6 +289,8 @@ def parse(
             line.problems.append(f"this script trains only the family {own}, not --family {family}")
         _check_min_lr(config)
         line.problems += problems_with_places(config)
+        decided = chosen(defaults or {}).union(line.values, *(source.values for _, source in sources[1:]))
+        notes += megatron_notes(config, foreign, decided)
     except ConfigError as error:
         line.problems.append(str(error))
     problems += line.problems
@@ -353,12 +357,12 @@ def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tup
         values |= new
         source_of |= dict.fromkeys(new, where)
     # A file that a run has saved contains all settings. In a shorter file, a default value was chosen, too.
-    chosen: set[str] = set()
+    given: set[str] = set()
     for where, source in sources:
         values |= source.follow(values, line.values)
         if where != DEFAULTS_OF_SCRIPT and len(source.values) < len(HOME) / 2:
-            chosen |= source.values.keys()
-    return values | line.follow(values, chosen), notes
+            given |= source.values.keys()
+    return values | line.follow(values, given), notes
 
 
 def _unknown(words: Sequence[str]) -> list[str]:

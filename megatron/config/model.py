@@ -171,7 +171,7 @@ class ModelConfig(DecoderConfig):
         if self.family and self.position_embedding not in POSITIONS[self.family]:
             yield (
                 f"--position-embedding {self.position_embedding}: a {self.family} has "
-                f"{' or '.join(POSITIONS[self.family])} positions"
+                f"{' or '.join(POSITIONS[self.family])} positions{self._script_for_positions()}"
             )
         if self.position_embedding == "rope" and (self.rotary_size % 2 or not self.rotary_size):
             yield (
@@ -198,6 +198,15 @@ class ModelConfig(DecoderConfig):
                 f"than {exact}: that many of --relative-attention-num-buckets {self.relative_attention_num_buckets} "
                 "hold one distance each"
             )
+
+    def _script_for_positions(self) -> str:
+        """Return advice for positions that another script supports, else an empty string."""
+        if self.position_embedding == "rope":
+            return (
+                "; use pretrain_llama.py, for a GPT-2 with rotary positions with --normalization layernorm "
+                "--activation gelu-tanh --hidden-bias --tie-embeddings --hidden-dropout 0.1 --attention-dropout 0.1"
+            )
+        return "; use pretrain_gpt2.py" if self.position_embedding == "learned" else ""
 
     @property
     def decoder_layers(self) -> int:

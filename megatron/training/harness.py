@@ -38,8 +38,8 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def continuation(tokenizer: Tokenizer, context: str, text: str, longest: int) -> Request | None:
     """Return the request that scores `text` after `context`, or None if there are no tokens to score.
 
-    Context and text are encoded together, and as many ids as the context alone has are its ids. A token across the
-    border is therefore not scored. longest: context window in tokens. Ids before the window are left out.
+    Context and text are encoded together, and as many ids as the context alone has are its ids. A token that spans
+    both is therefore not scored. longest: context window in tokens. Ids before the window are left out.
     """
     if context:
         stem = context.rstrip()  # the trailing spaces belong to the text

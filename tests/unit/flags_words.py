@@ -5,6 +5,7 @@ CHINESE = {
     "size 1, which means no pipeline in Megatron-LM, becomes 0": "Megatron-LM 用 1 表示没有流水线，本项目用 0",
     "Megatron-LM counts iterations from 0, this project from 1": "Megatron-LM 的迭代从 0 数起，本项目从 1 数起",
     "Megatron-LM's fused GELU is the tanh form, its unfused GELU the erf form": "Megatron-LM 融合的 GELU 用 tanh，不融合的用 erf",
+    "Megatron-LM's GELU is the tanh form only if it is fused with a bias": "Megatron-LM 的 GELU 只有与偏置融合时才用 tanh",
     "--gas, computed from --batch-size and the number of replicas": "--gas，由 --batch-size 和副本数算出",
     "--pipeline-schedule interleaved "
     "--virtual-pipeline-size, computed from --num-layers": "--pipeline-schedule interleaved "

@@ -386,7 +386,8 @@ def test_every_row_does_what_it_says(name: str) -> None:
             except ConfigError as error:
                 assert not isinstance(outcome, (Means, NoEffect)), error
             else:
-                assert len(notes) == 1 and notes[0].startswith(name)
+                named = [note for note in notes if not note.startswith("Megatron-LM")]
+                assert len(named) == 1 and named[0].startswith(name)
 
 
 @pytest.mark.parametrize(

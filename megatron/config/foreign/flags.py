@@ -115,7 +115,14 @@ MEGATRON = (
     Row("--encoder-num-layers", same("num_layers"), int),
     Row("--decoder-num-layers", same("num_decoder_layers"), int),
     Row("--norm-epsilon", same("layernorm_epsilon"), float),
-    Row("--disable-bias-linear", Means({"hidden_bias": False})),
+    Row(
+        "--disable-bias-linear",
+        Means(
+            {"hidden_bias": False},
+            "Megatron-LM's GELU is the tanh form only if it is fused with a bias",
+            {"activation": "gelu"},
+        ),
+    ),
     Row("--untie-embeddings-and-output-weights", Means({"tie_embeddings": False})),
     Row("--openai-gelu", Means({"activation": "gelu-tanh"})),
     Row("--num-unique-layers", Refused("layers do not share weights"), int),
@@ -349,4 +356,14 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "HuggingFaceTokenizer": "hf",
     },
     "normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
+    "lr_decay_style": {"WSD": "wsd"},
+    "lr_wsd_decay_style": {"minus_sqrt": "minus-sqrt"},
+}
+# Values of VALUES that imply further settings.
+IMPLIED: Mapping[str, Means] = {
+    "WSD": Means(
+        {"lr_decay_style": "wsd"},
+        "Megatron-LM's default decay at the end is exponential",
+        {"lr_wsd_decay_style": "exponential"},
+    )
 }

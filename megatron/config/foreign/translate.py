@@ -8,7 +8,7 @@ from typing import Any
 
 from ..fields import flag
 from ..sections import Config, settings
-from .flags import FLAGS, VALUES
+from .flags import FLAGS, IMPLIED, VALUES
 from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
 
 Change = Callable[[Config, Mapping[str, Any]], Config]
@@ -140,9 +140,13 @@ class Translation:
         self._open: list[tuple[str, dict[str, Any], Means]] = []
         for setting, values in VALUES.items():
             if own.get(setting) in values:
-                there, ours = own[setting], values[own[setting]]
-                self.values[setting] = ours
-                self.notes.append(f"{written(flag(setting), there)} translated to {written(flag(setting), ours)}")
+                said = written(flag(setting), own[setting])
+                new = {setting: values[own[setting]]}
+                self.values |= new
+                if own[setting] in IMPLIED:
+                    self._open.append((said, new, IMPLIED[own[setting]]))
+                else:
+                    self.notes.append(_taken(said, new, ""))
 
     def add(self, name: str, value: Any) -> None:
         """Translate a foreign flag. If its translation depends on other settings, it is deferred to `settle`.

@@ -1,0 +1,79 @@
+"""Defaults of Megatron-LM that differ from this project's, and notes on them for command lines of Megatron-LM.
+
+The values of the model and the optimizer are those of TransformerConfig, GPTModel and OptimizerConfig in megatron-core
+0.16.1, whose wheel has no argument parser. Those of the learning rate, the splits and the tied embeddings are the
+defaults of Megatron-LM's pretrain_gpt.py.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from ..defaults import DEFAULTS
+from ..fields import flag
+from ..sections import Config, settings
+from .translate import written
+
+# A command line with one of these flags is taken for one of Megatron-LM.
+MARKS = (
+    "--micro-batch-size",
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--use-rotary-position-embeddings",
+    "--position-embedding-type",
+)
+WARMUPS = ("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples")
+# Setting -> Megatron-LM's default. Settings whose defaults are equal in both projects are included, because the
+# scripts of single families override some of them.
+MEGATRON: Mapping[str, Any] = {
+    "position_embedding": "learned", "normalization": "layernorm", "activation": "gelu-tanh", "hidden_bias": True,
+    "qkv_bias": None, "qk_norm": False, "tie_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    "layernorm_epsilon": 1e-5, "init_method_std": 0.02, "rope_theta": 10000.0, "rotary_percent": 1.0,
+    "precision": "fp32", "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
+    "min_lr": 0.0, "lr_decay_style": "linear", "warmup": 0.0, "seed": 1234, "split": "969,30,1",
+}  # fmt: skip
+_USUAL = {f.name: f.default for _, _, f in settings()}
+
+
+def chosen(defaults: Mapping[str, Any]) -> set[str]:
+    """Return the settings among the `defaults` of an entry script that are not the usual ones of its family."""
+    usual = DEFAULTS.get(defaults.get("family", ""), {})
+    return {name for name, value in defaults.items() if usual.get(name, _USUAL.get(name)) != value}
+
+
+def notes(config: Config, foreign: Container[str], given: Container[str]) -> list[str]:
+    """Return notes on what Megatron-LM would do otherwise with the same command line.
+
+    foreign: the flags of other frameworks on the command line. given: names of the settings that the user has decided.
+    """
+    found = []
+    mark = next((name for name in MARKS if name in foreign), None)
+    if mark and not config.is_t5 and (open_ := _undecided(config, foreign, given)):
+        found.append(
+            f"Megatron-LM, to which {mark} belongs, has other defaults for settings that are not given; for its run, "
+            f"add {' '.join(written(flag(name), value) for name, value in open_.items())}"
+        )
+        if "position_embedding" in open_:
+            found[-1] += " and use pretrain_gpt2.py"
+    if mark or any(name in foreign for name in WARMUPS):
+        found.append(
+            "Megatron-LM's learning rate in iteration N is this run's in iteration N - 1; with a warmup, its first "
+            "rate is 0"
+        )
+    return found
+
+
+def _undecided(config: Config, foreign: Container[str], given: Container[str]) -> dict[str, Any]:
+    """Return the settings that are not `given` and differ from Megatron-LM's defaults, with Megatron-LM's values."""
+    usual = {**_USUAL, **DEFAULTS[config.model.family or "gpt2"]}
+    theirs = dict(MEGATRON)
+    # Megatron-LM's tanh form of GELU is fused with a bias.
+    if "--no-bias-gelu-fusion" in foreign or ("hidden_bias" in given and not config.model.hidden_bias):
+        theirs["activation"] = "gelu"
+    if config.data.train_data_path:
+        del theirs["split"]
+    values = {f.name: getattr(getattr(config, section), f.name) for section, _, f in settings()}
+    return {
+        name: value
+        for name, value in theirs.items()
+        if name not in given and values[name] == usual[name] and values[name] != value
+    }

@@ -1,0 +1,152 @@
+"""Defaults and learning-rate schedules of Megatron-LM: notes on differences, and equal curves one iteration later."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pytest
+
+from megatron.config import Config
+from megatron.config.command_line import HOME, parse
+from megatron.config.defaults import DEFAULTS
+from megatron.config.fields import ConfigError
+from megatron.config.foreign.defaults import MEGATRON
+from megatron.optim import lr_at
+from tests.support import ROOT
+
+ROPE = "--use-rotary-position-embeddings --micro-batch-size 2"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0 --bf16 --lr-decay-style cosine --lr-warmup-iters 5 --split 1,0,0"
+)
+
+
+def taken(line: str, family: str = "llama") -> tuple[Config, list[str]]:
+    notes: list[str] = []
+    return parse(line.split(), DEFAULTS[family], 1, notes.append), notes
+
+
+def value_of(config: Config, name: str) -> Any:
+    return getattr(getattr(config, HOME[name]), name)
+
+
+def advised(notes: list[str]) -> str:
+    """Return the flags that a note on Megatron-LM's defaults names, or an empty string."""
+    found = [re.search(r", add (.*?)(?: and use |$)", note) for note in notes]
+    return " ".join(each[1] for each in found if each)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("more", ["", "--swiglu", "--hidden-dropout 0.2 --bf16", "--disable-bias-linear", LLAMA])
+def test_what_a_line_of_megatron_leaves_open_is_named(family: str, more: str) -> None:
+    """With the flags that the note names, a run has every default of Megatron-LM, and the note is gone."""
+    line = f"{ROPE} {more}" if family == "llama" else f"--micro-batch-size 2 {more}"
+    config, notes = taken(line, family)
+    flags = advised(notes)
+    again, rest = taken(f"{line} {flags}", family)
+    assert advised(rest) == ""
+    changed = {name for name in MEGATRON if value_of(again, name) != value_of(config, name)}
+    assert all(value_of(again, name) == MEGATRON[name] or name == "activation" for name in changed)
+    assert bool(changed) == bool(flags) == (more != LLAMA)
+    if more == "" and family == "llama":
+        assert changed > {"normalization", "activation", "hidden_bias", "tie_embeddings", "hidden_dropout"}
+        assert again.model.activation == "gelu-tanh"
+    if more == "--disable-bias-linear":
+        assert again.model.activation == "gelu"  # Megatron-LM fuses no GELU without a bias
+
+
+def test_lines_of_other_projects_get_no_note() -> None:
+    assert taken("--batch-size 2 --position-embedding rope")[1] == []
+    assert advised(taken("--fp16 --deepspeed --distributed-backend nccl", "gpt2")[1]) == ""
+
+
+def test_a_gpt2_with_rotary_positions_names_the_way() -> None:
+    with pytest.raises(ConfigError, match=r"pretrain_llama.py") as error:
+        taken(ROPE, "gpt2")
+    flags = re.findall(r"with (--.*)", str(error.value))[0]
+    config, _ = taken(f"{ROPE} {flags}")
+    usual = Config().model
+    for name in ("normalization", "activation", "hidden_bias", "tie_embeddings", "hidden_dropout", "attention_dropout"):
+        assert getattr(config.model, name) == getattr(usual, name)
+
+
+def test_values_of_schedules_are_translated() -> None:
+    config, notes = taken("--lr-decay-style WSD --lr-wsd-decay-iters 9")
+    assert (config.optim.lr_decay_style, config.optim.lr_wsd_decay_style) == ("wsd", "exponential")
+    assert len(notes) == 1
+    for style, ours in (("minus_sqrt", "minus-sqrt"), ("linear", "linear")):
+        config, _ = taken(f"--lr-decay-style WSD --lr-wsd-decay-style {style}")
+        assert config.optim.lr_wsd_decay_style == ours
+    assert taken("--lr-decay-style wsd")[0].optim.lr_wsd_decay_style == "minus-sqrt"
+
+
+@pytest.mark.parametrize("flags", ["--lr-warmup-iters 3", "--lr-warmup-fraction 0.1", "--micro-batch-size 2"])
+def test_the_other_start_of_the_curve_is_said(flags: str) -> None:
+    assert any("first rate" in note for note in taken(flags)[1])
+
+
+CORE = """
+import inspect, json, sys
+sys.path[:] = [p for p in sys.path if p not in ("", sys.argv[1])]  # our package has the same name
+from types import SimpleNamespace
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+optimizer = OptimizerConfig()
+gpt = {name: p.default for name, p in inspect.signature(GPTModel).parameters.items()}
+names = ("normalization", "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "hidden_dropout", "qk_layernorm",
+         "attention_dropout", "layernorm_epsilon", "init_method_std", "fp16", "bf16")
+found = {name: getattr(model, name) for name in names}
+found["activation"] = model.activation_func.__name__
+found |= {name: getattr(optimizer, name) for name in ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")}
+found |= {name: gpt[name] for name in ("position_embedding_type", "rotary_base", "rotary_percent")}
+curves = []
+for style, wsd in json.loads(sys.argv[2]):
+    group = {"lr": 0.0, "weight_decay": 0.0}
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]), init_lr=0.0, max_lr=1.0, min_lr=0.1, lr_warmup_steps=5,
+        lr_decay_steps=40, lr_decay_style=style, start_wd=0.0, end_wd=0.0, wd_incr_steps=40,
+        wd_incr_style="constant", wsd_decay_steps=15, lr_wsd_decay_style=wsd,
+    )
+    rates = []
+    for _ in range(40):
+        rates.append(group["lr"])
+        scheduler.step(1)
+    curves.append(rates)
+print(json.dumps([found, curves]))
+"""
+STYLES = [("cosine", None), ("linear", None), ("constant", None)] + [
+    ("WSD", style) for style in ("exponential", "linear", "cosine", "minus_sqrt")
+]
+
+
+@pytest.mark.slow
+def test_defaults_and_curves_are_those_of_megatron_core() -> None:
+    try:
+        version("megatron-core")
+    except PackageNotFoundError:
+        pytest.skip("needs megatron-core")
+    argv = [sys.executable, "-c", CORE, str(ROOT), json.dumps(STYLES)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    theirs, curves = json.loads(done.stdout.splitlines()[-1])
+    ours = dict(MEGATRON)
+    assert theirs.pop("activation") == "gelu" and not theirs.pop("gated_linear_unit")
+    assert (theirs.pop("fp16"), theirs.pop("bf16"), ours["precision"]) == (False, False, "fp32")
+    assert (theirs.pop("normalization"), ours["normalization"]) == ("LayerNorm", "layernorm")
+    assert (theirs.pop("position_embedding_type"), ours["position_embedding"]) == ("learned_absolute", "learned")
+    assert theirs.pop("add_bias_linear") is ours["hidden_bias"] and not theirs.pop("add_qkv_bias")
+    assert theirs.pop("qk_layernorm") is ours["qk_norm"]
+    assert theirs.pop("rotary_base") == ours["rope_theta"]
+    assert theirs == {name: ours[name] for name in theirs}
+    for (style, wsd), rates in zip(STYLES, curves, strict=True):
+        line = f"--lr 1 --min-lr 0.1 --lr-warmup-iters 5 --lr-decay-iters 40 --train-iters 40 --lr-decay-style {style}"
+        line += f" --lr-wsd-decay-style {wsd} --lr-wsd-decay-iters 15" if wsd else ""
+        config, _ = taken(line)
+        assert rates[0] == 0
+        assert [lr_at(i, config) for i in range(39)] == pytest.approx(rates[1:], abs=1e-12), (style, wsd)
