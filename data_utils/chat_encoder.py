@@ -115,7 +115,9 @@ def ignores_generation_prompt(template: Template) -> bool:
 
 def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends an assistant's turn, or None if plain text ends the turn."""
-    pieces = template.pieces([Message("user", "a"), Message("assistant", "a")])
+    conversation = [Message("user", "a"), Message("assistant", "a")]
+    # Blocks may leave out the token that ends the turn.
+    pieces = template.turns(conversation) if isinstance(template, JinjaTemplate) else template.pieces(conversation)
     ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
     last = [i for i, counted in zip(ids, counts, strict=True) if counted][-1]
     return last if last in tokenizer.marks.values() else None

@@ -179,10 +179,19 @@ class JinjaTemplate:
         Raises ValueError if a template without `{% generation %}` changes the text of earlier turns in a later turn,
         or if a template with such blocks renders none of them.
         """
+        if not self.has_blocks:
+            return self.turns(messages)
+        self._refuse_names(messages)
+        whole = self.render(messages, False)
+        return self._marked(messages, whole, self._blocks.ranges)
+
+    def turns(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+        """Return the rendered conversation in pieces of which those of the assistant count, whatever blocks mark.
+
+        Raises ValueError if a turn changes the text of earlier turns.
+        """
         self._refuse_names(messages)
         whole, at = self.render(messages, False), 0
-        if self.has_blocks:
-            return self._marked(messages, whole, self._blocks.ranges)
         found: list[Piece] = []
         for number, message in enumerate(messages):
             if message.role != "assistant":

@@ -141,9 +141,10 @@ def test_ids_of_a_llama_2_are_those_of_its_file(tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "  slow"
     assert ours.encode(text) == file.encode(text, add_special_tokens=False).ids
-    assert ours.encode(text) != theirs(text, add_special_tokens=False)["input_ids"]
+    differs = ours.encode(text) != theirs(text, add_special_tokens=False)["input_ids"]
+    assert differs == (transformers.__version__ > "5.1")  # 5.0 reads the whole file
     note = compare_imported_ids(ours, tmp_path)
-    assert "tokenizer.json" in note and "LlamaTokenizer" in note
+    assert ("tokenizer.json" in note and "LlamaTokenizer" in note) == differs
 
 
 @pytest.mark.parametrize("nfc", [True, False])

@@ -133,6 +133,14 @@ def test_generation_blocks_decide_what_counts(name: str, hf_tokenizer: Path, tmp
         assert 0 < sum(counts) < len(counts)
 
 
+def test_a_turn_ends_with_its_token_even_if_a_block_leaves_it_out(hf_tokenizer: Path) -> None:
+    pytest.importorskip("jinja2")
+    tokenizer = load_tokenizer(str(hf_tokenizer))
+    for name in ("without the end", "an empty thought"):
+        template = template_from(BLOCKS[name], tokenizer, str(hf_tokenizer))
+        assert turn_end(template, tokenizer) == tokenizer.marks["<|im_end|>"]
+
+
 def test_a_conversation_in_which_nothing_is_marked_is_refused(hf_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     (tmp_path / "t.jinja").write_text(BLOCKS["the last turn"])
