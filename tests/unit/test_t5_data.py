@@ -346,7 +346,8 @@ def test_the_decoder_has_no_more_tokens_than_learned_positions(
     """With short spans and much noise, the decoder reads more tokens than the encoder."""
     flags = (
         "--family t5 --seq-length 32 --enc-seq-length 32 --noise-density 0.7 --mean-span-length 1 "
-        f"--position-embedding {position_embedding} --data-path {tiny_data} --vocab-file {vocab_file} --split 1 --span-convention t5"
+        f"--position-embedding {position_embedding} --data-path {tiny_data} --vocab-file {vocab_file} --split 1 "
+        "--span-convention t5"
     )
     config = parse(flags.split())
     task = TASKS["t5"]()
