@@ -1,4 +1,4 @@
-"""Detection of duplicate documents: exact, or near duplicates by MinHash (Broder 1997)."""
+"""What two documents are compared by: hashes of whole texts for exact duplicates, substrings for near duplicates."""
 
 import hashlib
 import re
@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from unicodedata import category
 
-PERMUTATIONS = 128
 SHINGLE = 5
 
 
@@ -26,7 +25,7 @@ def skeleton(text: str) -> str:
 
 
 class Prints(NamedTuple):
-    """Fingerprints of a document. exact: hash from `fingerprint`. near: MinHash from `sketch`."""
+    """Fingerprints of a document. exact: hash from `fingerprint`. near: signature from `near_duplicates.sketch`."""
 
     exact: int = 0
     near: Any = None
@@ -38,24 +37,10 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(bare.encode(), digest_size=8).digest(), "little")
 
 
-def _datasketch() -> Any:
-    try:
-        import datasketch
-    except ImportError:
-        raise ValueError("--near-duplicates needs the package datasketch: pip install datasketch") from None
-    return datasketch
-
-
-def sketch(text: str) -> Any:
-    """Return the MinHash of all substrings of SHINGLE characters of a text.
-
-    Raises ValueError if the package datasketch is not installed.
-    """
+def shingles(text: str) -> list[str]:
+    """Return all substrings of SHINGLE characters of a text without its spaces, punctuation and case."""
     bare = skeleton(text) or text
-    shingles = {bare[i : i + SHINGLE].encode() for i in range(max(len(bare) - SHINGLE + 1, 1))}
-    made = _datasketch().MinHash(num_perm=PERMUTATIONS, seed=1)
-    made.update_batch(sorted(shingles))
-    return made
+    return [bare[i : i + SHINGLE] for i in range(max(len(bare) - SHINGLE + 1, 1))]
 
 
 class ExactDuplicates:
@@ -77,33 +62,4 @@ class ExactDuplicates:
         if key in self._seen:
             return True
         self._seen.add(key)
-        return False
-
-
-class NearDuplicates:
-    """Set of texts that detects near duplicates: texts with a Jaccard similarity of about `threshold` or more.
-
-    The similarity of two texts is that of their sets of substrings of SHINGLE characters, estimated by MinHash. The
-    package datasketch finds the candidates by locality-sensitive hashing. The set takes about 2 kB per document.
-    Raises ValueError if datasketch is not installed.
-    """
-
-    def __init__(self, threshold: float = 0.8) -> None:
-        self._index: Any = _datasketch().MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
-        self._threshold = threshold
-        self._kept: dict[int, Any] = {}
-
-    def seen(self, text: str) -> bool:
-        """Return True if the set contains a similar text; add the text otherwise."""
-        return self.has(sketch(text))
-
-    def has(self, sketched: Any) -> bool:
-        """Return True if the set contains a text with a similar MinHash; add the MinHash otherwise."""
-        # Locality-sensitive hashing only finds candidates, so the MinHash of each candidate is compared, too.
-        for key in self._index.query(sketched):
-            if self._kept[key].jaccard(sketched) >= self._threshold:
-                return True
-        key = len(self._kept)
-        self._kept[key] = sketched
-        self._index.insert(key, sketched)
         return False

@@ -1,4 +1,3 @@
-import random
 from collections import Counter
 
 import pytest
@@ -6,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, clean
-from data_utils.dedup import ExactDuplicates, NearDuplicates
+from data_utils.dedup import ExactDuplicates
 from data_utils.documents import texts
 from data_utils.sentences import split_sentences
 from data_utils.shuffle import shuffled
@@ -154,20 +153,6 @@ def test_exact_duplicates() -> None:
     # Vowels of Hindi and Thai are combining marks: if they were ignored, different words would be duplicates.
     assert not any(found.seen(text) for text in ("दिन", "दान", "दूना", "กิน", "กัน", "e\u0301", "e\u0300"))
     assert found.seen("दिन।")
-
-
-def test_near_duplicates_against_the_definition() -> None:
-    """Texts with a Jaccard similarity clearly above the threshold count as near-duplicates; clearly below, not."""
-    pytest.importorskip("datasketch")
-    rng = random.Random(3)
-    base = ["".join(chr(0x4E00 + rng.randrange(3000)) for _ in range(300)) for _ in range(30)]
-    found = NearDuplicates(0.8)
-    assert not any(found.seen(text) for text in base)
-    for text in base:
-        near = text[:150] + "改" + text[151:]  # 5 of 296 shingles differ: similarity 0.97
-        far = text[:150] + "".join(chr(0x4E00 + rng.randrange(3000)) for _ in range(150))  # similarity 0.33
-        assert found.seen(near)
-        assert not found.seen(far)
 
 
 def test_shuffle() -> None:

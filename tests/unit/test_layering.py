@@ -126,7 +126,7 @@ OUTSIDE = {
         "torch",
         "tqdm",
         "zstandard",
-        "datasketch",
+        "rensa",
         "jinja2",
         "matplotlib",
         "pyarrow",

@@ -46,7 +46,7 @@ def same(folder: Path, one: str, other: str) -> None:
 
 def test_shards_and_merge_are_one_run(tool: Tool, tmp_path: Path, vocab_file: str) -> None:
     """Cleaning and tokenizing shards as separate jobs, then merging, gives the bytes of a single run."""
-    pytest.importorskip("datasketch")
+    pytest.importorskip("rensa")
     paths, quiet = shards(tmp_path), ("--workers", 0, "--quiet")
     near = (*quiet, "--near-duplicates", "--min-chars", 20)
     tool("clean_corpus", "--input", *paths, "--output", tmp_path / "whole.jsonl", *near)
@@ -106,7 +106,7 @@ def test_ray_gives_what_one_machine_gives(tmp_path: Path) -> None:
 @FULL
 def test_the_tools_on_ray_write_the_same_bytes(tool: Tool, tmp_path: Path, vocab_file: str) -> None:
     pytest.importorskip("ray", reason="needs ray")
-    pytest.importorskip("datasketch")
+    pytest.importorskip("rensa")
     paths = shards(tmp_path)
     for name, who in (("a", ("--workers", 0)), ("b", ("--workers", 2, "--ray", "local"))):
         tool(

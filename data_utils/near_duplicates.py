@@ -1,0 +1,174 @@
+"""Detection of near duplicates by MinHash (Broder 1997) and locality-sensitive hashing (Indyk and Motwani 1998).
+
+A signature has HASHES numbers. The share of equal numbers in two signatures estimates the Jaccard similarity of two
+texts, with a standard deviation of sqrt(J (1 - J) / HASHES). Bands of a few numbers find candidates: texts with one
+equal band. The estimate then decides.
+
+A worked example for a similarity of 0.8: with 6 numbers a band, a band of two texts is equal with probability
+0.8^6 = 0.26, so at least one of 21 bands is equal with probability 1 - 0.74^21 = 0.998. The estimate has a standard
+deviation of 0.035, and 0.8 - 1.75 x 0.035 = 0.738 is reached with probability 0.96.
+
+Shapes: b bands, r numbers of a band.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+HASHES = 128
+FOUND = 0.99  # smallest probability with which a text of exactly the wanted similarity becomes a candidate
+SPREAD = 1.75  # standard deviations by which an estimate may fall short of the wanted similarity
+AT_MOST = 16  # texts that share a band and are compared; others with the same band are found by other bands
+BLOCK = 1 << 16  # signatures of a block of memory
+FULL = 0.7  # share of used slots at which the table grows
+EMPTY = np.uint32(0xFFFFFFFF)
+
+Words = NDArray[np.uint32]
+
+
+def sketch(shingles: list[str]) -> Words:
+    """Return the MinHash signature [HASHES] of a set of strings.
+
+    Raises ValueError if the package rensa is not installed.
+    """
+    try:
+        import rensa
+    except ImportError:
+        raise ValueError("--near-duplicates needs the package rensa: pip install rensa") from None
+    made: Any = rensa.RMinHash(num_perm=HASHES, seed=1)
+    made.update(shingles)
+    return np.array(made.digest(), dtype=np.uint32)
+
+
+def rows_of_bands(similarity: float) -> int:
+    """Return the largest r with which a text of exactly this similarity becomes a candidate with probability FOUND."""
+    for rows in range(HASHES, 1, -1):
+        missed = (1 - similarity**rows) ** (HASHES // rows)
+        if 1 - missed >= FOUND:
+            return rows
+    return 1
+
+
+def least_estimate(similarity: float) -> float:
+    """Return the smallest estimate that counts as a similarity of at least `similarity`."""
+    return similarity - SPREAD * math.sqrt(similarity * (1 - similarity) / HASHES)
+
+
+class BandTable:
+    """Hash table from keys of bands to numbers of texts, with linear probing. A key may occur several times.
+
+    It takes 8 bytes a slot. Python's dict would take 100 bytes for each band of each text.
+    """
+
+    def __init__(self) -> None:
+        self._texts = np.full(BLOCK, EMPTY)
+        self._keys = np.zeros(BLOCK, dtype=np.uint32)
+        self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that the table takes."""
+        return self._texts.nbytes + self._keys.nbytes
+
+    def find(self, keys: Words) -> tuple[Words, NDArray[np.int64]]:
+        """Return the numbers of the texts that have one of `keys` [b], and how many texts each key has, [b]."""
+        mask = len(self._keys) - 1
+        slots = keys & mask
+        active = np.arange(len(keys))
+        counts = np.zeros(len(keys), dtype=np.int64)
+        found = []
+        while len(active):
+            active = active[self._texts[slots[active]] != EMPTY]
+            here = slots[active]
+            equal = self._keys[here] == keys[active]
+            found.append(self._texts[here[equal]])
+            counts[active[equal]] += 1
+            slots[active] = (here + 1) & mask
+        return np.unique(np.concatenate(found)), counts
+
+    def add(self, keys: Words, text: int) -> None:
+        """Add the number of a text under each of `keys` [b]."""
+        if self._used + len(keys) > FULL * len(self._keys):
+            self._grow()
+        self._place(keys, np.full(len(keys), text, dtype=np.uint32))
+        self._used += len(keys)
+
+    def _grow(self) -> None:
+        used = self._texts != EMPTY
+        keys = self._keys[used]
+        texts = self._texts[used]
+        self._texts = np.full(2 * len(used), EMPTY)
+        self._keys = np.zeros(2 * len(used), dtype=np.uint32)
+        self._place(keys, texts)
+
+    def _place(self, keys: Words, texts: Words) -> None:
+        """Put pairs of keys and texts, [n] each, into empty slots."""
+        mask = len(self._keys) - 1
+        slots = keys & mask
+        waiting = np.arange(len(keys))
+        while len(waiting):
+            # Of several pairs that want the same empty slot, the first one gets it.
+            wanted, first = np.unique(slots[waiting], return_index=True)
+            free = self._texts[wanted] == EMPTY
+            placed = waiting[first[free]]
+            self._texts[slots[placed]] = texts[placed]
+            self._keys[slots[placed]] = keys[placed]
+            left = np.ones(len(waiting), dtype=bool)
+            left[first[free]] = False
+            waiting = waiting[left]
+            slots[waiting] = (slots[waiting] + 1) & mask
+
+
+class NearDuplicates:
+    """Set of texts that finds near duplicates, about 0.6 kB a text.
+
+    A text counts as a near duplicate if its estimated similarity to an earlier text is at least `least_estimate`.
+    similarity: Jaccard similarity at which at least 95 % of the near duplicates are found.
+    """
+
+    def __init__(self, similarity: float = 0.8) -> None:
+        self._least = least_estimate(similarity)
+        self._rows = rows_of_bands(similarity)
+        self._bands = HASHES // self._rows
+        self._table = BandTable()
+        self._blocks: list[NDArray[np.uint16]] = []
+        self._count = 0
+        self._factors = np.random.default_rng(1).integers(0, 1 << 63, (self._bands, self._rows), np.uint64) | 1
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that the set takes."""
+        return self._table.nbytes + sum(block.nbytes for block in self._blocks)
+
+    def has(self, signature: Words) -> bool:
+        """Return True if the set contains a text with a similar signature [HASHES]; add the signature otherwise."""
+        keys = self._keys(signature)
+        candidates, counts = self._table.find(keys)
+        short = signature.astype(np.uint16)  # 16 of 32 bits: two different numbers look equal once in 65,536 times
+        if len(candidates) and self._largest_similarity(short, candidates) >= self._least:
+            return True
+        self._keep(short)
+        self._table.add(keys[counts < AT_MOST], self._count)
+        self._count += 1
+        return False
+
+    def _keys(self, signature: Words) -> Words:
+        """Return a hash of each band of a signature, [b]."""
+        bands = signature[: self._bands * self._rows].reshape(self._bands, self._rows)
+        mixed = (bands.astype(np.uint64) * self._factors).sum(1)
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+        keys: Words = (mixed >> np.uint64(32)).astype(np.uint32)
+        return keys
+
+    def _largest_similarity(self, short: NDArray[np.uint16], texts: Words) -> float:
+        known = np.stack([self._blocks[text // BLOCK][text % BLOCK] for text in texts.tolist()])
+        return float((known == short).mean(1).max())
+
+    def _keep(self, short: NDArray[np.uint16]) -> None:
+        block, row = divmod(self._count, BLOCK)
+        if row == 0:
+            self._blocks.append(np.empty((BLOCK, HASHES), dtype=np.uint16))
+        self._blocks[block][row] = short
