@@ -58,6 +58,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
+        """Set the number of skipped steps, as DeepSpeed does when it loads a checkpoint."""
         self._skipped = count
         self._unread_skips = None
 

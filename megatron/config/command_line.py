@@ -46,6 +46,7 @@ class SettingsParser(argparse.ArgumentParser):
     """Parser that raises ConfigError for a mistake instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
         raise ConfigError(message)
 
 

@@ -308,8 +308,7 @@ def sample(
     """
     logits = stepper.first(batch)
     count = logits.shape[0]
-    prompts = count // batch
-    seeds = [seed] * prompts if isinstance(seed, int) else seed
+    seeds = [seed] * (count // batch) if isinstance(seed, int) else seed
     generators = [torch.Generator().manual_seed(each) for each in seeds]
     ended = torch.zeros(count, dtype=torch.bool)
     found: list[Tensor] = []
