@@ -68,12 +68,13 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     corpora first. Other ranks that read data skip this check, and only compare the fingerprints of their files with
     those of rank 0.
     """
-    with all_ranks():
+    checked: dict[str, bool] = {}
+    with all_ranks(), checked_once(checked):
         if is_rank_0():
             _check_tokenizer(config, tokenizer)
             _check_content(config)
     if task.reads_alone:
-        datasets = _open_where_read(task, config, tokenizer)
+        datasets = _open_where_read(task, config, tokenizer, checked)
     else:
         with all_ranks():
             datasets, notes = checked_datasets(task, config, tokenizer)
@@ -85,8 +86,7 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     return datasets
 
 
-def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
-    checked: dict[str, bool] = {}
+def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer, checked: dict[str, bool]) -> Datasets:
     datasets: Any = ()
     with all_ranks(), checked_once(checked):
         if is_rank_0():
