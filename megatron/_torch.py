@@ -251,39 +251,6 @@ def scatter_sum_in_graph(x: Tensor, group: Any) -> Tensor:
     return found
 
 
-def gather_matmul(x: Tensor, weight: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """All-gather x [s/t, ..., i] and multiply by weight [i, o] in one kernel -> ([s, ..., i], [s, ..., o]).
-
-    group: name of the process group. On a CPU, communication and matmul run one after the other.
-    """
-    if x.device.type == "cpu":
-        whole = gather_in_graph(x, group)
-        return whole, whole @ weight
-    import torch.distributed._symmetric_memory  # registers the kernel
-
-    whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [weight], 0, group)
-    return whole, y
-
-
-def matmul_scatter(x: Tensor, weight: Tensor, group: Any) -> Tensor:
-    """Sum x [s, ..., i] times weight [i, o] over the ranks, and scatter the sum in the same kernel -> [s/t, ..., o]."""
-    if x.device.type == "cpu":
-        return scatter_sum_in_graph(x @ weight, group)
-    import torch.distributed._symmetric_memory  # registers the kernel
-
-    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight, "sum", 0, group)  # type: ignore[no-any-return]
-
-
-def share_memory(size: int, device: torch.device, group: Any) -> None:
-    """Allocate `size` bytes of symmetric memory and map them into all ranks of `group`, which all must call this.
-
-    Raises an error if the devices or this build of torch cannot do it.
-    """
-    from torch.distributed import _symmetric_memory as symmetric
-
-    symmetric.rendezvous(symmetric.empty(size, dtype=torch.uint8, device=device), group)
-
-
 def replace_elastic_start(start: Callable[[Any, Callable[[Any], None]], None]) -> None:
     """Make torchrun's agent start processes with `start(group, original)`; `original(group)` is torch's own start."""
     from torch.distributed.elastic.multiprocessing import api

@@ -157,7 +157,6 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "model_parallel_size": model_parallel_size,
         "context_parallel_size": 1,
         "expert_parallel_size": 1,
-        "tp_comm_overlap": False,
         "flash_attention_impl": None,
     }
     try:

@@ -37,11 +37,6 @@ class ParallelConfig(Section):
     async_tensor_model_parallel_allreduce: bool = opt(
         True, "all-reduce the gradient of a layer's input while the gradient of its weight is computed"
     )
-    tp_comm_overlap: bool = opt(
-        False,
-        "with sequence parallelism on CUDA devices of one node: overlap the all-gathers and reduce-scatters of linear "
-        "layers with their matmuls, in kernels that use symmetric memory",
-    )
     context_parallel_size: int = opt(
         1,
         "number of ranks that shard the tokens of each sample, for long samples (context parallelism); attention "
@@ -120,11 +115,6 @@ class ParallelConfig(Section):
     def _problems(self) -> Iterator[str]:
         if self.pipeline_extra_warmup and self.pipeline_schedule != "1f1b":
             yield f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {self.pipeline_schedule}"
-        if self.tp_comm_overlap and (self.model_parallel_size == 1 or self.sequence_parallel is False):
-            yield (
-                "--tp-comm-overlap needs --model-parallel-size 2 or more and --sequence-parallel; leave it out if no "
-                "tensor parallelism is wanted"
-            )
         if (self.virtual_pipeline_size > 1) != (self.pipeline_schedule == "interleaved"):
             yield (
                 f"--virtual-pipeline-size {self.virtual_pipeline_size} does not fit --pipeline-schedule "

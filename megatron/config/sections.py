@@ -88,8 +88,6 @@ class Config:
                 f"--pipeline-schedule {p.pipeline_schedule} would recompute attention for each half of the backward "
                 "pass; use 1f1b with --checkpoint-attention"
             )
-        if p.tp_comm_overlap and self.train.precision == "fp8":
-            yield "--tp-comm-overlap cannot be used with --precision fp8, whose matmuls are other kernels; use bf16"
         if self.train.precision == "fp8" and m.num_experts:
             yield "--num-experts cannot be used with --precision fp8, whose matmuls need a fixed shape; use bf16"
         if self.train.compile:
@@ -114,8 +112,6 @@ class Config:
             yield "--compile cannot be used with --precision fp8, whose matmuls are not compiled; use bf16"
         if self.model.num_experts:
             yield "--compile cannot be used with --num-experts, whose shapes depend on the tokens; leave one out"
-        if self.parallel.tp_comm_overlap:
-            yield "--compile cannot be used with --tp-comm-overlap, whose kernels are not compiled; leave one out"
         if zero_stage == 3:
             yield (
                 "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage "

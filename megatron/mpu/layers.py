@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from .._torch import assert_later
 from . import mappings
-from .fused_communication import scattered_linear
-from .linear import accumulate_wgrad, linear
+from .linear import linear
 from .linear_cross_entropy import DeferredLogits, defer_logits
 from .mappings import (
     gather_from_model_parallel_region,
@@ -229,10 +228,8 @@ class RowParallelLinear(_Sharded):
         """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
-        if self.options.fuses(self.axis) and not torch.compiler.is_compiling():
-            y = scattered_linear(x, self.weight, self.axis, accumulate_wgrad(x, self.weight, self.options))
-        else:
-            y = _sum(linear(x, self.weight, None, ALONE, self.options), self.axis, self.options)
+        partial = linear(x, self.weight, None, ALONE, self.options)
+        y = _sum(partial, self.axis, self.options)
         if self.skip_bias_add:
             return y, self.bias
         return (y if self.bias is None else y + self.bias), None

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from .._torch import accumulates
 from .fp8 import fp8_matmul
-from .fused_communication import gathered_linear
 from .matmuls import gradient_of_weight, matmul, needs_grad, transposed_matmul
 from .mesh import Axis, Options
 from .parameters import spec_of
@@ -50,8 +49,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
         return F.linear(x, weight, bias)
     sequence = options.sequence_axis(axis)
-    if options.fuses(axis):
-        return gathered_linear(x, weight, bias, axis, accumulate)
     return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, accumulate, options.fp8)  # type: ignore[no-untyped-call,no-any-return]
 
 

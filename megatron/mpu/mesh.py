@@ -70,7 +70,6 @@ class Options:
     wgrad_in_graph: in compiled code, too, call the weight's `ParamSpec.accumulate_wgrad` instead of giving the weight's
     gradient to autograd.
     fp8: run the matmuls of outputs and of input gradients in fp8; see `fp8.py`.
-    fused_communication: with sequence_parallel, fuse matmuls with their communication; see `fused_communication.py`.
     """
 
     sequence_parallel: bool = False
@@ -78,15 +77,10 @@ class Options:
     onednn: bool = False
     wgrad_in_graph: bool = False
     fp8: bool = False
-    fused_communication: bool = False
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""
         return axis if self.sequence_parallel else ALONE
-
-    def fuses(self, axis: Axis) -> bool:
-        """Return whether layers over the ranks of `axis` use the kernels of `fused_communication.py`."""
-        return self.fused_communication and self.sequence_axis(axis).size > 1
 
 
 class Share(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._torch import amx_tiles, scaled_matmul, share_memory
+from .._torch import amx_tiles, scaled_matmul
 
 
 def available() -> bool:
@@ -83,20 +83,6 @@ def use_flash_attention(impl: str, device: torch.device) -> None:
     except (ImportError, RuntimeError, ValueError) as error:
         raise ValueError(f"--flash-attention-impl {impl} cannot be used: {str(error).splitlines()[0]}") from None
     torch.backends.cuda.enable_cudnn_sdp(False)  # on Hopper, torch would prefer cuDNN's kernel
-
-
-def symmetric_memory_problem(device: torch.device, group: str) -> str | None:
-    """Return why the ranks of `group` cannot map each other's memory, or None if they can. All of them must call this.
-
-    group: name of a process group.
-    """
-    if device.type != "cuda":
-        return f"this is a {device.type}"
-    try:
-        share_memory(1 << 20, device, group)
-    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0]
-    return None
 
 
 def precision_note(device: torch.device, precision: str) -> str | None:

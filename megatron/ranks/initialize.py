@@ -86,28 +86,14 @@ def initialize_megatron(config: Config) -> torch.device:
         device_module.use_flash_attention(config.train.flash_attention_impl, device)
     options = mpu.Options(
         sequence_parallel=config.splits_sequences(device.type != "cpu"),
-        fused_communication=p.tp_comm_overlap,
         overlap=p.async_tensor_model_parallel_allreduce,
         onednn=onednn,
     )
     mpu.initialize_model_parallel(
         p.model_parallel_size, p.stages, seed, options, p.context_parallel_size, p.expert_parallel_size
     )
-    if p.tp_comm_overlap:
-        _refuse_separate_memory(device)
     tds.use_rng_tracker(mpu.get_cuda_rng_tracker())
     return device
-
-
-def _refuse_separate_memory(device: torch.device) -> None:
-    """Raise ConfigError unless the model-parallel ranks can use --tp-comm-overlap. All ranks must call this."""
-    problem = device_module.symmetric_memory_problem(device, mpu.get_mesh().model.name)
-    if problem:
-        raise ConfigError(
-            f"--tp-comm-overlap needs CUDA devices that can read each other's memory ({problem}); leave it out"
-        )
-    if not mpu.get_options().sequence_parallel:
-        raise ConfigError("--tp-comm-overlap needs sequence parallelism; give --sequence-parallel, too")
 
 
 def use_step_timeout(config: Config) -> None:

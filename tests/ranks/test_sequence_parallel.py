@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
-from megatron._torch import gather_matmul, matmul_scatter
 from megatron.config import ModelConfig
 from megatron.model.block import Block, Encoded, TransformerLayer
-from megatron.mpu import fused_communication
 from tests.support import on_ranks
 
 from .test_mpu import draw
@@ -25,8 +23,8 @@ def _stretch(x: Tensor, axis: mpu.Axis) -> Tensor:
     return x.chunk(axis.size)[axis.rank].clone()
 
 
-def _linear(ranks: int, fused: bool) -> None:
-    mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=True, fused_communication=fused))
+def _linear(ranks: int) -> None:
+    mpu.initialize_model_parallel(ranks, options=mpu.Options(sequence_parallel=True))
     axis = mpu.get_mesh().model
     column = mpu.ColumnParallelLinear(8, 16, gather_output=False).double()
     row = mpu.RowParallelLinear(16, 4, input_is_parallel=True).double()
@@ -54,63 +52,9 @@ def _linear(ranks: int, fused: bool) -> None:
     torch.testing.assert_close(row.bias.grad, plain[4].grad)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_column_then_row_equals_two_linears(ranks: int, fused: bool) -> None:
-    on_ranks(ranks, _linear, ranks, fused)
-
-
-def _fused_layer(recompute: bool) -> tuple[Counter[str], list[tuple[Tensor, ...]]]:
-    """Return how often a layer calls each fused kernel, and its output and gradients, first without these kernels."""
-    config = ModelConfig(
-        hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0, checkpoint_attention=recompute
-    )
-    called: Counter[str] = Counter()
-    for name in ("gather_matmul", "matmul_scatter"):
-        setattr(fused_communication, name, _counted(called, name, getattr(fused_communication, name)))
-    found = []
-    for fused in (False, True):
-        mpu.initialize_model_parallel(2, options=mpu.Options(sequence_parallel=True, fused_communication=fused))
-        layer = Block(config, "x").double()
-        for i, parameter in enumerate(layer.parameters()):
-            parameter.data = draw(*parameter.shape, seed=10 * i + dist.get_rank() * (parameter.dim() > 1))
-        x = mpu.local_shard(draw(SEQ, BATCH, 16)).requires_grad_()
-        y = layer.layer(x, None)
-        y.square().sum().backward()
-        found.append((y.detach(), *(each.grad for each in (x, *layer.parameters()) if each.grad is not None)))
-        assert bool(called) == fused
-    return called, found
-
-
-def _counted(called: Counter[str], name: str, real: Any) -> Any:
-    def call(*args: Any) -> Any:
-        called[name] += 1
-        return real(*args)
-
-    return call
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_fused_kernels_compute_the_four_linear_layers_of_a_layer(recompute: bool) -> None:
-    """Each linear layer calls one fused kernel in the forward pass and the opposite one in the backward pass."""
-    for called, (apart, fused) in on_ranks(2, _fused_layer, recompute):
-        assert called == {"gather_matmul": 4, "matmul_scatter": 4}
-        assert len(apart) == len(fused) == 14
-        for ours, theirs in zip(fused, apart, strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-
-def _kernels_on_meta() -> list[Any]:
-    """Return the shapes that torch's fused kernels give for the arguments of our two functions."""
-    mpu.initialize_model_parallel(2)
-    x, weight = torch.empty(4, 3, 8, device="meta"), torch.empty(16, 8, device="meta")
-    whole, y = gather_matmul(x, weight.t(), mpu.get_mesh().model.name)
-    return [whole.shape, y.shape, matmul_scatter(y, weight, mpu.get_mesh().model.name).shape]
-
-
-def test_the_kernels_take_these_arguments() -> None:
-    """A dry run without data: the kernels themselves need CUDA."""
-    assert on_ranks(2, _kernels_on_meta) == [[(8, 3, 8), (8, 3, 16), (4, 3, 8)]] * 2
+def test_column_then_row_equals_two_linears(ranks: int) -> None:
+    on_ranks(ranks, _linear, ranks)
 
 
 def _ways(ranks: int) -> None:

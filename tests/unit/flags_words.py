@@ -38,6 +38,7 @@ CHINESE = {
     "DeepSpeed always does this": "DeepSpeed 本来就这样做",
     "on CPUs, the optimizer is always torch's": "CPU 上的优化器本来就是 torch 的",
     "the device determines the backend, NCCL for GPUs and gloo for CPUs": "由设备决定：GPU 之间用 NCCL，CPU 之间用 gloo",
+    "matmuls and their communication are separate kernels": "矩阵乘法与它们的通信是分开的内核",
     "--overlap-grad-reduce sets how replicas reduce gradients": "副本间怎样累加梯度，由 --overlap-grad-reduce 决定",
     "the flag does not change the loss; each rank always sends only its slice of a tensor": "损失不变；每个进程各传消息的一份",
     "the flag does not change the loss; attention is always one fused kernel, and --compile "

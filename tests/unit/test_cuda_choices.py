@@ -5,11 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.config.command_line import parse
-from megatron.config.fields import ConfigError
 from megatron.ranks import device
-from megatron.ranks.initialize import initialize_megatron
-from tests.support import on_ranks
 
 SIZES = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
 CUDA = torch.device("cuda")
@@ -44,34 +40,3 @@ def test_a_version_that_cannot_be_activated_is_refused(cudnn: None, monkeypatch:
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
     with pytest.raises(ValueError, match=f"--flash-attention-impl FA3.*{torch.__version__.split('+')[0]}"):
         device.use_flash_attention("FA3", CUDA)
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--tp-comm-overlap", "--model-parallel-size"),
-        ("--tp-comm-overlap --model-parallel-size 2 --no-sequence-parallel", "--sequence-parallel"),
-        ("--tp-comm-overlap --model-parallel-size 2 --precision fp8", "--precision fp8"),
-        ("--tp-comm-overlap --model-parallel-size 2 --compile", "--compile"),
-    ],
-)
-def test_overlap_is_refused_where_it_has_no_kernels(flags: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        parse([*SIZES.split(), *flags.split()])
-
-
-def _start(problem: str | None, flags: str) -> None:
-    if problem is None:
-        device.symmetric_memory_problem = lambda *_: None  # type: ignore[assignment]
-    initialize_megatron(parse(f"{SIZES} --tp-comm-overlap --model-parallel-size 2 {flags}".split()))
-
-
-def _refused(problem: str | None, flags: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        _start(problem, flags)
-
-
-def test_overlap_needs_devices_that_share_memory_and_sequence_parallelism() -> None:
-    on_ranks(2, _refused, "", "--sequence-parallel", "--tp-comm-overlap .*cpu")
-    on_ranks(2, _refused, None, "", "--sequence-parallel")
-    on_ranks(2, _start, None, "--sequence-parallel")

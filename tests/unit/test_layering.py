@@ -262,7 +262,7 @@ def test_no_circles_inside_a_package() -> None:
 PRIVATE = {
     "megatron/_torch.py": {
         "_C",
-        "_functional_collectives", "_symmetric_memory", "_assert_async", "_base", "_inductor", "_is_amx_tile_supported",
+        "_functional_collectives", "_assert_async", "_base", "_inductor", "_is_amx_tile_supported",
         "_compiled_call_impl", "_linear_pointwise", "_unsafe_view",
         "_non_persistent_buffers_set", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_mm", "_softmax_backward_data", "_version",

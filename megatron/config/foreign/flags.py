@@ -87,6 +87,7 @@ MEGATRON = (
     Row("--cpu-optimizer", in_json("zero_optimization", "offload_optimizer")),
     Row("--cpu_torch_adam", NoEffect("on CPUs, the optimizer is always torch's")),
     Row("--distributed-backend", NoEffect("the device determines the backend, NCCL for GPUs and gloo for CPUs"), str),
+    Row("--tp-comm-overlap", NoEffect("matmuls and their communication are separate kernels")),
     Row("--DDP-impl", NoEffect("--overlap-grad-reduce sets how replicas reduce gradients"), str),
     Row("--no-contiguous-buffers-in-local-ddp", NoEffect("--overlap-grad-reduce sets how replicas reduce gradients")),
     Row(
