@@ -30,6 +30,10 @@ examples:
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
+CAUSES = {
+    int(signal.SIGBUS): "a file that it has mapped, such as a corpus, has become shorter, or /dev/shm is full",
+    int(signal.SIGKILL): "the machine may have run out of memory (see dmesg)",
+}
 REFUSED = 2  # exit code for bad arguments, both of argparse and of this project's scripts
 
 
@@ -177,6 +181,14 @@ def describe_rendezvous_error(error: Exception, args: Any) -> str:
     )
 
 
+def describe_signal(number: int) -> str:
+    """Return the name of a signal that killed a rank, with its usual cause."""
+    known = {int(each): each.name for each in signal.Signals}
+    name = known.get(number, "unknown")
+    cause = CAUSES.get(number)
+    return f"signal {number} ({name}){f': {cause}' if cause else ''}"
+
+
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{__doc__}\n{EXAMPLES}")
@@ -219,7 +231,7 @@ def main(argv: list[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code < 0:
-            say(f"rank {rank} was killed by signal {-code}")
+            say(f"rank {rank} was killed by {describe_signal(-code)}")
         return code if code > 0 else 1
     except (DistError, RendezvousError) as error:
         say(describe_rendezvous_error(error, args))

@@ -53,6 +53,8 @@ class CPMTripleDataset(T5Samples):
         return self.parts[name].tokens[begin:end].astype(np.int64)
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
+        for part in self.parts.values():
+            part.refuse_shrunk()
         context: list[int] = []
         owners: list[int] = []
         written: list[int] = []

@@ -85,6 +85,7 @@ class IndexedDataset:
     def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: tuple[int, str] | None = None) -> None:
         self.prefix, self.orders = prefix, f"{prefix}.orders"
         self._stamp: tuple[int, str] | None = None
+        self._lengths: tuple[tuple[str, int], ...] = ()  # path and size of each file on this machine when it was opened
         index_path, data_path = self.prefix + ".idx", self.prefix + ".bin"
         for path in (index_path, data_path):
             if not place(path).is_file():
@@ -120,6 +121,7 @@ class IndexedDataset:
             self.tokens, self._stamp = cast(NDArray[Any], self._remote), self._remote.stamp
             self.orders = os.fspath(folder_of(data, self._remote.stamp) / "orders")
             return
+        self._lengths = (index_path, size), (data_path, os.path.getsize(data_path))
         # numpy closes the memory map when no array refers to it, so this class needs no close().
         empty = os.path.getsize(data_path) == 0
         self.tokens = (
@@ -132,6 +134,22 @@ class IndexedDataset:
         """Let `tokens` follow the cache of a corpus in object storage; see `RemoteTokens.refresh`."""
         if self._remote is not None:
             self.tokens = cast(NDArray[Any], self._remote.refresh())
+
+    def refuse_shrunk(self) -> None:
+        """Raise DatasetError if a file has become shorter since it was mapped: reading its end would kill the process.
+
+        Call this before a read. A file that was deleted stays readable.
+        """
+        for path, needed in self._lengths:
+            try:
+                found = os.stat(path).st_size
+            except OSError:
+                continue
+            if found < needed:
+                raise DatasetError(
+                    f"{path} has become shorter: it had {needed} bytes when it was opened and has {found} now; copy it "
+                    "again, and do not change the files of a corpus that a run reads"
+                )
 
     def _check_against(self, data_path: str) -> None:
         needed = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize

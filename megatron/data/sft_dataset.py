@@ -104,6 +104,8 @@ class SftDataset(CorpusDataset):
         tokens, labels = (np.full(self.seq_length, self._eod, dtype=np.int64) for _ in range(2))
         loss_mask, document_ids = (np.zeros(self.seq_length, dtype=np.int64) for _ in range(2))
         at, pair = 0, self._records
+        pair.tokens.refuse_shrunk()
+        pair.counts.refuse_shrunk()
         for number, record in enumerate(self.order.records(int(n)).tolist(), start=1):
             document = self.documents[record]
             start = pair.tokens.document_start(document)

@@ -38,6 +38,7 @@ class Windows:
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
         """Return (tokens of window n, number of tokens of each document in the window)."""
+        self._indexed.refuse_shrunk()
         tokens, start_of, first = self._indexed.tokens, self._start_of, self._first
         pieces = self.order.pieces(n)
         self._read += len(pieces)

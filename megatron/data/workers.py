@@ -3,6 +3,7 @@
 import atexit
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,19 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 
 from megatron.data.tracker import start_tracker
+
+# Error of torch's DataLoader about a worker that ended.
+_ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited)")
+
+
+def describe_end(error: BaseException) -> str | None:
+    """Return one sentence if `error` says that a data worker has ended, else None."""
+    found = _ENDED.search(str(error))
+    if not found:
+        return None
+    how = f"was killed by the signal {found[2].strip()!r}" if found[2] else "ended without a message"
+    advice = "the machine may have too little memory, or little shared memory in /dev/shm: lower --num-workers"
+    return f"the data worker with process id {found[1]} {how}; {advice}, or pass --num-workers 0"
 
 
 @contextmanager

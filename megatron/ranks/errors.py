@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -16,12 +17,18 @@ _OURS = (f"{_MEGATRON}{os.sep}", f"{_MEGATRON.parent / 'tds'}{os.sep}")
 _LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}, "<")
 
 
+# Error that torch's DataLoader has received from a data worker, before its message.
+_REPORTED = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback.*\n[\w.]*\1: ", re.DOTALL)
+
+
 class RunError(RuntimeError):
     """A failure on at least one rank; the same error is raised on all ranks."""
 
 
 def complaint(error: BaseException) -> str:
     """Describe an error in one line; if it comes from user code, add the file, line and function."""
+    if reported := _REPORTED.search(str(error)):
+        return " ".join(str(error)[reported.end() :].split())
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_OURS):
             break

@@ -16,11 +16,15 @@ from ..config import Config
 from ..config.check import print_note
 from ..config.command_line import help_if_asked, parse
 from ..config.ds_config import resolve
-from ..config.fields import ConfigError
+from ..config.fields import ConfigError, describe
+from ..data.corpora import prefixes_of
+from ..data.indexed_dataset import IndexedDataset
+from ..data.workers import describe_end
 from ..ranks import device as device_module
 from ..ranks.errors import RunError, complaint, exit_now
 from ..ranks.initialize import world_size
 from ..ranks.signals import INTERRUPTED, restored_signals
+from ..storage import is_url
 from ..streams import guarded
 from .inputs import MissingInputs, refuse_missing
 from .loop import train
@@ -53,7 +57,8 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
                 train(ready)
             del ready
         except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
-            bug = isinstance(error, RuntimeError) and not isinstance(error, RunError) and not out_of_memory(error)
+            expected = isinstance(error, RunError) or out_of_memory(error) or describe_end(error)
+            bug = isinstance(error, RuntimeError) and not expected
             if bug or not exit or os.environ.get("MEGATRON_DEBUG"):
                 raise
             if isinstance(error, MissingInputs):
@@ -61,6 +66,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
             here = isinstance(error, ImpossibleRanks)
             _complain(
                 error,
+                config,
                 everywhere=(code == 2 and not here) or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)),
             )
             exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
@@ -71,7 +77,20 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
     dist.destroy_process_group()
 
 
-def _complain(error: BaseException, everywhere: bool) -> None:
+def _damage_of(config: Config | None) -> str | None:
+    """Return what is wrong with the files of a corpus, None if nothing is: reading a file that became shorter kills."""
+    if config is None or not config.data.names_corpora:
+        return None
+    try:
+        for prefix in prefixes_of(config.data.paths):
+            if not is_url(prefix):
+                IndexedDataset(prefix)
+    except (ValueError, OSError) as error:
+        return describe(error)
+    return None
+
+
+def _complain(error: BaseException, config: Config | None, everywhere: bool) -> None:
     """Print the error on stderr, in one sentence or with one line for each invalid setting.
 
     everywhere: True if all ranks probably have this error, so that only rank 0 needs to print it.
@@ -89,4 +108,6 @@ def _complain(error: BaseException, everywhere: bool) -> None:
             text = "interrupted (Ctrl-C)"
         elif lack := out_of_memory(error):
             text = f"{lack}; {Watchdog.advice}"
+        elif ended := describe_end(error):
+            text = "; ".join(filter(None, [_damage_of(config), ended]))
         print(f"{Path(sys.argv[0]).name}{where}: {text}", file=sys.stderr)
