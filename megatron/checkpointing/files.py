@@ -188,11 +188,14 @@ def latest_checkpoint(folder: Path) -> Path | None:
                 f"the file {pointer} is missing; to resume from {whole[-1]}, create {pointer} with the text {whole[-1]}"
             )
         return None
-    found = _LATEST.fullmatch(pointer.read_bytes().decode("utf-8", "replace"))
+    content = pointer.read_bytes()
+    found = _LATEST.fullmatch(content.decode("utf-8", "replace"))
     if not found or found["name"] in (".", ".."):
         raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to resume from into this file")
     path = folder / found["name"]
     if not path.is_dir():
+        if pointer.read_bytes() != content:  # a run has saved and deleted meanwhile
+            return latest_checkpoint(folder)
         raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name in its folder")
     sums = sums_file(path)
     if found["sums"] and sums.is_file() and SHA256.of(sums) != found["sums"]:

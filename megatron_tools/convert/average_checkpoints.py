@@ -14,6 +14,7 @@ from data_utils.cli import Parser, any_path, local_path, run
 from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint
+from megatron.checkpointing.pruned import read_kept
 from megatron.checkpointing.relocation import FOLDER as TOKENIZER
 from megatron.checkpointing.stream import Entry
 from megatron.checkpointing.write import write_checkpoint
@@ -122,7 +123,18 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("--weights and --decay both set the weights; leave one of them out")
     if (args.last is None) == (len(args.load) == 1):
         raise ValueError("give either one run as --load, with --last, or several checkpoints as --load")
-    paths = newest(args.load[0], args.last) if args.last is not None else [find_checkpoint(load) for load in args.load]
+    read_kept(lambda: _chosen(args), lambda paths: _average(args, output, paths))
+
+
+def _chosen(args: argparse.Namespace) -> list[Path]:
+    """Return the checkpoints to average, oldest first."""
+    if args.last is not None:
+        return newest(args.load[0], args.last)
+    return [find_checkpoint(load) for load in args.load]
+
+
+def _average(args: argparse.Namespace, output: Path, paths: Sequence[Path]) -> None:
+    """Write the average of the checkpoints `paths` to the folder `output`."""
     parts = shares(len(paths), args.weights, args.decay)
     readers = [CheckpointReader(path, args.ema) for path in paths]
     refuse_other_models(readers)

@@ -17,6 +17,7 @@ from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
+from megatron.checkpointing.pruned import read_newest
 from megatron.checkpointing.relocation import keep_roles, keep_tokenizer, kept_beside, kept_tokenizer
 from megatron.checkpointing.stream import Entry
 from megatron.checkpointing.write import write_checkpoint
@@ -53,9 +54,8 @@ EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/llama --upcycle 8 --output runs/experts/checkpoints --verify"""
 
 
-def export(args: argparse.Namespace) -> None:
-    """Export one of our checkpoints as a Hugging Face folder."""
-    path = find_checkpoint(args.load)
+def export(args: argparse.Namespace, path: Path) -> None:
+    """Export the checkpoint `path` as a Hugging Face folder."""
     reader = CheckpointReader(path, args.ema)
     reader.verify()
     config = plain_config(reader)
@@ -332,8 +332,8 @@ def main(args: argparse.Namespace) -> None:
         )
     if not 0 < args.max_shard_size < math.inf:
         raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a positive number of GB")
-    if exports:
-        export(args)
+    if args.load:
+        read_newest(args.load, lambda path: export(args, path) if exports else import_checkpoint(args))
     else:
         import_checkpoint(args)
 

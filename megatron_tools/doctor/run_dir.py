@@ -91,17 +91,22 @@ def disk(save_dir: Path, run_dir: Path, one: float, config: Config) -> Iterator[
         yield ok("disk", words)
 
 
-def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bool) -> Iterator[Finding]:
+def checkpoint(
+    config: Config, run_dir: Path, fingerprint: str | None, quick: bool, again: bool = True
+) -> Iterator[Finding]:
     """Check that the checkpoint from which the run would resume is intact and fits the settings.
 
     fingerprint: SHA-256 of the run's tokenizer. quick: skip the check that the checkpoint is intact.
+    again: check the newest checkpoint once more if a run deletes this one meanwhile.
     """
     from megatron.checkpointing.files import CheckpointError, find_checkpoint, latest_checkpoint
     from megatron.checkpointing.load import Wanted, refuse_contradictions
+    from megatron.checkpointing.pruned import was_deleted
     from megatron.checkpointing.reader import CheckpointReader
     from megatron.training.run_folder import save_dir_of
 
     save_dir, load = save_dir_of(config, run_dir), config.checkpoint.load
+    path = None
     try:
         path = latest_checkpoint(save_dir)
         wanted = Wanted.by(config, beside_load=path is not None and bool(load))
@@ -113,6 +118,9 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
         if not quick:
             reader.verify()
     except CheckpointError as error:
+        if again and path and was_deleted(path):
+            yield from checkpoint(config, run_dir, fingerprint, quick, again=False)
+            return
         yield failed(
             "checkpoint",
             str(error),

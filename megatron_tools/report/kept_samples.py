@@ -1,10 +1,13 @@
 """Text samples from each checkpoint that a run has kept, to show how the model developed."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.atomic import write_text
+from megatron.checkpointing.files import CheckpointError
+from megatron.checkpointing.pruned import WHY, was_deleted
 from megatron.config.command_line import from_file
 from megatron.training.run_folder import save_dir_of
 
@@ -39,7 +42,13 @@ def write_samples(run_dir: Path, prompts: Sequence[str], longest: int) -> None:
             continue
         flags = ["--load", str(checkpoint), "--max-new-tokens", str(longest)]
         args = generate_parser().parse_args(flags)
-        writer = load(args)
+        try:
+            writer = load(args)
+        except CheckpointError:
+            if not was_deleted(checkpoint):
+                raise
+            print(f"note: {checkpoint} {WHY}; there are no samples of iteration {iteration}", file=sys.stderr)
+            continue
         for prompt, (_, (text,)) in zip(asked, answers(writer, asked, args, 1), strict=True):
             rows.append({"iteration": iteration, "prompt": prompt, "tokens": longest, "text": text})
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

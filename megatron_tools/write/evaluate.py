@@ -16,7 +16,8 @@ from data_utils.cli import Parser, any_path, local_path, run
 from data_utils.documents import texts
 from data_utils.progress import Progress
 from megatron import mpu
-from megatron.checkpointing import find_checkpoint, load_weights
+from megatron.checkpointing import load_weights
+from megatron.checkpointing.pruned import read_newest
 from megatron.model.gpt2 import GPT2Model
 from megatron.ranks import device
 from megatron.tokenizer import load_tokenizer
@@ -39,10 +40,15 @@ EXAMPLES = """\
 
 def ours(args: argparse.Namespace) -> Subject:
     """Return the model of --load, a run or a Hugging Face folder, built with this project's model classes."""
-    theirs = Folder(Path(args.load)) if is_hf_folder(Path(args.load)) else None
+    if is_hf_folder(Path(args.load)):
+        return _ours(args, Folder(Path(args.load)), Path(args.load))
+    return read_newest(args.load, lambda path: _ours(args, None, path))
+
+
+def _ours(args: argparse.Namespace, theirs: Folder | None, path: Path) -> Subject:
+    """Return the model of the Hugging Face folder `theirs`, or of the checkpoint `path`."""
     if args.ema and theirs:
         raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
-    path = theirs.path if theirs else find_checkpoint(args.load)
     config = theirs.config if theirs else described(path)
     if config.is_t5:
         raise ValueError(f"{path} is a T5, but evaluate.py scores left-to-right models; use tools/generate.py")

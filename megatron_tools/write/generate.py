@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from data_utils.chat_templates import Message
 from data_utils.cli import Parser, any_path, local_path, run
 from megatron import mpu
-from megatron.checkpointing import find_checkpoint, load_weights
+from megatron.checkpointing import load_weights
+from megatron.checkpointing.pruned import read_newest
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
 from megatron.model.t5 import T5Model, t5_layers
 from megatron.ranks import device as device_module
@@ -47,15 +49,19 @@ EXAMPLES = """\
 
 def load(args: argparse.Namespace) -> Writer:
     """Load the model of --load with its tokenizer. Every rank must call this function."""
+    if is_hf_folder(Path(args.load)):
+        return _load(args, None)
+    alone = args.model_parallel_size == 1 and args.pipe_parallel_size <= 1
+    return read_newest(args.load, partial(_load, args), again=alone)
+
+
+def _load(args: argparse.Namespace, path: Path | None) -> Writer:
+    """Load the model of the checkpoint `path`, or of a Hugging Face folder if `path` is None."""
     sizes = args.model_parallel_size, args.pipe_parallel_size
-    theirs = Folder(Path(args.load), *sizes) if is_hf_folder(Path(args.load)) else None
+    theirs = None if path else Folder(Path(args.load), *sizes)
     if args.ema and theirs:
         raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
-    if theirs:
-        path, config = None, theirs.config
-    else:
-        path = find_checkpoint(args.load)
-        config = described(path, *sizes)
+    config = theirs.config if theirs else described(path or Path(args.load), *sizes)
     vocab_file = args.vocab_file or (str(theirs.path) if theirs else config.data.vocab_file)
     if vocab_file is None:
         raise ValueError("there is no tokenizer; give --vocab-file")
