@@ -181,7 +181,8 @@ def main(args: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as there, _whole_lines(args.dropped) as dropped:
         report = Report(dropped, args.dropped)
-        with gzip.open(there, "wb") if output.suffix == ".gz" else open(there, "wb") as file:
+        # Without this name, an error of the output would get the name of --dropped, whose context is the inner one.
+        with naming(output), gzip.open(there, "wb") if output.suffix == ".gz" else open(there, "wb") as file:
             lines = kept_lines(args, report)
             for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
                 file.write(line)

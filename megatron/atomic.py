@@ -1,6 +1,7 @@
 """Atomic writes of files and folders: they are written under a temporary name, then renamed."""
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -73,6 +74,26 @@ def whole_file(path: str | Path, temporary: Path | None = None) -> Iterator[Path
     except BaseException:
         there.unlink(missing_ok=True)
         raise
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a small file atomically. An OSError names the file that could not be read or written."""
+    with naming(source):
+        data = source.read_bytes()
+    with whole_file(target) as there:
+        there.write_bytes(data)
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Append `text` to a file. If this fails, restore the previous size of the file and raise OSError."""
+    with open(path, "ab", buffering=0) as file:
+        size, data = file.tell(), text.encode()
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def write_text(path: str | Path, text: str, synced: bool = False, temporary: Path | None = None) -> None:

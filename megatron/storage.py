@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PosixPath
@@ -90,17 +89,6 @@ def _mistake(text: str) -> str | None:
     if bare != text or not _URL.match(bare) or empty_bucket:
         return f"it is not one; did you mean {scheme}://{rest}?"
     return None
-
-
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy the folder `source`, which may be in object storage, into the new folder `target` on this machine."""
-    if not isinstance(source, RemotePath):
-        shutil.copytree(source, target)
-        return
-    target.mkdir()
-    for path in source.glob("*"):
-        if path.is_file():
-            path.download(target / path.name)
 
 
 class RemotePath(PosixPath):

@@ -7,19 +7,18 @@ point into it are replaced by the new ones. A fingerprint identifies each corpus
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic import whole_file, whole_folder
+from ..atomic import copy_file, whole_file, whole_folder
 from ..config import Config
 from ..config.data_stages import with_prefixes
 from ..config.without import with_names
 from ..data.corpora import renamed
 from ..data.remote_tokens import cache_folder
-from ..storage import RemotePath, copy_folder, is_url
+from ..storage import RemotePath, is_url
 from ..tokenizer.beside import (
     GENERATION,
     MORE_TEMPLATES,
@@ -47,15 +46,26 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
     folder.mkdir(exist_ok=True)
     for path in (source, *(source.with_name(name) for name in WITH_IT)):
         if path.is_file():
-            with whole_file(folder / path.name) as there:
-                shutil.copyfile(path, there)
+            copy_file(path, folder / path.name)
     more = sorted(source.with_name(MORE_TEMPLATES).glob("*.jinja"))
     if more:
         (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
     for path in more:
-        with whole_file(folder / MORE_TEMPLATES / path.name) as there:
-            shutil.copyfile(path, there)
+        copy_file(path, folder / MORE_TEMPLATES / path.name)
     keep_roles(source, home)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy the folder `source`, which may be in object storage, into the new folder `target` on this machine."""
+    target.mkdir()
+    for path in source.glob("*"):
+        there = target / path.name
+        if path.is_dir():
+            copy_folder(path, there)
+        elif isinstance(path, RemotePath):
+            path.download(there)
+        else:
+            copy_file(path, there)
 
 
 def kept_beside(home: Path) -> Path:

@@ -72,17 +72,18 @@ def _schedule(config: Config) -> dict[str, Any]:
     return {name: getattr(config.optim, name) for name in names} | ends
 
 
-def describe(config: Config) -> str:
-    """Return a description of the learning-rate schedule, for messages."""
+def describe(config: Config, exactly: bool = False) -> str:
+    """Return a description of the learning-rate schedule, for messages. exactly: with all digits of the rates."""
     o, total = config.optim, _total(config)
+    lr, least = (f"{rate!r}" if exactly else f"{rate:g}" for rate in (o.lr, o.min_lr))
     one, many = ("iteration", "iterations") if config.lr_decay_samples is None else ("sample", "samples")
-    rise = f"up to {o.lr:g} over {share_of(o.warmup, total)} {many}"
+    rise = f"up to {lr} over {share_of(o.warmup, total)} {many}"
     if o.lr_decay_style == "constant":
         return f"{rise}, then constant"
     if o.lr_decay_style == "wsd":
         stable = f"constant until {one} {total - _falling(config)}"
-        return f"{rise}, {stable}, {o.lr_wsd_decay_style} to {o.min_lr:g} at {one} {total}"
-    return f"{rise}, {o.lr_decay_style} to {o.min_lr:g} at {one} {total}"
+        return f"{rise}, {stable}, {o.lr_wsd_decay_style} to {least} at {one} {total}"
+    return f"{rise}, {o.lr_decay_style} to {least} at {one} {total}"
 
 
 def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
@@ -96,6 +97,11 @@ def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
     if of_checkpoint == _schedule(config):
         return config, None
     there, here = describe(saved), describe(config)
+    if there == here:
+        there = describe(saved, exactly=True)
+        here = describe(config, exactly=True)
+    if there == here:  # such as a constant rate, which does not depend on --train-iters
+        return config, None
     if config.optim.override_lr_schedule:
         return config, f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
     kept = replace(config, optim=replace(config.optim, **of_checkpoint))

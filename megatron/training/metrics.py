@@ -1,9 +1,7 @@
 """Measurements of a run: timers, number of floating-point operations, and the file `metrics.jsonl`."""
 
-import errno
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from tqdm import tqdm
 
 from tds import trace
 
-from ..atomic import write_text
+from ..atomic import append_whole, write_text
 from ..config import Config
 from ..model.work import block_work, idle_weights
 from ..rows import RowError, row_of
@@ -168,6 +166,8 @@ class MetricsWriter:
         self._others = list(others)
         self._waiting: list[str] = []  # lines of metrics.jsonl that could not be written yet
         self.withheld = False  # True if the run directory is no longer this run's, so that nothing may be written there
+        # Name of a writer -> (split, iteration, numbers) of the rows that it does not have yet.
+        self._late: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
         self._held: set[tuple[str, int]] = set()  # (split, iteration) of each row that was in the file at the start
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
@@ -210,13 +210,27 @@ class MetricsWriter:
         for layer, metrics in row.get("layers", {}).items():
             numbers |= {f"layers/{layer}/{name}": value for name, value in metrics.items() if value is not None}
         for other in list(self._others):
-            try:
-                other.write(row.get("split", "train"), row["iteration"], numbers)
-            except Exception as error:  # services such as MLflow may raise errors of any class
-                self._others.remove(other)
-                tqdm.write(
-                    f"note: {other.name} failed at iteration {row['iteration']}, so it gets no more metrics: {error}"
-                )
+            self._late.setdefault(other.name, []).append((row.get("split", "train"), row["iteration"], numbers))
+            self._forward(other)
+
+    def _forward(self, other: Writer) -> None:
+        """Give a writer the rows that it does not have yet. It keeps its rows while a disk is full."""
+        late = self._late[other.name]
+        count = len(late)
+        try:
+            while late:
+                other.write(*late[0])
+                del late[0]
+        except Exception as error:  # services such as MLflow may raise errors of any class
+            if isinstance(error, OSError) and getattr(other, "retries", False):
+                if count == 1:
+                    tqdm.write(
+                        f"note: {other.name} cannot be written ({error.strerror}); its rows are kept until it can"
+                    )
+                del late[:-MOST_WAITING]
+                return
+            self._others.remove(other)
+            tqdm.write(f"note: {other.name} failed at iteration {late[0][1]}, so it gets no more metrics: {error}")
 
     def _append(self, path: Path) -> None:
         if self.withheld:
@@ -236,26 +250,22 @@ class MetricsWriter:
             tqdm.write(f"note: {path} can be written again; it now has the {len(self._waiting) - 1} kept lines, too")
         self._waiting.clear()
 
-    def close(self) -> None:
-        """Write the rows that could not be written yet, and close the other writers."""
+    def close(self) -> int:
+        """Write the rows that could not be written yet, and close the other writers.
+
+        Returns the number of rows that metrics.jsonl lacks.
+        """
         if self._path is not None and self._waiting:
             self._append(self._path)
         if self._waiting:
             tqdm.write(f"note: the last {len(self._waiting)} lines of {self._path} were not written")
-        for other in self._others:
+        for other in list(self._others):
+            if self._late.get(other.name):
+                self._forward(other)
+            if lacks := len(self._late.get(other.name, ())):
+                tqdm.write(f"note: the last {lacks} rows of {other.name} were not written")
             try:
                 other.close()
             except Exception as error:  # services such as MLflow may raise errors of any class
                 tqdm.write(f"note: {other.name} could not be closed: {error}")
-
-
-def append_whole(path: Path, text: str) -> None:
-    """Append `text` to a file. If this fails, restore the previous size of the file and raise OSError."""
-    with open(path, "ab", buffering=0) as file:
-        size, data = file.tell(), text.encode()
-        try:
-            if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            file.truncate(size)
-            raise
+        return len(self._waiting)

@@ -13,6 +13,7 @@ from ..config import Config
 from ..config.batches import BatchSchedule
 from ..config.ds_config import Resolved
 from ..optim import lr_at
+from ..ranks.errors import RunError
 from ..tokenizer import Tokenizer
 from .data_ranks import lengths_of
 from .engine import Engine
@@ -45,10 +46,16 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close the run's files and unlock its directory."""
-        self.metrics.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the run's files and unlock its directory.
+
+        Raises RunError if metrics.jsonl lacks rows, so that a run that has lost them does not end as a success.
+        """
+        lost = self.metrics.close()
         release(self.locks)
+        if lost and kind is None:
+            path = self.run_dir / "metrics.jsonl"
+            raise RunError(f"the last {lost} rows of {path} were not written; its disk is full or fails")
 
     @property
     def sample_shape(self) -> tuple[int, int]:

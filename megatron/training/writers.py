@@ -3,15 +3,18 @@
 Each destination has its own flag. Its package is imported only if the destination is used.
 """
 
+import contextlib
 import csv
 import importlib.util
+import io
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..atomic import write_text
+from ..atomic import append_whole, write_text
 from ..config import Config
 from ..config.output import LogConfig
 from ..rows import NUMBERS
@@ -95,24 +98,51 @@ def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
 
 class TensorBoard:
-    """Writer of TensorBoard event files. A resumed run hides old events of the iterations that it repeats."""
+    """Writer of TensorBoard event files. A resumed run hides old events of the iterations that it repeats.
 
-    name, flag = "TensorBoard", "tensorboard"
+    After an error of the disk, the next row goes to a new file, as the thread of TensorBoard's file has ended.
+    """
+
+    name, flag, retries = "TensorBoard", "tensorboard", True
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
+        self._folder = str(config.log.tensorboard_dir or run_dir / "tensorboard")
+        self._board: Any = self._open(iteration + 1)
+        _silence_threads_of_tensorboard()
+
+    def _open(self, purge_step: int | None = None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = config.log.tensorboard_dir or run_dir / "tensorboard"
-        self._board = SummaryWriter(str(folder), purge_step=iteration + 1)  # type: ignore[no-untyped-call]
+        return SummaryWriter(self._folder, purge_step=purge_step)  # type: ignore[no-untyped-call]
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """Write each number as a scalar, such as train/lm_loss."""
-        for name, value in numbers.items():
-            self._board.add_scalar(f"{split}/{name}", value, iteration)  # type: ignore[no-untyped-call]
+        """Write each number as a scalar, such as train/lm_loss, and wait until they are in the file."""
+        self._board = self._board or self._open()
+        try:
+            for name, value in numbers.items():
+                self._board.add_scalar(f"{split}/{name}", value, iteration)
+            self._board.flush()
+        except OSError:
+            self.close()
+            self._board = None
+            raise
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._board.close()  # type: ignore[no-untyped-call]
+        if self._board is not None:
+            with contextlib.suppress(OSError):  # every row is already in the file
+                self._board.close()
+
+
+def _silence_threads_of_tensorboard() -> None:
+    """Print no traceback of TensorBoard's threads: they pass their errors on to `TensorBoard.write`."""
+    usual = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            usual(args)
+
+    threading.excepthook = hook
 
 
 class WeightsAndBiases:
@@ -186,7 +216,7 @@ class CSV:
     A resumed run removes the rows of iterations after the iteration from which it resumes.
     """
 
-    name, flag = "CSV", "csv"
+    name, flag, retries = "CSV", "csv", True
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         self._path = run_dir / "metrics.csv"
@@ -203,8 +233,9 @@ class CSV:
             self._append(row)
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        with open(self._path, "a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n").writerow(row)
+        line = io.StringIO()
+        csv.DictWriter(line, COLUMNS, extrasaction="ignore", lineterminator="\n").writerow(row)
+        append_whole(self._path, line.getvalue())
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
         """Append one row."""

@@ -16,11 +16,11 @@ from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_conf
 from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint
 from megatron.checkpointing.pruned import read_kept
 from megatron.checkpointing.relocation import FOLDER as TOKENIZER
+from megatron.checkpointing.relocation import copy_folder
 from megatron.checkpointing.stream import Entry
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import ModelConfig
 from megatron.config.fields import flag
-from megatron.storage import copy_folder
 
 EXAMPLES = """\
   python tools/average_checkpoints.py --load runs/gpt2 --last 5 --output averaged

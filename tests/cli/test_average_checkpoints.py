@@ -1,5 +1,6 @@
 """tools/average_checkpoints.py agrees with torch's AveragedModel, and the tools read its checkpoints and --ema."""
 
+import errno
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.checkpointing.checksums import BLAKE3
-from megatron_tools.convert import average_checkpoints
+from megatron_tools.convert import average_checkpoints, convert_checkpoint
 from megatron_tools.convert.average_checkpoints import shares
 from tests.checkpoints.runs import Start, run_all, whole_tensors
 from tests.cli.test_tools import fails
@@ -147,3 +148,27 @@ def test_the_newest_checkpoints_are_those_with_the_largest_numbers(tmp_path: Pat
         for finder in ("find_checkpoint", "latest_checkpoint"):
             patch.setattr(average_checkpoints, finder, lambda _: tmp_path / names[-1])
         assert [path.name for path in average_checkpoints.newest(str(tmp_path), 2)] == names[1:]
+
+
+@pytest.mark.parametrize("tool", ["average", "upcycle"])
+def test_the_output_appears_at_once_or_not_at_all(
+    tool: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full in the last step; the same command succeeds later."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out, load = tmp_path / "out", ["--load", str(run_dir)]
+    module: Any = average_checkpoints if tool == "average" else convert_checkpoint
+    more = ["--last", "2"] if tool == "average" else ["--upcycle", "2"]
+    args = module.build_parser().parse_args([*load, *more, "--output", str(out)])
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(module, "_copy_tokenizer" if tool == "average" else "_write_settings", full)
+        module.main(args)
+    assert list(tmp_path.iterdir()) == []
+    module.main(module.build_parser().parse_args([*load, *more, "--output", str(out)]))
+    assert {"iter_0000000", "latest", "tokenizer"} <= {path.name for path in out.iterdir()}
+    if tool == "upcycle":
+        vocab_file = json.loads((out / "settings.json").read_text())["data"]["vocab_file"]
+        assert Path(vocab_file).is_file() and Path(vocab_file).parent == out / "tokenizer"

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,38 @@ def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys:
     writer.close()
     assert capsys.readouterr().out == "note: MLflow failed at iteration 10, so it gets no more metrics: gone\n"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("flag", ["--tensorboard", "--csv"])
+def test_a_writer_gets_its_rows_when_the_disk_has_space_again(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files acts as a full disk."""
+    if flag == "--tensorboard":
+        pytest.importorskip("tensorboard")
+    flags = [flag] if flag == "--tensorboard" else ["--no-tensorboard", flag]
+    writer = MetricsWriter(str(tmp_path), 0, True, writers.writers(parse(flags), tmp_path, 0))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for iteration in range(1, 6):
+        full = iteration in (2, 3)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10 if full else before[0], before[1]))
+        try:
+            writer.write(ROW | {"iteration": iteration})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert writer.close() == 0
+    printed = capsys.readouterr()
+    name = "CSV" if flag == "--csv" else "TensorBoard"
+    assert len([line for line in printed.out.splitlines() if line.startswith(f"note: {name} ")]) == 1
+    assert "Traceback" not in printed.err
+    if flag == "--csv":
+        found = [int(row["iteration"]) for row in csv.DictReader((tmp_path / "metrics.csv").open())]
+    else:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        found = sorted({event.step for event in events.Scalars("train/lm_loss")})
+    assert found == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("flags", [["--wandb"], ["--mlflow"], ["--tensorboard"]])

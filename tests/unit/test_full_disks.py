@@ -1,0 +1,93 @@
+"""On a full disk, what a tool writes appears at once or not at all, and messages name the file that is full."""
+
+import errno
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data_utils import clean_corpus
+from megatron.atomic import copy_file
+from megatron.checkpointing.relocation import copy_folder
+from megatron.config.command_line import parse
+from megatron.optim import settled
+from megatron.ranks.errors import RunError
+from megatron.training import metrics
+from megatron.training.metrics import MetricsWriter
+from megatron.training.run_state import Run
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file become larger than `size`, which acts as a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_copy_names_the_file_that_is_full(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 10_000)
+    with largest_file(100), pytest.raises(OSError, match=str(tmp_path / "b")) as error:
+        copy_file(tmp_path / "a", tmp_path / "b")
+    assert error.value.filename == str(tmp_path / "b")
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
+        copy_file(tmp_path / "none", tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_folders_are_copied_whole(tmp_path: Path) -> None:
+    (tmp_path / "a" / "inner").mkdir(parents=True)
+    (tmp_path / "a" / "x").write_text("1")
+    (tmp_path / "a" / "inner" / "y").write_text("2")
+    copy_folder(tmp_path / "a", tmp_path / "b")
+    assert {path.name: path.read_text() for path in (tmp_path / "b").rglob("?") if path.is_file()} == {
+        "x": "1",
+        "y": "2",
+    }
+
+
+def test_the_full_output_of_clean_corpus_is_named(tmp_path: Path) -> None:
+    """--dropped, which has space, is not named."""
+    texts = [f"Sentence number {n} is written in plain English words, so it is kept. " * 5 for n in range(500)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, "x"]))
+    argv = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--workers", "1"]
+    argv += ["--dropped", str(tmp_path / "dropped.jsonl"), "--no-shuffle", "--quiet", "--max-repeated", "1"]
+    args = clean_corpus.build_parser().parse_args(argv)
+    with largest_file(50_000), pytest.raises(OSError, match=r"File too large") as error:
+        clean_corpus.main(args)
+    assert str(error.value.filename).endswith("out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_run_that_has_lost_rows_of_metrics_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = MetricsWriter(str(tmp_path), 0, True)
+    writer.write({"iteration": 1})
+    run: Any = SimpleNamespace(metrics=writer, locks=[], run_dir=tmp_path)
+    Run.__exit__(run, None)
+    monkeypatch.setattr(metrics, "append_whole", full)
+    writer.write({"iteration": 2})
+    with pytest.raises(RunError, match=r"metrics\.jsonl"):
+        Run.__exit__(run, None)
+    Run.__exit__(run, ValueError)  # another error is not hidden
+
+
+def test_a_note_has_no_equal_sides() -> None:
+    flags = ["--lr-decay-style", "constant", "--warmup", "0"]
+    saved, longer = (parse([*flags, "--train-iters", number]) for number in ("100", "200"))
+    assert settled(longer, saved) == (longer, None)
+    close = parse([*flags, "--train-iters", "100", "--lr", "1.00000001e-3"])
+    note = settled(close, parse([*flags, "--train-iters", "100", "--lr", "1e-3"]))[1] or ""
+    assert "0.00100000001" in note
+    _, other = settled(parse(["--train-iters", "200"]), parse(["--train-iters", "100"]))
+    assert "100" in (other or "") and "200" in (other or "")
