@@ -14,7 +14,7 @@ from .clip import clip_by_norm, drop_gradients
 from .holders import squared_norm_of_replica
 from .losses import Losses
 from .reductions import Reduction
-from .saving import PipelineState
+from .saving import PipelineState, refuse_url
 from .schedule import Schedule
 from .start import prove
 
@@ -145,6 +145,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
 
     def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
         """Save DeepSpeed's checkpoint, the partition of the layers, and state outside the layers (see saving.py)."""
+        refuse_url(save_dir)
         tag = str(tag or f"global_step{self.global_steps}")
         self._saved_state.save(Path(save_dir, tag))
         return super().save_checkpoint(save_dir, tag, *args, **more)

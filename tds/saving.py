@@ -8,6 +8,7 @@ are only used through a `forward_fn`. Each stage writes a separate file next to 
 import hashlib
 import json
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ from .groups import gather_objects
 
 FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
 NOTE = "tds_layout.json"
+
+
+def refuse_url(save_dir: Any) -> None:
+    """Raise ValueError for a URL, which DeepSpeed would take for the name of a local folder."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(save_dir)):
+        raise ValueError(
+            f"save_checkpoint({str(save_dir)!r}): this is no folder on this machine; save to one and upload it"
+        )
 
 
 class PipelineState:

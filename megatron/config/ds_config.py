@@ -4,12 +4,13 @@ If a key is absent or "auto", the flag decides. A key that would have no effect 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tds
 
+from ..storage import PlaceError, local
 from .command_line import nearest, read_json
 from .fields import ConfigError, refuse
 from .param_groups import ParamRule, read_param_rules
@@ -87,6 +88,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     _refuse_unknown(given, path)
     _check_pipeline(config, given.pop("pipeline", {}), path)
     _check_sections(given, path)
+    _refuse_urls(given, path)
     _require_overflow_checks(given, path)
     batch, notes = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
@@ -174,6 +176,18 @@ def _check_pipeline(config: Config, section: Any, path: str) -> None:
         flag, wanted = flags[key]
         if value not in ("auto", None, wanted):
             raise ConfigError(f"{path} sets pipeline.{key} = {value}, but {flag} is {wanted}; change one of them")
+
+
+def _refuse_urls(given: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError for a URL as the value of a path, such as nvme_path, which would name a local folder."""
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            _refuse_urls(value, path)
+        elif isinstance(value, str) and key.endswith(("path", "file", "dir")):
+            try:
+                local(value)
+            except PlaceError as error:
+                raise ConfigError(f"{path}: {key!r}: {error}") from None
 
 
 def _check_sections(given: dict[str, Any], path: str) -> None:

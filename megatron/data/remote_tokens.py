@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..atomic import naming, own_folder, whole_file
-from ..storage import RemotePath, StorageError
+from ..storage import RemotePath, StorageError, local
 
 BLOCK = 4 << 20  # bytes that are downloaded at once
 BLOCKS = 64  # number of blocks in a file of the cache
@@ -37,7 +37,7 @@ FOLDER, LIMIT = "MEGATRON_CACHE_DIR", "MEGATRON_CACHE_GB"
 def cache_folder() -> Path:
     """Return the folder of the cache. Raises ValueError if other users can write to the default folder."""
     given = os.environ.get(FOLDER)
-    folder = Path(given) if given else own_folder("megatron-cache")
+    folder = Path(local(given)) if given else own_folder("megatron-cache")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

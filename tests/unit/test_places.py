@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,9 +14,12 @@ import pytest
 from data_utils.cli import any_path, any_prefix, local_path
 from megatron.config import SECTIONS
 from megatron.config.command_line import parse
+from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, types_of
 from megatron.config.places import ANYWHERE, LOCAL
+from megatron.data.remote_tokens import cache_folder
 from megatron.storage import PlaceError, RemotePath, is_url, local, place
+from tds.saving import refuse_url
 from tests.support import ROOT
 
 MISTAKES = [
@@ -109,3 +113,19 @@ def test_every_path_of_every_tool_goes_through_the_door(tool: str) -> None:
         if action.type is local_path:
             with pytest.raises(argparse.ArgumentTypeError, match="s3://bucket/x"):
                 action.type("s3://bucket/x")
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/x", "s3://bucket/x"])
+def test_other_doors(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in a file for DeepSpeed, in the environment, and in DeepSpeed's own saves."""
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": url}}})
+    )
+    with pytest.raises(ConfigError, match=f"nvme_path.*{url}"):
+        resolve(parse(["--deepspeed-config", str(tmp_path / "ds.json")]), 1, False)
+    monkeypatch.setenv("MEGATRON_CACHE_DIR", url)
+    with pytest.raises(PlaceError, match=url):
+        cache_folder()
+    with pytest.raises(ValueError, match=url):
+        refuse_url(url)
+    refuse_url(tmp_path / "a:b")
