@@ -30,7 +30,8 @@ def sums_of(prefix: str, about: Mapping[str, Any] | None) -> dict[str, Any] | No
     known = (about or {}).get("sha256")
     if not isinstance(known, dict) or not known:
         return None
-    name, common = Path(prefix).name, os.path.commonprefix(list(known))
+    name = Path(prefix).name
+    common = os.path.commonprefix(list(known))
     endings = sorted((each.removeprefix(common) for each in known), key=len, reverse=True)
     ending = next((each for each in endings if name.endswith(each)), "")
     found = known.get(name, known.get(common + ending))
@@ -44,7 +45,8 @@ def find_damage(prefix: str, sums: Mapping[str, Any], most: int | None = None) -
     """
     block = sums.get("block", 1 << 26)
     for ending in ("bin", "idx"):
-        path, expected = place(f"{prefix}.{ending}"), sums[ending]
+        path = place(f"{prefix}.{ending}")
+        expected = sums[ending]
         count = -(-path.stat().st_size // block)
         if count != len(expected):
             yield f"{path} has {count} blocks of {block >> 20} MiB, but the sidecar lists {len(expected)}"
@@ -55,7 +57,8 @@ def find_damage(prefix: str, sums: Mapping[str, Any], most: int | None = None) -
 
 
 def _sum_of_block(path: Path, begin: int, size: int) -> str:
-    digest, left = hashlib.sha256(), size
+    digest = hashlib.sha256()
+    left = size
     with path.open("rb") as file:
         file.seek(begin)
         while left and (piece := file.read(min(left, READ_AT_ONCE))):
@@ -67,7 +70,7 @@ def _sum_of_block(path: Path, begin: int, size: int) -> str:
 def find_holes(indexed: IndexedDataset, eod: int | None, most: int | None = None) -> Iterator[str]:
     """Yield a message for each run of one id that is longer than any document, as an interrupted copy leaves it.
 
-    eod: id that may stand in a row, as many empty documents give. most: number of blocks to read; all if None.
+    eod: id that many empty documents may repeat. most: number of blocks to read; all if None.
     """
     count = -(-indexed.num_tokens // TOKENS_AT_ONCE)
     found: list[list[int]] = []  # begin, end and id of each run
@@ -84,7 +87,8 @@ def find_holes(indexed: IndexedDataset, eod: int | None, most: int | None = None
             continue
         longest = _longest_document(indexed) if longest is None else longest
         ends = indexed.document_ends()
-        first, last = int(ends.searchsorted(begin, "right")), int(ends.searchsorted(end - 1, "right"))
+        first = int(ends.searchsorted(begin, "right"))
+        last = int(ends.searchsorted(end - 1, "right"))
         if end - begin > longest and 2 * (last - first) < end - begin:
             size = indexed.dtype.itemsize
             yield (

@@ -75,7 +75,9 @@ def _schedule(config: Config) -> dict[str, Any]:
 def describe(config: Config, exactly: bool = False) -> str:
     """Return a description of the learning-rate schedule, for messages. exactly: with all digits of the rates."""
     o, total = config.optim, _total(config)
-    lr, least = (f"{rate!r}" if exactly else f"{rate:g}" for rate in (o.lr, o.min_lr))
+    shown = repr if exactly else "{:g}".format
+    lr = shown(o.lr)
+    least = shown(o.min_lr)
     one, many = ("iteration", "iterations") if config.lr_decay_samples is None else ("sample", "samples")
     rise = f"up to {lr} over {share_of(o.warmup, total)} {many}"
     if o.lr_decay_style == "constant":

@@ -1,4 +1,4 @@
-"""On a full disk, what a tool writes appears at once or not at all, and messages name the file that is full."""
+"""Full disks: a tool writes its output at once or not at all, and messages name the file that is full."""
 
 import errno
 import json

@@ -48,7 +48,7 @@ def prefix(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])
 def test_a_file_that_became_shorter_is_named(end: str, prefix: str) -> None:
-    """In a process of its own, which the signal SIGBUS would kill."""
+    """The test reads in another process, because the signal SIGBUS would kill it."""
     size = os.path.getsize(prefix + end)
     argv = [sys.executable, "-c", READER, prefix, end]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
