@@ -46,7 +46,7 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         """Close the run's files and unlock its directory.
 
         Raises RunError if metrics.jsonl lacks rows, so that a run that has lost them does not end as a success.
