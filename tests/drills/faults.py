@@ -31,6 +31,13 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{C}launch.py::test_ranks_that_do_not_end_are_ended",
     ),
     "the launcher is killed": (f"{B}orphans.py",),
+    "a data worker is killed": (
+        f"{U}shrunk_files.py::test_a_worker_that_fails_and_one_that_is_killed",
+        f"{U}shrunk_files.py::test_the_end_of_a_worker_is_one_sentence",
+    ),
+    "a file of a corpus becomes shorter while a run reads it": (
+        f"{U}shrunk_files.py::test_a_file_that_became_shorter_is_named",
+    ),
     "a rank dies, and --max-restarts is given": (
         f"{C}launch.py::test_a_run_goes_on_by_itself",
         f"{C}launch.py::test_a_new_attempt_does_not_read_what_the_one_before_has_left",
@@ -41,6 +48,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{U}run_lock.py::test_who_is_faster_wins",
     ),
     "a crashed run has left its run.lock": (f"{U}run_lock.py::test_what_a_crash_left_is_taken_over_with_a_note",),
+    "the directory of a run is removed, renamed or replaced while it trains": (
+        f"{A}lost_places.py::test_a_run_whose_directory_is_gone_ends",
+    ),
     "a run is resumed without its --save": (f"{U}run_lock.py::test_a_forgotten_save_is_noticed",),
     "a run starts again from iteration 0": (
         f"{U}run_lock.py::test_a_run_that_begins_again_keeps_the_lines_of_the_one_before",
@@ -93,8 +103,16 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{A}damage.py::test_any_cut_or_missing_file_is_found_and_named",
     ),
     "a checkpoint belongs to another model": (f"{C}pretrain.py::test_a_checkpoint_of_another_model_is_refused",),
+    "a tool reads a checkpoint that a run with `--keep-last` deletes": (
+        f"{C}pruned.py::test_the_newest_checkpoint_is_read_instead",
+        f"{C}pruned.py::test_a_report_keeps_the_samples_that_it_has",
+    ),
     "a file of a corpus is truncated": (f"{C}pretrain.py::test_a_truncated_corpus",),
     "a corpus was made with another tokenizer": (f"{C}pretrain.py::test_data_of_another_tokenizer",),
+    "a block of a corpus has another SHA-256 than its sidecar, or an interrupted copy left a hole": (
+        f"{U}corpus_damage.py::test_the_sha_256_is_that_of_the_sidecar",
+        f"{U}corpus_damage.py::test_a_run_refuses_a_corpus_with_a_hole",
+    ),
     "a token id in a corpus is damaged": (f"{C}pretrain.py::test_a_damaged_id_stops_the_run",),
     "tools/preprocess_data.py is killed": (f"{C}tools.py::test_a_killed_run_goes_on",),
     "tools/preprocess_data.py loses a worker process, or can no longer write its output or read its input": (
