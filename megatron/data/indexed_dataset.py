@@ -85,7 +85,7 @@ class IndexedDataset:
     def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: tuple[int, str] | None = None) -> None:
         self.prefix, self.orders = prefix, f"{prefix}.orders"
         self._stamp: tuple[int, str] | None = None
-        self._lengths: tuple[tuple[str, int], ...] = ()  # path and size of each file on this machine when it was opened
+        self._maps: list[tuple[str, Any, int]] = []  # path, memory map and size of each file when it was opened
         index_path, data_path = self.prefix + ".idx", self.prefix + ".bin"
         for path in (index_path, data_path):
             if not place(path).is_file():
@@ -121,14 +121,14 @@ class IndexedDataset:
             self.tokens, self._stamp = cast(NDArray[Any], self._remote), self._remote.stamp
             self.orders = os.fspath(folder_of(data, self._remote.stamp) / "orders")
             return
-        self._lengths = (index_path, size), (data_path, os.path.getsize(data_path))
+        self._maps.append((index_path, raw.base, size))
         # numpy closes the memory map when no array refers to it, so this class needs no close().
-        empty = os.path.getsize(data_path) == 0
-        self.tokens = (
-            np.empty(0, self.dtype)
-            if empty
-            else np.memmap(data_path, mode="r", dtype=self.dtype).view(np.ndarray)  # slicing an np.memmap is slow
-        )
+        if os.path.getsize(data_path) == 0:
+            self.tokens = np.empty(0, self.dtype)
+            return
+        mapped = np.memmap(data_path, mode="r", dtype=self.dtype)
+        self.tokens = mapped.view(np.ndarray)  # slicing an np.memmap is slow
+        self._maps.append((data_path, mapped.base, mapped.nbytes))
 
     def refresh(self) -> None:
         """Let `tokens` follow the cache of a corpus in object storage; see `RemoteTokens.refresh`."""
@@ -140,11 +140,8 @@ class IndexedDataset:
 
         Call this before a read. A file that was deleted stays readable.
         """
-        for path, needed in self._lengths:
-            try:
-                found = os.stat(path).st_size
-            except OSError:
-                continue
+        for path, mapped, needed in self._maps:
+            found = mapped.size()
             if found < needed:
                 raise DatasetError(
                     f"{path} has become shorter: it had {needed} bytes when it was opened and has {found} now; copy it "
