@@ -55,7 +55,7 @@ class Run:
         release(self.locks)
         if lost and kind is None:
             path = self.run_dir / "metrics.jsonl"
-            raise RunError(f"the last {lost} rows of {path} were not written; its disk is full or fails")
+            raise RunError(f"the last {lost} rows of {path} were not written; a note above says why")
 
     @property
     def sample_shape(self) -> tuple[int, int]:

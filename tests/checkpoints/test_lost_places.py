@@ -33,11 +33,14 @@ def _loses_its_place(run_dir: Path, how: str, flags: str, data: str, vocab_file:
                 (run_dir / NAME).write_text(json.dumps(dataclasses.asdict(other)))
         return honest(*args)
 
-    with make(Start("gpt2", run_dir, flags), data, vocab_file) as run:
+    with (
+        pytest.raises(RunError) as error,
+        contextlib.redirect_stdout(io.StringIO()),
+        make(Start("gpt2", run_dir, flags), data, vocab_file) as run,
+    ):
         honest = run.engine.train_batch
         run.engine.train_batch = train_batch  # type: ignore[method-assign]
-        with pytest.raises(RunError) as error, contextlib.redirect_stdout(io.StringIO()):
-            train(run)
+        train(run)
     return str(error.value)
 
 
