@@ -88,7 +88,6 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     _refuse_unknown(given, path)
     _check_pipeline(config, given.pop("pipeline", {}), path)
     _check_sections(given, path)
-    _refuse_urls(given, path)
     _require_overflow_checks(given, path)
     batch, notes = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)
@@ -195,6 +194,7 @@ def _check_sections(given: dict[str, Any], path: str) -> None:
 
     Raises ConfigError for invalid sections and values.
     """
+    _refuse_urls(given, path)
     for key in SECTIONS & given.keys():
         if isinstance(given[key], bool):
             given[key] = {"stage": int(given[key])} if key == "zero_optimization" else {"enabled": given[key]}

@@ -78,9 +78,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{A}incomplete.py::test_every_error_of_a_writer_ends_the_save_and_nothing_else",
     ),
     "new checkpoints are damaged": (f"{A}incomplete.py::test_the_newest_whole_checkpoint_stays",),
-    "the directory of a run is removed, renamed or replaced while it trains": (
-        f"{A}lost_places.py::test_a_run_whose_directory_is_gone_ends",
-    ),
     "the disk of the checkpoints is full": (
         f"{A}damage.py::test_a_disk_that_takes_no_more",
         f"{U}goes_on_without.py::test_a_failed_save_is_tried_again",
