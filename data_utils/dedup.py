@@ -1,4 +1,4 @@
-"""What two documents are compared by: hashes of whole texts for exact duplicates, substrings for near duplicates."""
+"""Comparison of documents: hashes of whole texts for exact duplicates, substrings for near duplicates."""
 
 import hashlib
 import re

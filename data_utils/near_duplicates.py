@@ -109,7 +109,7 @@ class BandTable:
         slots = keys & mask
         waiting = np.arange(len(keys))
         while len(waiting):
-            # Of several pairs that want the same empty slot, the first one gets it.
+            # The first of several pairs that want the same empty slot gets it.
             wanted, first = np.unique(slots[waiting], return_index=True)
             free = self._texts[wanted] == EMPTY
             placed = waiting[first[free]]

@@ -48,7 +48,7 @@ class Documents(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Which tokens of a micro-batch are text and not padding.
+    """Mask and number of the tokens of a micro-batch that are text, not padding.
 
     mask: bool [s, b], True where a token of this rank's shard is text. total: scalar in fp64, the number of text tokens
     of the whole micro-batch, divided by the number of context-parallel ranks.

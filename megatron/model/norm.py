@@ -67,7 +67,8 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def _build(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
-    kind: Any = norm_class(config.kernels, rms) or (RMSNorm if rms else mpu.LayerNorm)
+    usual = RMSNorm if rms else mpu.LayerNorm
+    kind: Any = norm_class(config.kernels, rms) or usual
     if rms and "rms-norm" in config.reference_ops:
         kind = nn.RMSNorm
     norm: Any = kind(size, eps=config.layernorm_epsilon)

@@ -78,7 +78,8 @@ class T5(Task):
             )
         encoder, decoder = lengths
         if decoder is None and config.model.position_embedding == "learned":
-            decoder = config.positions  # with many short spans, the decoder would get more tokens than the encoder
+            # Much noise in short spans would give the decoder more tokens than it has positions.
+            decoder = config.positions
         objective = Objective(config.objective, data.span_convention, data.noise_density, data.mean_span_length)
         return build_train_valid_test_datasets(
             data.paths, data.split, objective, encoder, decoder, specials, seed, words.base.vocab_size

@@ -168,7 +168,7 @@ TEXTS = ["春天", "The road", "一", "The road home", "春", "二", "The river"
 
 
 def test_different_prompts_draw_different_random_numbers(tool: Any, run: str) -> None:
-    """At a high temperature, all tokens are about equally likely, so equal random numbers would give equal texts."""
+    """All tokens are about equally likely at a high temperature; equal random numbers would give equal texts."""
     flags = ["--load", run, "--prompt", "", "--max-new-tokens", "12", "--temperature", "1000", "--top-p", "1"]
     args = tool.build_parser().parse_args(flags)
     writer = tool.load(args)

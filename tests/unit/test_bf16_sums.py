@@ -154,7 +154,7 @@ def test_relative_positions_sum_their_gradients_in_fp32(causal: bool, plain: boo
 
 
 class Own(nn.Module):
-    """A model of a user's own, of layers of mpu."""
+    """Custom model of layers of mpu."""
 
     def __init__(self) -> None:
         super().__init__()
