@@ -149,12 +149,17 @@ class Sender:
 
     def _payload(self, tensors: Sequence[BoundaryTensor]) -> Tensor | None:
         """Return the bytes of a message; None if no tensor has elements."""
-        full = [p.tensor for p in tensors if p.tensor.numel()]
-        lent = len(full) == 1 and users(full[0]) > 1
-        parts = [_padded_bytes(self._slice(p)) for p in tensors if p.tensor.numel()]
-        if len(parts) > 1 or (lent and _same_memory(parts[0], full[0])):
+        full = [each for each in tensors if each.tensor.numel()]
+        if not full:
+            return None
+        # Before `_slice` makes views: another user of the tensor could change it while it is sent.
+        lent = users(full[0].tensor) > 1
+        parts = [_padded_bytes(self._slice(each)) for each in full]
+        if len(parts) > 1:
             return self._copy(parts)
-        return parts[0] if parts else None
+        if lent and _same_memory(parts[0], full[0].tensor):
+            return self._copy(parts)
+        return parts[0]
 
     def _copy(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts), out=self.link.pool.take(sum(part.numel() for part in parts)))

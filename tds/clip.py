@@ -80,13 +80,17 @@ def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
 
 
 def _clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    if limit > 0 and gradients:
-        # Multiplying by a clamped factor avoids reading a value back from the device.
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device)
-        for dtype in dict.fromkeys(g.dtype for g in gradients):
-            # The factor is not in half precision, because it would be rounded, possibly to 0.
-            wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-            scale_all([g for g in gradients if g.dtype == dtype], factor.to(wide))
+    if limit <= 0 or not gradients:
+        return
+    # Multiplying by a clamped factor avoids reading a value back from the device.
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, alike in by_dtype.items():
+        # The factor is not in half precision, because it would be rounded, possibly to 0.
+        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+        scale_all(alike, factor.to(wide))
 
 
 def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:

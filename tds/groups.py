@@ -124,10 +124,17 @@ def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
     there = [axis for axis in AXES if axis in topology.get_axis_names()]
     kept = {axis: sorted({getattr(coord, axis) for coord in coords}) for axis in there}
     fixed = [axis for axis in there if len(kept[axis]) == 1]
+    sizes = [range(topology.get_dim(axis)) for axis in fixed]
     found = []
-    for place in product(*(range(topology.get_dim(axis)) for axis in fixed)):
-        at = {**kept, **{axis: [value] for axis, value in zip(fixed, place, strict=True)}}
-        found.append(sorted(topology.get_rank(**dict(zip(there, p, strict=True))) for p in product(*at.values())))
+    # For example, line = the tensor-parallel ranks of stage 0, replica 0: one group for each stage and replica.
+    for place in product(*sizes):
+        values = dict(kept)
+        for axis, value in zip(fixed, place, strict=True):
+            values[axis] = [value]
+        ranks = []
+        for coord in product(*values.values()):
+            ranks.append(topology.get_rank(**dict(zip(there, coord, strict=True))))
+        found.append(sorted(ranks))
     return found
 
 

@@ -153,16 +153,27 @@ class Losses:
 
     def _by_name(self, micros: float) -> dict[Key, Tensor]:
         """Return the losses of all replicas, which the last stages exchange by name and send to the other stages."""
-        totals: dict[Key, float] = {}
-        if self._reduced:
-            for each in gather_objects({key: total.item() for key, total in self._sums.items()}, self._replicas):
-                for key, value in each.items():
-                    totals[key] = totals.get(key, 0.0) + value
-            totals = {key: total / (self.targets if key[0] == TRAINED else micros) for key, total in totals.items()}
-        names = [dict(sorted(totals.items(), key=lambda item: item[0][0]))]  # trained losses first
+        means = self._means_by_name(micros) if self._reduced else {}
+        sent = [means]
         if dist.get_world_size(self._stages) > 1:
-            dist.broadcast_object_list(names, self._source, group=self._stages)
-        return {key: torch.tensor(mean, dtype=torch.float64, device=self.device) for key, mean in names[0].items()}
+            dist.broadcast_object_list(sent, self._source, group=self._stages)
+        found = {}
+        for key, mean in sent[0].items():
+            found[key] = torch.tensor(mean, dtype=torch.float64, device=self.device)
+        return found
+
+    def _means_by_name(self, micros: float) -> dict[Key, float]:
+        """Return the mean of each loss over all replicas, trained losses first. Collective over the replicas."""
+        own = {key: total.item() for key, total in self._sums.items()}
+        totals: dict[Key, float] = {}
+        for of_replica in gather_objects(own, self._replicas):
+            for key, value in of_replica.items():
+                totals[key] = totals.get(key, 0.0) + value
+        means = {}
+        for key in sorted(totals, key=lambda key: key[0]):
+            divisor = self.targets if key[0] == TRAINED else micros
+            means[key] = totals[key] / divisor
+        return means
 
     @property
     def shared_sum(self) -> Tensor:

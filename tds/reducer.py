@@ -32,18 +32,22 @@ class _GradBucket:
     def reduce(self) -> None:
         """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
         there = [p.grad is not None for p in self.parameters]
-        # A sparse gradient of a direct call of `F.embedding(..., sparse=True)` becomes dense.
-        found = [p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad for p in self.parameters]
-        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
+        grads = [_dense_gradient(p) for p in self.parameters]
         if self._present is None:
             self._present = grads[0].new_ones(len(grads))
-        present = self._present if all(there) else self._present * self._present.new_tensor(there)
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), present])
+        present = self._present
+        if not all(there):
+            present = present * present.new_tensor(there)
+        pieces = [grad.reshape(-1) for grad in grads]
+        flat = torch.cat([*pieces, present])
         self._work = dist.all_reduce(flat, group=self.group, async_op=True)
-        *parts, counts = torch.split(flat, [*(p.numel() for p in self.parameters), len(grads)])
-        for p, part in zip(self.parameters, parts, strict=True):
+        sizes = [piece.numel() for piece in pieces]
+        *parts, counts = torch.split(flat, [*sizes, len(grads)])
+        self._missing = []
+        for at, (p, part) in enumerate(zip(self.parameters, parts, strict=True)):
             p.grad = part.view_as(p)
-        self._missing = [(p, counts[at]) for at, p in enumerate(self.parameters) if not there[at]]
+            if not there[at]:
+                self._missing.append((p, counts[at]))
 
     def wait(self) -> None:
         """Wait until the sums have arrived."""
@@ -55,6 +59,13 @@ class _GradBucket:
                 if not count:
                     p.grad = None
         self._missing = []
+
+
+def _dense_gradient(p: nn.Parameter) -> Tensor:
+    """Return the gradient of `p`, zeros if it has none. `F.embedding(..., sparse=True)` gives sparse gradients."""
+    if p.grad is None:
+        return torch.zeros_like(p)
+    return p.grad.to_dense() if p.grad.is_sparse else p.grad
 
 
 class GradReducer:

@@ -181,22 +181,26 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = (needs_grad(ctx, i) for i in range(3))
+        whole = Pending(None, x)
+        input_grad = weight_grad = bias_grad = summed = None
         # The all-gather starts first, so that all ranks start the same collectives in the same order.
-        whole = start_all_gather(x, ctx.sequence) if of_weight and ctx.sequence.size > 1 else None
-        if whole is not None and not ctx.overlap:
-            whole.settle()
-        summed = start_sum(_gradient_of_input(ctx, grad, weight), ctx.axis, ctx.sequence) if of_x else None
-        if summed is not None and not ctx.overlap:
-            summed.settle()
-        weight_grad = bias_grad = None
+        if needs_grad(ctx, 1) and ctx.sequence.size > 1:
+            whole = start_all_gather(x, ctx.sequence)
+            if not ctx.overlap:
+                whole.settle()
+        if needs_grad(ctx, 0):
+            summed = start_sum(_gradient_of_input(ctx, grad, weight), ctx.axis, ctx.sequence)
+            if not ctx.overlap:
+                summed.settle()
         flat = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
-        if of_weight:
-            x = whole.wait() if whole is not None else x
+        if needs_grad(ctx, 1):
+            x = whole.wait()
             weight_grad = gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
-        if of_bias:
+        if needs_grad(ctx, 2):
             bias_grad = flat.sum(0)
-        return summed.wait() if summed is not None else None, weight_grad, bias_grad, None, None, None, None, None, None
+        if summed is not None:
+            input_grad = summed.wait()
+        return input_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
 def _gradient_of_input(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:

@@ -108,7 +108,12 @@ def _end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -
     """Update the routers of experts, and return the result of the step."""
     spike = engine.spike_guard.found if engine.spike_guard else None
     skipped = spike is not None or zero_state.was_skipped(engine)
-    norm = engine.spike_guard.norm if spike else math.inf if skipped else norm if norm is not None else 0.0
+    if spike:
+        norm = engine.spike_guard.norm
+    elif skipped:
+        norm = math.inf
+    elif norm is None:
+        norm = 0.0
     if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
         norm = norm.to(loss.device)
     finite = norm.isfinite() if isinstance(norm, Tensor) else math.isfinite(norm)

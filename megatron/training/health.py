@@ -140,15 +140,20 @@ class Health:
 
     def _update(self, step: Step, samples: SampleRange, loss: float, applied: bool) -> None:
         overflowed = not applied and step.spike is None
-        at_the_end = overflowed and self._least is not None and self._scale == step.loss_scale == self._least
+        stays_least = self._least is not None and self._scale == step.loss_scale == self._least
+        at_the_end = overflowed and stays_least
         self._scale = step.loss_scale
         if applied:
-            self._starts, self._streak = False, 0
+            self._starts = False
+            self._streak = 0
         # At first, fp16 skips steps to lower its high initial loss scale; these do not count.
         elif step.spike or not self._starts:
             self._streak += 1
-        if self.fault is None and (at_the_end or self._streak >= self._most or (applied and not math.isfinite(loss))):
-            self.fault = Fault(samples, self._streak, loss, self._least if at_the_end else None, step.spike)
+        diverged = applied and not math.isfinite(loss)
+        too_many = self._streak >= self._most
+        if self.fault is None and (at_the_end or too_many or diverged):
+            least = self._least if at_the_end else None
+            self.fault = Fault(samples, self._streak, loss, least, step.spike)
 
     def _spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
         """Return [spike] if `loss` exceeds the median of recent losses by much more than their noise, else [].
