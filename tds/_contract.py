@@ -93,23 +93,24 @@ deepspeed.runtime.bf16_optimizer:BF16_Optimizer  training in bf16
     patches   get_grads_for_norm
 
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer  training with ZeRO-1 or ZeRO-2
-    uses      _lazy_init_hp_params_optimizer_state
+    uses      _lazy_init_hp_params_optimizer_state _update_scale
     fields    _global_grad_norm _hp_optimizer_states_linked averaged_gradients bit16_groups bit16_groups_flat
     fields    check_grad_overflow cur_scale loss_scaler optimizer overflow single_partition_of_fp32_groups
     fields    use_grad_accum_attribute
+    patches   step
 
 deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3  training with ZeRO-3
-    uses      check_overflow get_param_id
+    uses      _update_scale check_overflow get_param_id
     fields    _global_grad_norm cur_scale fp16_groups fp32_partitioned_groups_flat grad_position loss_scaler optimizer
     fields    overflow
-    patches   _get_norm_groups
+    patches   _get_norm_groups step
 
 deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer  training in fp16
     fields    fp16_groups fp16_groups_flat
-    patches   initialize_optimizer_states
+    patches   initialize_optimizer_states step
 
 deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer  the first step of Adam in half precision
-    patches   initialize_optimizer_states
+    patches   initialize_optimizer_states step
 
 deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler  the loss scale of fp16
     fields    cur_hysteresis cur_iter cur_scale dynamic last_overflow_iter min_scale raise_error_at_min_scale

@@ -177,6 +177,32 @@ def prepare() -> None:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
     for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer):
         optimizer.initialize_optimizer_states = lambda _: None
+    for optimizer in (FP16_Optimizer, FP16_UnfusedOptimizer, Zero12Optimizer, Zero3Optimizer):
+        _grow_scale_after_step(optimizer)
+
+
+@functools.cache  # patches a class once
+def _grow_scale_after_step(optimizer_class: Any) -> None:
+    """Patch a class of optimizers to unscale the gradients before the loss scale of fp16 grows.
+
+    Unpatched, the scale grows first, so in this step the gradients, and with ZeRO 3 their norm, are half as large.
+    """
+    step = optimizer_class.step
+
+    @functools.wraps(step)
+    def step_then_grow(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        update = optimizer._update_scale
+        growth = list[bool]()
+        optimizer._update_scale = lambda overflow: update(True) if overflow else growth.append(True)
+        try:
+            result = step(optimizer, *args, **kwargs)
+        finally:
+            del optimizer._update_scale
+        if growth:
+            update(False)
+        return result
+
+    optimizer_class.step = step_then_grow
 
 
 def set_local_rank() -> None:

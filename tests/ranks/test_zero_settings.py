@@ -1,9 +1,11 @@
 """Settings of DeepSpeed's ZeRO give plain torch's losses, or an error that names their key."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import tds
@@ -25,6 +27,9 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"allgather_bucket_size": 1001, "stage": 1},
     {"allgather_bucket_size": 1001, "stage": 2},
 )
+
+
+LIMIT = 0.25  # --clip-grad of a run whose gradients are hardly clipped; half a norm would not be clipped
 
 
 def _model() -> nn.Sequential:
@@ -72,3 +77,45 @@ def test_settings_of_zero_work_or_name_their_key() -> None:
     for found in on_ranks(4, _all_settings):
         for zero, losses in zip(WORKS, found, strict=True):
             assert losses == pytest.approx(expected, rel=1e-5), zero
+
+
+def _growing_scale(stage: int, clip: float) -> tuple[list[float], list[float], list[float]]:
+    """Train in fp16; return the loss scale of each step, and its gradient norm and update over those of plain torch."""
+    plain = _model()
+    model = _model()
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
+    zero = {"stage": stage, "reduce_scatter": True}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": clip, "fp16": fp16, "zero_optimization": zero}
+    config["zero_allow_untested_optimizer"] = True
+    engine = tds.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), config=config)[0]
+    scales = []
+    norms = []
+    updates = []
+    for step in range(STEPS + 3):
+        before = [safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+        with torch.no_grad():
+            for p, value in zip(plain.parameters(), before, strict=True):
+                p.copy_(value.half())
+        plain.zero_grad()
+        plain(_batch(step).half().float()).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
+        expected = torch.cat([-0.5 * p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+        scales.append(float(engine.optimizer.cur_scale))
+        engine.backward(engine(_batch(step).half()).float().square().mean())
+        engine.step()
+        after = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+        moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
+        norms.append(float(engine.get_global_grad_norm()) / float(norm))
+        updates.append(float(moved @ expected / (expected @ expected)))
+    return scales, norms, updates
+
+
+def _growing_scales() -> list[tuple[list[float], list[float], list[float]]]:
+    return [_growing_scale(stage, clip) for stage in (1, 2, 3) for clip in (0.0, LIMIT)]
+
+
+def test_steps_in_which_the_loss_scale_grows_use_the_scale_of_their_loss() -> None:
+    for scales, norms, updates in on_ranks(1, _growing_scales)[0]:
+        assert scales[-1] > scales[0]
+        assert norms == pytest.approx([1.0] * len(norms), abs=0.02)
+        assert updates == pytest.approx([1.0] * len(updates), abs=0.02)
