@@ -22,7 +22,7 @@ from .optimizers import refuse_closures
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
 from .replaced import KnownModel
-from .saving import refuse_url, warn_of_replicas
+from .saving import refuse_url, warn_of_copies
 from .sparse import make_dense, refuse_sparse, sparse_weights
 from .spikes import SpikeGuard
 from .zero_settings import naming_keys, refuse_quantization_on_cpus
@@ -174,7 +174,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         return super().load_checkpoint(*args, **kwargs)
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as DeepSpeed does; at the first save, also warn of buffers that differ between replicas.
+        """Save as DeepSpeed does; at the first save, also warn of buffers whose copies differ.
 
         Raises ValueError for a URL.
         """
@@ -182,7 +182,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         complete_weights(self)
         if not self._compared:
             self._compared = True
-            warn_of_replicas(self.module, self.seq_data_parallel_group)
+            warn_of_copies(self.module, self.seq_data_parallel_group)
         return super().save_checkpoint(save_dir, *args, **kwargs)
 
 

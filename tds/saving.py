@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ._torch import raw_bytes
 from .groups import gather_objects
+from .pipe import ties
 
 FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
 NOTE = "tds_layout.json"
@@ -142,20 +143,42 @@ def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
     )
 
 
-def warn_of_replicas(module: nn.Module, group: Any) -> None:
-    """Warn of persistent buffers that differ between the replicas in `group`, and name them. Collective."""
-    if dist.get_world_size(group) == 1:
-        return
-    weights = {id(p) for p in module.parameters()}
-    state = module.state_dict(keep_vars=True).items()
-    buffers = {name: value for name, value in state if isinstance(value, Tensor) and id(value) not in weights}
-    mine = {name: hashlib.sha256(raw_bytes(value)).hexdigest() for name, value in buffers.items()}
-    replicas = gather_objects(mine, group)
-    differing = sorted({name for each in replicas for name in each if each[name] != replicas[0].get(name)})
-    if differing and dist.get_rank(group) == 0:
+def warn_of_copies(module: nn.Module, replicas: Any) -> None:
+    """Warn of persistent buffers that differ between replicas, or between the stages of a tied module. Collective.
+
+    replicas: process group of the replicas.
+    """
+    differing = _differing_buffers(module, replicas)
+    if differing:
         warnings.warn(
-            f"the buffers {', '.join(differing)} differ between replicas, and a checkpoint holds only the first "
+            f"the buffers {differing} differ between replicas, and a checkpoint holds only the first "
             f"replica's: reduce them over the replicas, or register them with persistent=False if they need not be "
             "saved",
             stacklevel=4,
         )
+    for key, stages, _ in ties(module):
+        tied: Any = module.tied_modules
+        differing = _differing_buffers(tied[key], stages)
+        if differing:
+            warnings.warn(
+                f"the buffers {differing} of the tied module {key!r} differ between its stages: a tie shares weights, "
+                "while each stage changes its own buffers, such as the statistics of BatchNorm; move these buffers to "
+                "a layer that is not tied",
+                stacklevel=4,
+            )
+
+
+def _differing_buffers(module: nn.Module, group: Any) -> str:
+    """Return the names of persistent buffers that differ between the ranks of `group`. Collective.
+
+    Ranks other than the first of `group` get an empty string.
+    """
+    if dist.get_world_size(group) == 1:
+        return ""
+    weights = {id(p) for p in module.parameters()}
+    state = module.state_dict(keep_vars=True).items()
+    buffers = {name: value for name, value in state if isinstance(value, Tensor) and id(value) not in weights}
+    mine = {name: hashlib.sha256(raw_bytes(value)).hexdigest() for name, value in buffers.items()}
+    copies = gather_objects(mine, group)
+    differing = sorted({name for each in copies for name in each if each[name] != copies[0].get(name)})
+    return "" if dist.get_rank(group) else ", ".join(differing)

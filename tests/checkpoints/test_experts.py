@@ -1,14 +1,20 @@
 """A checkpoint of a model with experts loads in any other layout, another expert-parallel size included."""
 
+import contextlib
+import io
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from megatron import mpu
+from megatron.training import train
+from tests.conformance.engines import remembered_groups
 from tests.support import covering, on_ranks
 
-from .runs import Start, losses_of, run_all, whole_tensors
+from .runs import Start, losses_of, make, run_all, whole_tensors
 
 SAVED, LAST, GLOBAL_BATCH = 2, 5, 8
 
@@ -76,3 +82,37 @@ def test_experts_fit_every_layout(
     assert any(value.any() for key, value in there.items() if key.endswith("router.bias_steps"))
     tolerance = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 3e-3}[precision]
     np.testing.assert_allclose(losses_of(tmp_path / "b"), losses_of(tmp_path / "a")[SAVED:], rtol=tolerance)
+
+
+def _spoiled(start: Start, data: str, vocab_file: str, bad: list[int], added: float) -> None:
+    """Run `start`, and add `added` to a gradient in the iterations `bad`, counted from 0."""
+    with remembered_groups() as begin, contextlib.redirect_stdout(io.StringIO()):
+        begin()
+        with make(start, data, vocab_file) as run:
+            weight = dict(run.engine.deepspeed.module.named_parameters())["final_norm.norm.weight"]
+            rng = mpu.get_rng()
+            weight.register_hook(lambda g: g + added if rng.iteration in bad else g)  # type: ignore[no-untyped-call]
+            train(run)
+
+
+@pytest.mark.parametrize(("balance", "added"), [("bias", math.nan), ("aux-loss", 500.0)])
+def test_a_checkpoint_after_skipped_steps_counts_no_token_twice(
+    balance: str, added: float, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """A run that resumes from a save during skipped steps equals a run without skipped steps."""
+    flags = (
+        f"--num-experts 4 --router-balance {balance} --precision fp32 --train-iters {LAST + 1} --batch-size 2 "
+        f"--batch-size-schedule '0:2 4_samples:4' --skip-step-sigma 20 --skip-step-window 4"
+    )
+    whole = Start("gpt2", tmp_path / "whole", f"{flags} --save-interval {LAST + 1}")
+    spoiled = Start("gpt2", tmp_path / "spoiled", f"{flags} --save-interval {LAST} --exit-interval {LAST}")
+    on_ranks(1, _spoiled, spoiled, tiny_data, vocab_file, [LAST - 2, LAST - 1], added)
+    saved = tmp_path / "spoiled" / "checkpoints"
+    assert [path.name for path in saved.glob("iter_*")] == [f"iter_{LAST - 2:07d}"]
+    on_ranks(1, run_all, [whole, spoiled._replace(flags=f"{flags} --save-interval {LAST + 1}")], tiny_data, vocab_file)
+    expected = whole_tensors(tmp_path / "whole" / "checkpoints" / f"iter_{LAST + 1:07d}")
+    resumed = whole_tensors(saved / f"iter_{LAST + 1:07d}")
+    assert expected.keys() == resumed.keys()
+    assert any(key.endswith("router.tokens") for key in expected)
+    for key, value in expected.items():
+        assert value.tobytes() == resumed[key].tobytes(), key

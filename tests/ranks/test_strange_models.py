@@ -3,6 +3,7 @@
 import ast
 import inspect
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -432,6 +433,64 @@ def _tie_that_learns_at_the_end(bf16: bool) -> float:
 def test_copies_of_a_tied_weight_stay_alike_where_one_stage_has_no_gradient(bf16: bool) -> None:
     first, last = on_ranks(2, _tie_that_learns_at_the_end, bf16)
     assert first == pytest.approx(last, rel=1e-3) and 0 < first < 0.05  # about 0.01, rounded in bf16
+
+
+def _tied_statistics(folder: Path) -> list[str]:
+    """Train a BatchNorm that two stages tie, save twice, and return the warnings."""
+
+    def make() -> list[Any]:
+        tied = [tds.pipe.TiedLayerSpec("norm", nn.BatchNorm1d, WIDTH, tied_weight_attr=["weight", "bias"])] * 2
+        return [tied[0], *linears(2), tied[1]]
+
+    engine = build(make, 2)
+    engine.train_batch(steps(engine, 0))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        engine.save_checkpoint(folder, "first")
+        engine.save_checkpoint(folder, "second")
+    return [str(each.message) for each in found if "tied module 'norm'" in str(each.message)]
+
+
+def test_statistics_of_a_tied_module_that_differ_between_stages_give_a_warning(tmp_path: Path) -> None:
+    (warning,), others = on_ranks(2, _tied_statistics, tmp_path)
+    assert "running_mean, running_var" in warning and others == []
+
+
+class Scaled(nn.Module):
+    """A layer whose forward pass changes a buffer that the backward pass needs."""
+
+    scale: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.in_place = in_place
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.scale.mul_(1.5)
+        else:
+            self.scale = self.scale * 1.5
+        found: Tensor = self.linear(x) * self.scale
+        return found
+
+
+def scaled_layers(in_place: bool = False) -> list[nn.Module]:
+    return [Scaled(in_place), *linears(2), Scaled(in_place)]
+
+
+def _buffer_in_place() -> None:
+    engine = build(lambda: scaled_layers(True), 2)
+    engine.train_batch(steps(engine, 0))
+
+
+def test_buffers_that_the_forward_pass_replaces_are_right_and_those_changed_in_place_raise_an_error() -> None:
+    expected = plain(scaled_layers)
+    for found in on_ranks(2, _train, scaled_layers, 2, "1f1b", {}):
+        assert found == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(RankFailure, match="inplace operation"):
+        on_ranks(2, _buffer_in_place)
 
 
 class Unusual(nn.Module):
