@@ -285,6 +285,7 @@ def parse(
         config = line.settle(with_values(Config(), values), ranks, with_values)
         config, ineffective = _with_batches(config, ranks, line.values)
         notes += [*ineffective, *config.model.expert_notes(line.values)]
+        notes += config.model.mup_notes(config.optim.optimizer == "muon")
         family, own = config.model.family, (defaults or {}).get("family")
         if own and family != own:
             line.problems.append(f"this script trains only the family {own}, not --family {family}")

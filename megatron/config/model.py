@@ -248,6 +248,28 @@ class ModelConfig(DecoderConfig):
         """Factor of the outputs of attention and MLP before the residual addition; 1 without muP for depth."""
         return math.sqrt((self.mup_base_num_layers or self.num_layers) / self.num_layers)
 
+    def mup_notes(self, muon: bool) -> Iterator[str]:
+        """Yield a note with the sizes that muP's factors take for granted in the base model.
+
+        muon: whether Muon steps the matrices. Only its factors depend on the number of key/value heads.
+        """
+        if self.width_factor == 1 and self.branch_factor == 1:
+            return
+        width = self.mup_base_kv_hidden_size or self.head_size
+        fewer_heads = self.head_size / width / self.width_factor
+        sizes = [f"--num-attention-heads {self.num_attention_heads * fewer_heads:g} of width {width}"]
+        if muon and self.num_key_value_heads:
+            sizes.append(f"--num-key-value-heads {self.num_key_value_heads * fewer_heads:g}")
+        sizes.append(f"--ff-hidden-size {self.ff_size / self.width_factor:g}")
+        if self.expert_ff_hidden_size:
+            sizes.append(f"--expert-ff-hidden-size {self.expert_ff_size / self.width_factor:g}")
+        if self.family == "t5" and self.mup_base_num_layers:
+            sizes.append(f"--num-decoder-layers {self.decoder_layers * self.branch_factor**2:g}")
+        yield (
+            f"muP takes for granted that the base model has {', '.join(sizes)}: if its heads are narrower, give their "
+            "width as --mup-base-kv-hidden-size; if it differs otherwise, its best learning rate may not fit this model"
+        )
+
     @property
     def hidden_std(self) -> float:
         """Standard deviation of the initial weights in attention and MLP, except output projections."""

@@ -25,6 +25,7 @@ from megatron.model.attention import Attention
 from megatron.model.block import TransformerLayer, hidden_matrices
 from megatron.model.embedding import StackNorm, layer_lr_factors
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.mixture import Mixture
 from megatron.model.mlp import ParallelMLP
 from megatron.model.t5 import T5Model
 from megatron.mpu import VocabParallelEmbedding
@@ -40,6 +41,7 @@ KINDS: dict[type[nn.Module], str] = {
     VocabParallelEmbedding: "embedding",
     Attention: "attention",
     ParallelMLP: "MLP",
+    Mixture: "MLP",
     TransformerLayer: "residual stream",
     StackNorm: "final norm",
 }
@@ -59,6 +61,7 @@ def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
         raise ValueError(f"the width {width} is not a multiple of the smallest width {m.hidden_size}; change --widths")
     factor = width // m.hidden_size
     values: dict[str, Any] = {"hidden_size": width, "ff_hidden_size": m.ff_size * factor}
+    values |= {"expert_ff_hidden_size": m.expert_ff_hidden_size and m.expert_ff_hidden_size * factor}
     if grow == "heads":
         values |= {"num_attention_heads": m.num_attention_heads * factor, "kv_hidden_size": m.head_size}
         values |= {"num_key_value_heads": m.num_key_value_heads and m.num_key_value_heads * factor}
@@ -83,9 +86,11 @@ def sizes_of(config: Config, steps: int) -> Sizes:
     tokens, labels = text[:, :-1], text[:, 1:]
     inputs = (tokens, tokens) if config.is_t5 else (tokens,)
     seen: defaultdict[str, list[Tensor]] = defaultdict(list)
+    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+    parts = {part for mixture in mixtures for part in mixture.modules() if part is not mixture}
     for module in model.modules():
         for of, kind in KINDS.items():
-            if isinstance(module, of):
+            if isinstance(module, of) and module not in parts:
                 module.register_forward_hook(partial(_keep, seen, kind))
     first: dict[str, list[Tensor]] = {}
     for step in range(steps + 1):
@@ -173,8 +178,6 @@ def main(args: argparse.Namespace) -> None:
         if flag in {word.split("=")[0] for word in args.flags}:
             raise ValueError(f"{flag} follows from --widths, of which the smallest is the base model: leave it out")
     base = parse_of_any_family([*DEFAULTS, *args.flags, "--hidden-size", str(widths[0])])
-    if base.model.num_experts:
-        raise ValueError("--num-experts: routers send other tokens to an expert at each width; leave the flag out")
     found = check(base, widths, args.grow, args.steps, args.seeds)
     print("\n".join(lines(widths, found)))
     if args.output:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.config.command_line import parse
+from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
 from megatron.model import global_parameters
 from megatron.model.embedding import layer_lr_factors
@@ -21,8 +21,8 @@ from megatron_tools.convert.hf_config import gpt2_config, t5_config
 from megatron_tools.convert.hf_folder import entries_of, write_tensors
 from megatron_tools.convert.hf_llama import llama_config
 from megatron_tools.convert.hf_names import matches_of
-from megatron_tools.report.coordinate_check import check, model_of, slope
-from tests.support import command, covering
+from megatron_tools.report.coordinate_check import check, model_of, sizes_of, slope
+from tests.support import covering
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61 --seq-length 16 --attention-dropout 0"
 MUP = "--mup-base-hidden-size 12 --mup-base-kv-hidden-size 3 --mup-base-num-layers 1"
@@ -122,9 +122,73 @@ def test_the_model_without_mup_has_none_of_its_settings() -> None:
     assert model.width_factor == model.branch_factor == 1
 
 
-def test_the_coordinate_check_refuses_experts() -> None:
-    done = command("python", "tools/coordinate_check.py", "--widths", "16", "32", "--num-experts", "4")
-    assert done.returncode == 1 and "--num-experts" in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("", {"--num-attention-heads 1 of width 8", "--ff-hidden-size 32"}),
+        ("--mup-base-kv-hidden-size 4", {"--num-attention-heads 2 of width 4", "--ff-hidden-size 32"}),
+        ("--ff-hidden-size 100", {"--num-attention-heads 1 of width 8", "--ff-hidden-size 25"}),
+        (
+            f"{LLAMA} --num-key-value-heads 2 --optimizer muon",
+            {"--num-attention-heads 1 of width 8", "--num-key-value-heads 0.5", "--ff-hidden-size 32"},
+        ),
+        (
+            f"{LLAMA} --num-experts 4 --expert-ff-hidden-size 24",
+            {"--num-attention-heads 1 of width 8", "--ff-hidden-size 32", "--expert-ff-hidden-size 6"},
+        ),
+        (
+            f"{T5} --mup-base-num-layers 1",
+            {"--num-attention-heads 1 of width 8", "--ff-hidden-size 32", "--num-decoder-layers 1.5"},
+        ),
+    ],
+)
+def test_a_note_lists_the_sizes_of_the_base_model(flags: str, named: set[str]) -> None:
+    notes = list[str]()
+    parse(f"{SIZES} {flags} --mup-base-hidden-size 8".split(), tell=notes.append)
+    (note,) = [note for note in notes if "--mup-base-kv-hidden-size" in note]
+    assert set(note.partition(" has ")[2].partition(":")[0].split(", ")) == named
+
+
+def test_the_base_model_gets_no_note() -> None:
+    notes = list[str]()
+    parse(f"{SIZES} --mup-base-hidden-size 32".split(), tell=notes.append)
+    assert notes == []
+
+
+# Model -> its flags, for checks at four widths.
+FAMILIES = {
+    "gpt2": MODELS["gpt2"],
+    "llama": MODELS["llama"],
+    "t5": MODELS["t5"],
+    "experts": f"{LLAMA} --num-experts 4 --num-shared-experts 1 --shared-expert-gate --expert-ff-hidden-size 48",
+}
+EVERY = [(name, optimizer) for name in FAMILIES for optimizer in ("adam", "muon")]
+
+
+@pytest.mark.parametrize(("name", "optimizer"), covering(EVERY, [("experts", "adam")].__contains__, several=True))
+def test_activations_of_every_family_have_one_size_with_both_optimizers(name: str, optimizer: str) -> None:
+    widths = (16, 32, 64) if (name, optimizer) == ("experts", "adam") else (32, 64, 128, 256)
+    rate = "0.001" if optimizer == "adam" else "0.01"
+    flags = f"{SIZES} {FAMILIES[name]} --hidden-size {widths[0]} --vocab-size 256 --optimizer {optimizer} --lr {rate}"
+    found = check(parse(flags.split()), widths, "heads", steps=4, seeds=1)
+    for kind in ("attention", "MLP", "residual stream", "final norm"):
+        exponents = {mup: slope(widths, [sizes[kind] for sizes in of_width]) for mup, of_width in found.items()}
+        assert abs(exponents[True]) < 0.2, kind
+        assert exponents[False] > (0.6 if kind in ("attention", "MLP") else exponents[True]), kind
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("optimizer", "rate"), [("adam", "0.001"), ("muon", "0.01")])
+def test_a_fixed_number_of_key_value_heads_fits_adam_only(optimizer: str, rate: str) -> None:
+    widths = (64, 128, 256, 512)
+    flags = f"{SIZES} {LLAMA} --hidden-size 64 --num-attention-heads 8 --num-key-value-heads 1 --vocab-size 256"
+    base = parse(f"{flags} --seq-length 32 --optimizer {optimizer} --lr {rate}".split())
+    changes = []
+    for width in widths:
+        config = with_values(model_of(width, base, "heads", True), {"num_key_value_heads": 1})
+        changes.append(sum(sizes_of(with_values(config, {"seed": seed}), 4)["attention"] for seed in (1, 2)))
+    exponent = slope(widths, changes)
+    assert abs(exponent) < 0.15 if optimizer == "adam" else exponent > 0.25
 
 
 GROWING = [("gpt2", "heads"), ("llama", "heads"), ("t5", "head-size")]
