@@ -109,9 +109,6 @@ class TrainingLog(Hook):
             print_rank_0(f"{samples} is skipped, as --skip-step-sigma asks: {spike}")
             self.guarded.append({**samples._asdict(), **spike._asdict()})
         if self.health.fault:
-            # Complete a pending background save before the run ends: its state is from before the fault.
-            if self.run.saver.pending:
-                self.run.saver.finish()
             raise RunError(explain(self.run, self.health.fault))
 
     def _of_layers(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def train(run: Run) -> None:
     places = HeldPlaces(run, signals)
     saves, tasks = Saves(run, log, signals, places), TaskEvaluations(run, log)
     recording = recorded(config, run.run_dir, run.engine.deepspeed, state.iteration)
-    with recording as recorder, bar, garbage, signals:
+    with recording as recorder, bar, garbage, signals, saves:
         hooks: list[Hook] = [places, Recording(recorder, log), FirstStep(run), garbage, ReplicaChecks(run)]
         hooks += [log.layers, log] if log.layers else [log]
         hooks += [Evaluations(run, log), tasks, saves]

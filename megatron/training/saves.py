@@ -1,5 +1,7 @@
 """The hook that decides when a run saves a checkpoint and when the run stops."""
 
+import torch.distributed as dist
+
 from tds import trace
 
 from ..ranks.errors import RunError
@@ -25,6 +27,21 @@ class Saves(Hook):
         # it is later than _saved.
         self._saved = self._began = run.state.iteration
         self.stop = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Complete a background save if an error ends the run and all ranks have this error, since it is collective."""
+        alone = dist.get_world_size() == 1 and isinstance(error, Exception)
+        if not self._run.saver.pending or not (alone or isinstance(error, RunError)):
+            return
+        if self._places.find_lost():
+            return
+        try:
+            self._run.saver.finish()
+        except RunError as failure:
+            print_rank_0(f"note: {failure}")
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         saver, c = self._run.saver, self._run.config.checkpoint
