@@ -174,6 +174,12 @@ def latest_name(folder: Path) -> str | None:
     return pointer.read_bytes().decode("utf-8", "replace").split("\n")[0] if pointer.is_file() else None
 
 
+def numbered_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return iteration -> checkpoint in `folder`, damaged or not, in ascending order."""
+    paths = [path for path in folder.glob("iter_*") if path.name[5:].isdigit()]
+    return {int(path.name[5:]): path for path in sorted(paths, key=lambda path: int(path.name[5:]))}
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint that `latest` names, None if there is no checkpoint yet.
 

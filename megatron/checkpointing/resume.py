@@ -1,6 +1,7 @@
 """The start of a run: from its own newest checkpoint, from the checkpoint of --load, or from scratch."""
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from megatron.storage import place
 
 from .data_plan import difference, stages_of
-from .files import CheckpointError, find_checkpoint, latest_checkpoint, recover
+from .files import CheckpointError, find_checkpoint, latest_checkpoint, numbered_checkpoints, recover
 from .load import Wanted, load_checkpoint
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
@@ -79,6 +80,7 @@ def start_or_resume(
         print_rank_0(f"this run starts with the weights of {path}")
         state.sample_hash = begin
         return state, config
+    state.forks = from_rank_0(_with_fork(state, path) if is_rank_0() else ())
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     saved = plain_config(CheckpointReader(path))
     # Iteration 0 means imported weights. Their checkpoint has only a default learning-rate schedule: ignore it.
@@ -98,6 +100,12 @@ def start_or_resume(
     with all_ranks():
         state.sample_hash = _hash_samples(begin, state, saved, config, dataset, wanted) if is_rank_0() else 0
     return state, config
+
+
+def _with_fork(state: TrainState, path: Path) -> tuple[tuple[int, int], ...]:
+    """Return the forks of the state loaded from `path`, with this resume if it abandons later checkpoints."""
+    later = [each for each in numbered_checkpoints(path.parent) if each > state.iteration]
+    return (*state.forks, (state.iteration, int(time.time()))) if later else state.forks
 
 
 def _other_batches(saved: Config, config: Config, consumed: int) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.config.fields import describe
 from megatron.storage import RemotePath
 
-from .files import INDEX, latest_name
+from .files import INDEX, latest_name, numbered_checkpoints
 from .remote import delete
 from .whole import is_complete
 
@@ -31,9 +31,7 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[s
 
 def _prune(folder: Path, keep_last: int, keep_every: int | None) -> list[str]:
     latest = latest_name(folder)
-    names = sorted(
-        (path.name for path in folder.glob("iter_*") if path.name[5:].isdigit()), key=lambda name: int(name[5:])
-    )
+    names = [path.name for path in numbered_checkpoints(folder).values()]
     if latest is not None and latest[5:].isdigit():
         names = [name for name in names if int(name[5:]) <= int(latest[5:])]
     dropped = [

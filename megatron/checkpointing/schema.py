@@ -90,6 +90,10 @@ def _is_pair_of_numbers(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(x) is float and math.isfinite(x) for x in value)
 
 
+def _is_fork(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
 def _check_state(state: Any) -> None:
     _expect(isinstance(state, dict), "state", "an object", state)
     known = {f.name for f in fields(TrainState)}
@@ -99,6 +103,10 @@ def _check_state(state: Any) -> None:
         if name == "recent":
             right = isinstance(value, list) and all(map(_is_pair_of_numbers, value))
             _expect(right, "state.recent", "a list of pairs of numbers", value)
+            continue
+        if name == "forks":
+            right = isinstance(value, list) and all(map(_is_fork, value))
+            _expect(right, "state.forks", "a list of pairs of whole numbers", value)
             continue
         # sample_hash may be any unsigned 64-bit number. rng_seed may be negative or None.
         right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int

@@ -19,12 +19,15 @@ class TrainState:
     rng_seed: int | None = None  # seed of dropout; None until the run sets the seed
     # With --skip-step-sigma: (loss, gradient norm) of the last --skip-step-window steps that were not skipped.
     recent: tuple[tuple[float, float], ...] = ()
+    # (iteration, seconds since 1970) of each resume that abandoned later checkpoints.
+    forks: tuple[tuple[int, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as in checkpoint.json, without an empty `recent`, which older versions do not know."""
+        """Return the values as in checkpoint.json, without empty tuples, whose names older versions do not know."""
         return {name: value for name, value in asdict(self).items() if value != ()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainState":
         """Return the state with values from checkpoint.json."""
-        return cls(**{**values, "recent": tuple((loss, norm) for loss, norm in values.get("recent", ()))})
+        pairs = {name: tuple(map(tuple, values.get(name, ()))) for name in ("recent", "forks")}
+        return cls(**{**values, **pairs})

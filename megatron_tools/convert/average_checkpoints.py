@@ -13,7 +13,7 @@ from torch import Tensor
 from data_utils.cli import Parser, any_path, local_path, run
 from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
-from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint
+from megatron.checkpointing.files import BUFFER, WEIGHT, CheckpointError, latest_checkpoint, numbered_checkpoints
 from megatron.checkpointing.pruned import read_kept
 from megatron.checkpointing.relocation import FOLDER as TOKENIZER
 from megatron.checkpointing.relocation import copy_folder
@@ -31,15 +31,30 @@ EXAMPLES = """\
 
 
 def newest(load: str, number: int) -> list[Path]:
-    """Return the newest `number` checkpoints of a run, damaged or not, oldest first; ValueError if it has fewer."""
+    """Return the newest `number` checkpoints of a run, damaged or not, oldest first; ValueError if it has fewer.
+
+    Checkpoints that the run has abandoned, by a resume from an earlier one, are left out.
+    """
     last = find_checkpoint(load)
     if latest_checkpoint(last.parent) != last:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
-    every = {int(path.name[5:]): path for path in last.parent.glob("iter_*") if path.name[5:].isdigit()}
-    found = [every[iteration] for iteration in sorted(every) if iteration <= int(last.name[5:])]
+    forks = _forks_of(last) or []
+    found = []
+    for iteration, path in numbered_checkpoints(last.parent).items():
+        expected = [fork for fork in forks if fork[0] < iteration]
+        if iteration <= int(last.name[5:]) and (not forks or _forks_of(path) in (None, expected)):
+            found.append(path)
     if not 0 < number <= len(found):
         raise ValueError(f"--last {number} must lie between 1 and {len(found)}, the number of checkpoints of {load}")
     return found[-number:]
+
+
+def _forks_of(path: Path) -> list[list[int]] | None:
+    """Return the forks of the run that wrote the checkpoint, see `TrainState`; None if it is damaged."""
+    try:
+        return CheckpointReader(path).state.get("forks", [])  # type: ignore[no-any-return]
+    except CheckpointError:
+        return None
 
 
 def shares(number: int, weights: Sequence[float] | None, decay: float | None) -> list[float]:

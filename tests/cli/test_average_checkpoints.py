@@ -172,3 +172,23 @@ def test_the_output_appears_at_once_or_not_at_all(
     if tool == "upcycle":
         vocab_file = json.loads((out / "settings.json").read_text())["data"]["vocab_file"]
         assert Path(vocab_file).is_file() and Path(vocab_file).parent == out / "tokenizer"
+
+
+def test_last_leaves_out_checkpoints_that_the_run_has_abandoned(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """After a resume from an earlier checkpoint, later ones are of another branch, until the run saves them again."""
+    run_dir = tmp_path / "run"
+    flags = "--num-layers 1 --batch-size 2 --precision fp32"
+    first = Start("gpt2", run_dir, f"{flags} --train-iters 5 --save-interval 1")
+    on_ranks(1, run_all, [first], tiny_data, vocab_file)
+    (run_dir / "checkpoints" / "latest").write_text("iter_0000002")
+    second = Start("gpt2", run_dir, f"{flags} --train-iters 9 --save-interval 3")
+    on_ranks(1, run_all, [second], tiny_data, vocab_file)
+    names = [path.name for path in average_checkpoints.newest(str(run_dir), 5)]
+    assert names == [f"iter_{iteration:07d}" for iteration in (1, 2, 3, 6, 9)]
+    with pytest.raises(ValueError, match="--last 6"):
+        average_checkpoints.newest(str(run_dir), 6)
+    on_ranks(1, run_all, [second._replace(flags=f"{flags} --train-iters 12 --save-interval 3")], tiny_data, vocab_file)
+    names = [path.name for path in average_checkpoints.newest(str(run_dir), 6)]
+    assert names == [f"iter_{iteration:07d}" for iteration in (1, 2, 3, 6, 9, 12)]
