@@ -213,9 +213,8 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
                 raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
     found.notes += removed
-    for name, value in foreign.items():
-        if value is not None:  # other frameworks write null for flags that were not given
-            found.add(name, value)
+    # Other frameworks write null for flags that were not given.
+    found.add_all({name: value for name, value in foreign.items() if value is not None})
     found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
     return found
 
@@ -274,8 +273,7 @@ def parse(
     contents = [(DEFAULTS_OF_SCRIPT, defaults or {}), *((path, read_json(path)) for path in files)]
     sources = [(where, _named(content, where)) for where, content in contents]
     line = Translation(flags_given)
-    for name, value in foreign.items():
-        line.add(name, value)
+    line.add_all(foreign)
     values, dropped = _merge(sources, line)
     for where, source in sources:
         notes += [f"{where}: {note}" for note in source.notes]

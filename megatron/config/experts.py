@@ -39,14 +39,12 @@ class ExpertsConfig(Section):
     router_balance: str = opt(
         "aux-loss",
         "how the router learns to use all experts equally: by an auxiliary loss (Fedus et al. 2022), by a bias that is "
-        "added to the scores for the choice only (Wang et al. 2024), or not at all",
-        one_of("aux-loss", "bias", "none"),
+        "added to the scores for the choice only (Wang et al. 2024), by both, or not at all",
+        one_of("aux-loss", "bias", "bias-and-aux-loss", "none"),
     )
-    router_aux_loss: float = opt(
-        0.01, "factor of the auxiliary loss with --router-balance aux-loss", at_least(0), free=True
-    )
+    router_aux_loss: float = opt(0.01, "factor of the auxiliary loss of --router-balance", at_least(0), free=True)
     router_bias_rate: float = opt(
-        0.001, "step by which --router-balance bias changes the bias of an expert after each iteration", more_than(0)
+        0.001, "step by which the bias of --router-balance changes for an expert after each iteration", more_than(0)
     )
     router_z_loss: float = opt(
         0.0, "factor of the z-loss of the router, the squared log-sum-exp of its logits", at_least(0), free=True
@@ -77,14 +75,25 @@ class ExpertsConfig(Section):
 
     def expert_notes(self, given: Collection[str]) -> Iterator[str]:
         """Yield a note on each setting that does not do what its name says. given: names of the settings given."""
-        for name, balance in (("router_aux_loss", "aux-loss"), ("router_bias_rate", "bias")):
-            if name in given and self.router_balance != balance:
-                yield f"{flag(name)} has no effect: it is for --router-balance {balance}"
+        if "router_aux_loss" in given and not self.has_aux_loss:
+            yield "--router-aux-loss has no effect: it is for --router-balance aux-loss or bias-and-aux-loss"
+        if "router_bias_rate" in given and not self.has_router_bias:
+            yield "--router-bias-rate has no effect: it is for --router-balance bias or bias-and-aux-loss"
         if self.num_experts and self.experts_per_token == 1 and self.normalize_expert_weights:
             yield (
                 "with --experts-per-token 1, normalized weights of experts are always 1, so only the losses of the "
                 "router train it; --no-normalize-expert-weights lets the loss of the model train it, too"
             )
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """True if an auxiliary loss balances the router."""
+        return self.router_balance in ("aux-loss", "bias-and-aux-loss")
+
+    @property
+    def has_router_bias(self) -> bool:
+        """True if a bias balances the router."""
+        return self.router_balance in ("bias", "bias-and-aux-loss")
 
     def has_experts(self, layer: int) -> bool:
         """Return whether layer number `layer`, from 0, of a stack has experts instead of one MLP."""

@@ -1,9 +1,9 @@
 """Router of a mixture of experts: chooses a few experts for each token and weights their outputs.
 
-A router has to use all experts, so it is balanced by an auxiliary loss (Shazeer et al. 2017, Fedus et al. 2022) or by a
-bias (Wang et al. 2024). Both look at the share of tokens that each expert had in the whole global batch. A pipeline
-begins backward passes before the last forward pass, so both use the shares of the previous step. Thus they do not
-depend on the layout. `update_routers` ends a step.
+A router has to use all experts, so it is balanced by an auxiliary loss (Shazeer et al. 2017, Fedus et al. 2022), by a
+bias (Wang et al. 2024) or by both. Both look at the share of tokens that each expert had in the whole global batch. A
+pipeline begins backward passes before the last forward pass, so both use the shares of the previous step. Thus they do
+not depend on the layout. `update_routers` ends a step.
 
 Shapes: s sequence, b batch, h hidden, e experts, k experts of a token, t model-parallel ranks.
 """
@@ -68,7 +68,7 @@ class Router(nn.Module):
         logits = F.linear(x, self.weight.to(x.dtype))
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
         liked = scores.detach()
-        if config.router_balance == "bias":
+        if config.has_router_bias:
             liked = liked + config.router_bias_rate * self.bias_steps
         experts = liked.topk(config.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, experts)
@@ -99,7 +99,7 @@ class Router(nn.Module):
         """
         config = self.config
         each = logits.new_zeros(logits.shape[:-1])  # [s, b]
-        if config.router_balance == "aux-loss" and config.router_aux_loss:
+        if config.has_aux_loss and config.router_aux_loss:
             shares = self.tokens / self.tokens.sum().clamp(min=1)
             shares = shares + (shares.sum() == 0) / len(shares)  # equal before the first step
             probabilities = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
@@ -119,7 +119,7 @@ class Router(nn.Module):
         Nothing changes if the step was skipped.
         """
         self.tokens += (tokens - self.tokens) * applied
-        if self.config.router_balance == "bias":
+        if self.config.has_router_bias:
             self.bias_steps += (tokens.sum() - tokens * len(tokens)).sign() * applied
         self.seen.zero_()
 

@@ -83,7 +83,7 @@ def unsupported(m: ModelConfig, kind: str) -> Sequence[tuple[bool, str]]:
     dense = not all(map(m.has_experts, range(m.num_layers)))
     return [
         (m.router_score != "softmax", f"--router-score {m.router_score}"),
-        (m.router_balance == "bias", "--router-balance bias"),
+        (m.has_router_bias, f"--router-balance {m.router_balance}"),
         (kind != "qwen2_moe" and m.num_shared_experts > 0, f"--num-shared-experts {m.num_shared_experts}"),
         (kind == "qwen2_moe" and not m.shared_expert_gate, "--num-shared-experts without --shared-expert-gate"),
         (kind == "mixtral" and dense, f"--moe-layer-frequency {' '.join(m.moe_layer_frequency)}"),
@@ -96,7 +96,7 @@ def expert_config(m: ModelConfig, kind: str) -> dict[str, Any]:
     if m.num_experts is None:
         return {}
     layers = [i for i in range(m.num_layers) if m.has_experts(i)]
-    factor = m.router_aux_loss if m.router_balance == "aux-loss" else 0.0
+    factor = m.router_aux_loss if m.has_aux_loss else 0.0
     found: dict[str, Any] = {
         "num_experts_per_tok": m.experts_per_token,
         "router_aux_loss_coef": factor * len(layers) / m.experts_per_token,
@@ -125,6 +125,6 @@ def left_out(m: ModelConfig) -> list[str]:
     found = [
         f"{name} {value} is not exported: Llama's config.json has no {what}" for name, value, what in flags if value
     ]
-    if m.num_experts is not None and m.router_balance == "aux-loss" and m.router_aux_loss:
+    if m.num_experts is not None and m.has_aux_loss and m.router_aux_loss:
         found.append("transformers trains with the exported router_aux_loss_coef only if output_router_logits is true")
     return found

@@ -84,7 +84,9 @@ CHINESE = {
     "Megatron-LM always normalizes sigmoid scores of several experts": "Megatron-LM 总是归一化几个专家的 sigmoid 得分",
     "experts are split over --model-parallel-size ranks": "专家按 --model-parallel-size 切分",
     "give --num-shared-experts, each as wide as an expert": "请给 --num-shared-experts，每个与专家同宽",
-    "choose --router-balance aux-loss, bias or none": "可选 --router-balance aux-loss、bias 或 none",
+    "choose --router-balance aux-loss, bias, bias-and-aux-loss or none": (
+        "可选 --router-balance aux-loss、bias、bias-and-aux-loss 或 none"
+    ),
     "norms always come before attention and MLP (pre-LN)": "归一化在注意力和 MLP 之前",
     "there is no BERT model": "这里没有 BERT",
     "export to Hugging Face with "

@@ -151,6 +151,26 @@ def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
     torch.testing.assert_close(own, theirs)
 
 
+def test_a_bias_and_an_auxiliary_loss_balance_together() -> None:
+    flags = "--num-experts 4 --router-balance bias-and-aux-loss --router-aux-loss 1 --router-bias-rate 0.5"
+    model = _model("llama", flags)
+    router = next(module for module in model.modules() if isinstance(module, Router))
+    router.bias_steps += torch.tensor([3, -1, 0, -2])
+    hidden = torch.randn(6, 1, 16, dtype=torch.float64, requires_grad=True)
+    chosen = router(hidden).experts
+    probabilities = (hidden[:, 0] @ router.weight.t()).softmax(-1)
+    expected = (probabilities + 0.5 * torch.tensor([3, -1, 0, -2])).topk(2).indices
+    assert torch.equal(chosen[:, 0], expected)
+    update_routers(model)
+    counts = torch.tensor([(expected == expert).sum() for expert in range(4)])
+    assert torch.equal(router.tokens, counts)
+    assert torch.equal(router.bias_steps, torch.tensor([3, -1, 0, -2]) + (3 - counts).sign())  # 12 / 4 is the mean
+    (own,) = torch.autograd.grad(router(hidden).loss.sum(), hidden)
+    (theirs,) = torch.autograd.grad(4 * (probabilities * counts / 12).sum(1).mean(), hidden)
+    torch.testing.assert_close(own, theirs)
+    assert own.any()
+
+
 def test_the_loss_of_the_routers_does_not_depend_on_the_number_of_targets() -> None:
     """Divided by the number of targets, the loss of the routers is a mean over tokens, with and without a mask."""
     model = _model("llama", "--num-experts 4 --router-z-loss 0.5 --router-aux-loss 0")
@@ -190,7 +210,7 @@ def test_evaluation_counts_no_tokens_and_returns_only_logits() -> None:
     assert not any(module.seen.any() for module in model.modules() if isinstance(module, Router))
 
 
-@pytest.mark.parametrize("balance", ["aux-loss", "bias"])
+@pytest.mark.parametrize("balance", ["aux-loss", "bias", "bias-and-aux-loss"])
 def test_balancing_evens_the_shares(balance: str) -> None:
     """A router without preferences, which sends all tokens to the same two experts, learns to use all of them."""
     model = _model("llama", f"--num-experts 4 --router-balance {balance} --router-aux-loss 1 --router-bias-rate 0.05")

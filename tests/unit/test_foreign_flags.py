@@ -419,6 +419,27 @@ def test_routers_of_megatron(flags: str, found: tuple[float, bool], tmp_path: Pa
     assert (model.router_aux_loss, model.normalize_expert_weights) == found
 
 
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--moe-router-enable-expert-bias", "bias"),
+        ("--moe-router-enable-expert-bias --moe-aux-loss-coeff 0", "bias"),
+        ("--moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01", "bias-and-aux-loss"),
+        ("BIAS aux_loss --moe-aux-loss-coeff 0.02", "bias-and-aux-loss"),
+        ("BIAS global_aux_loss --moe-aux-loss-coeff 0.02", "bias-and-aux-loss"),
+        ("BIAS aux_loss", "bias"),
+        ("BIAS none --moe-aux-loss-coeff 0.02", "bias"),
+        ("FILE", "bias-and-aux-loss"),
+    ],
+)
+def test_the_bias_of_megatron_is_added_to_its_auxiliary_loss(flags: str, found: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"moe_router_enable_expert_bias": true, "moe_aux_loss_coeff": 0.01}')
+    flags = flags.replace("FILE", f"--config {path}")
+    flags = flags.replace("BIAS", "--moe-router-enable-expert-bias --moe-router-load-balancing-type")
+    assert taken(f"--num-experts 4 {flags}")[0].model.router_balance == found
+
+
 def test_args_name_the_setting_that_takes_the_place() -> None:
     args = Args(Config())
     with pytest.raises(AttributeError, match="micro_batch_size.*batch_size"):

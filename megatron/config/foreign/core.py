@@ -3,6 +3,7 @@
 flags.py adds the rows of this module to its table.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from .outcomes import SAME_LOSS, ByValue, Means, NoEffect, Refused, Row, given, in_json, same
@@ -21,6 +22,25 @@ def _of_experts(setting: str, value: Any) -> Means:
 
 
 _AUX_LOSS = _of_experts("router_balance", "aux-loss")
+EXPERT_BIAS = "--moe-router-enable-expert-bias"
+BALANCING = "--moe-router-load-balancing-type"
+
+
+def with_expert_bias(flags: Mapping[str, Any]) -> Means | None:
+    """Return the joint translation of Megatron-LM's two ways to balance routers; None if only one of them is given.
+
+    Megatron-LM adds the bias to the auxiliary loss, which its factor and BALANCING turn on.
+    flags: the given flags of Megatron-LM, with their values.
+    """
+    kind = flags.get(BALANCING, "aux_loss")
+    factor = flags.get("--moe-aux-loss-coeff")
+    if flags.get(EXPERT_BIAS) is not True or kind not in ("aux_loss", "global_aux_loss", "none"):
+        return None
+    if kind != "none" and factor:
+        return Means({"router_balance": "bias-and-aux-loss"})
+    return Means({"router_balance": "bias"}) if BALANCING in flags else None
+
+
 _NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")
 
 ROWS = (
@@ -80,21 +100,21 @@ ROWS = (
         ),
     ),
     Row(
-        "--moe-router-load-balancing-type",
+        BALANCING,
         ByValue(
             {
                 "aux_loss": _AUX_LOSS,
                 "global_aux_loss": _AUX_LOSS,
                 "none": Means({"router_balance": "none"}),
             },
-            Refused("choose --router-balance aux-loss, bias or none"),
+            Refused("choose --router-balance aux-loss, bias, bias-and-aux-loss or none"),
         ),
         str,
     ),
     Row("--moe-aux-loss-coeff", same("router_aux_loss"), float),
     Row("--moe-z-loss-coeff", _of_experts("router_z_loss", given), float),
     Row("--moe-input-jitter-eps", same("router_jitter"), float),
-    Row("--moe-router-enable-expert-bias", Means({"router_balance": "bias"})),
+    Row(EXPERT_BIAS, Means({"router_balance": "bias"})),
     Row("--moe-router-bias-update-rate", same("router_bias_rate"), float),
     Row("--moe-expert-capacity-factor", _DROPLESS, float),
     Row("--moe-pad-expert-input-to-capacity", _DROPLESS),

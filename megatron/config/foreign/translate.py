@@ -8,6 +8,7 @@ from typing import Any
 
 from ..fields import flag
 from ..sections import Config, settings
+from .core import BALANCING, EXPERT_BIAS, with_expert_bias
 from .flags import FLAGS, IMPLIED, VALUES
 from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
 
@@ -148,6 +149,16 @@ class Translation:
                 else:
                     self.notes.append(_taken(said, new, ""))
 
+    def add_all(self, flags: Mapping[str, Any]) -> None:
+        """Translate all foreign flags of the source: name -> value."""
+        rest = dict(flags)
+        joint = with_expert_bias(flags)
+        if joint:
+            pair = [name for name in (EXPERT_BIAS, BALANCING) if name in rest]
+            self._accept(" ".join(written(name, rest.pop(name)) for name in pair), True, joint)
+        for name, value in rest.items():
+            self.add(name, value)
+
     def add(self, name: str, value: Any) -> None:
         """Translate a foreign flag. If its translation depends on other settings, it is deferred to `settle`.
 
@@ -208,6 +219,10 @@ class Translation:
         if isinstance(outcome, ByValue):
             refused = outcome.other or Refused(f"choose one of {', '.join(outcome.values)}")
             outcome = outcome.values.get(str(value), refused)
+        return self._accept(said, value, outcome)
+
+    def _accept(self, said: str, value: Any, outcome: Outcome) -> dict[str, Any]:
+        """Add the outcome of a flag to values, notes or problems; return the new settings. said: the flag as typed."""
         if isinstance(outcome, Refused):
             self.problems.append(f"{said} is not accepted: {outcome.advice}")
         elif isinstance(outcome, NoEffect):
