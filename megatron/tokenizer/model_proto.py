@@ -23,7 +23,7 @@ class ModelFacts:
 
     types: the type of each piece, in the order of ids. algorithm: a value of ALGORITHMS. normalization: name of the
     normalization rule, such as `nmt_nfkc`. prefixes: True if the model prepends a space to a text. squeezes: True if
-    the model replaces several spaces by one.
+    the model replaces several spaces by one. charsmap: compiled table of the normalization rule.
     """
 
     types: list[int] = field(default_factory=list)
@@ -31,6 +31,7 @@ class ModelFacts:
     normalization: str = ""
     prefixes: bool = True
     squeezes: bool = True
+    charsmap: bytes = b""
 
     def of_type(self, kind: int) -> list[int]:
         """Return the ids of all pieces of type `kind`."""
@@ -76,6 +77,7 @@ def with_rounded_scores(content: bytes, step: float) -> bytes:
 def _normalize(facts: ModelFacts, spec: dict[int, int | bytes]) -> None:
     if 1 in spec:
         facts.normalization = _message(spec[1]).decode()
+    facts.charsmap = _message(spec.get(2, b""))
     facts.prefixes = bool(spec.get(3, facts.prefixes))
     facts.squeezes = bool(spec.get(4, facts.squeezes))
 

@@ -10,6 +10,7 @@ from megatron.tokenizer.base import any_of
 from megatron.tokenizer.hf import library
 from megatron.tokenizer.model_proto import BYTE, UNUSED, USER_DEFINED
 from megatron.tokenizer.sentencepiece import MARK, SentencePieceTokenizer
+from megatron.tokenizer.sentinels import own_sentinels
 
 _PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u0301 文字，。", "cafe\u0301 \u1112\u1161\u11ab")
 
@@ -17,14 +18,16 @@ _PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u030
 def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     """Return a `tokenizers.Tokenizer` that encodes text to the same ids as `tokenizer`, or None if there is none.
 
-    Tokenizers that segment words with jieba cannot be converted, nor can sentencepiece models that normalise text. One
-    difference remains: the converted tokenizer treats the character U+2581 in a text as a space.
+    Tokenizers that segment words with jieba cannot be converted, nor can sentencepiece models that normalise text,
+    except those of mT5. One difference remains: the converted tokenizer treats the character U+2581 as a space.
     """
     inner = getattr(tokenizer, "_tokenizer", None)
     if inner is not None:
         return library().Tokenizer.from_str(inner.to_str())
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
+    if _is_mt5_model(tokenizer):
+        return _from_mt5(tokenizer)
     found = _from_sentencepiece(tokenizer)
     if found is None or not _encode_alike(tokenizer, found):
         return None
@@ -70,13 +73,50 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     return theirs
 
 
+def _is_mt5_model(tokenizer: SentencePieceTokenizer) -> bool:
+    """Return whether this is a T5 model with sentinels or bytes among its pieces, which T5Tokenizer cannot handle."""
+    facts = tokenizer.facts
+    sentinels = set(own_sentinels(tokenizer, "t5"))
+    others = set(facts.of_type(USER_DEFINED)) - sentinels
+    return bool(sentinels or facts.of_type(BYTE)) and not others and _is_like_t5(tokenizer)
+
+
+def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
+    """Return the tokenizer of an mT5, whose sentinels become special tokens; None if it gives other ids."""
+    sp, facts, tokenizers = tokenizer._sp, tokenizer.facts, library()
+    names = {id_: name for name, id_ in tokenizer.specials.items()}
+    vocab = [(names.get(i, sp.id_to_piece(i)), sp.get_score(i)) for i in range(sp.vocab_size())]
+    unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bool(facts.of_type(BYTE)))
+    theirs = tokenizers.Tokenizer(unigram)
+    forms, decoders = tokenizers.normalizers, tokenizers.decoders
+    # Precompiled does not compose long clusters, such as decomposed Hangul, so NFC comes before it.
+    one_space = forms.Replace(tokenizers.Regex(" {2,}"), " ")
+    theirs.normalizer = forms.Sequence([forms.NFC(), forms.Precompiled(facts.charsmap), forms.Strip(), one_space])
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(MARK, prepend_scheme="always", split=False)
+    spaces = decoders.Replace(MARK, " ")
+    theirs.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    specials = [name for name in tokenizer.specials if name != sp.id_to_piece(sp.unk_id())]
+    theirs.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in specials])
+    end = sp.id_to_piece(sp.eos_id())
+    theirs.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, sp.eos_id())]
+    )
+    texts = texts_of(tokenizer)
+    alike = all(theirs.encode(text, add_special_tokens=False).ids == tokenizer.encode(text) for text in texts)
+    return theirs if alike else None
+
+
 def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
     """Return whether transformers' T5Tokenizer would produce the same ids as this sentencepiece model."""
+    return _is_like_t5(tokenizer) and not any(tokenizer.facts.of_type(kind) for kind in (USER_DEFINED, BYTE))
+
+
+def _is_like_t5(tokenizer: SentencePieceTokenizer) -> bool:
     sp, facts = tokenizer._sp, tokenizer.facts
     return (
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
-        and not any(facts.of_type(kind) for kind in (UNUSED, USER_DEFINED, BYTE))
+        and not facts.of_type(UNUSED)
         # The two libraries may segment runs of one character differently (see `_runs`). If the source folder names
         # T5Tokenizer, this is accepted: the export then tokenizes like the source folder does in transformers.
         and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))

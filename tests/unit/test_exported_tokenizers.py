@@ -16,7 +16,7 @@ from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_cpm_v
 from megatron.config.command_line import parse
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import TokenizerError
-from megatron.tokenizer.model_proto import ALGORITHMS, read_facts
+from megatron.tokenizer.model_proto import ALGORITHMS, NORMAL, USER_DEFINED, read_facts
 from megatron_tools.convert import hf_compare
 from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
 from tests.support import covering
@@ -193,6 +193,38 @@ def test_the_same_ids_or_no_tokenizer(seed: int, tmp_path: Path) -> None:
         given = lambda text: before(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     for text in held_out(dice):
         assert theirs(text, add_special_tokens=False)["input_ids"] == given(text), (kind, model_type, text)
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_an_mt5_is_exported_with_its_own_sentinels(kind: int, has_bytes: bool, tmp_path: Path) -> None:
+    """The sentinels are pieces of the model, which T5Tokenizer would add once more; it also knows no bytes."""
+    proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("".join(texts(random.Random(1), 120)).split("\n")), model_writer=model, minloglevel=2,
+        vocab_size=900 if has_bytes else 500, hard_vocab_limit=False, model_type="unigram", num_threads=1,
+        normalization_rule_name="nmt_nfkc", pad_id=0, eos_id=1, unk_id=2, bos_id=-1, byte_fallback=has_bytes,
+    )  # fmt: skip
+    content = proto.ModelProto.FromString(model.getvalue())
+    for number in range(19, -1, -1):
+        content.pieces.add(piece=f"\u2581<extra_id_{number}>", score=0.0, type=kind)
+    path = tmp_path / "spiece.model"
+    path.write_bytes(content.SerializeToString())
+    given = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "eos_token": "</s>", "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    ours = SentinelTokenizer(load_tokenizer(str(path)), 20, "t5")
+    output = tmp_path / "out"
+    output.mkdir()
+    exported(output, ours, path, "mt5")
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    assert len(theirs) == ours.vocab_size == len(content.pieces)
+    assert theirs("a")["input_ids"] == [*ours.encode("a"), 1]
+    bare = sentencepiece.SentencePieceProcessor(model_proto=content.SerializeToString())
+    for text in held_out(random.Random(3)):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == bare.encode(text), text
+    text = "one <extra_id_0> two <extra_id_3>, three"
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
 
 
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
