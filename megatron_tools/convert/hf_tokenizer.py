@@ -83,12 +83,15 @@ def _is_mt5_model(tokenizer: SentencePieceTokenizer) -> bool:
 
 def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     """Return the tokenizer of an mT5, whose sentinels become special tokens; None if it gives other ids."""
-    sp, facts, tokenizers = tokenizer._sp, tokenizer.facts, library()
+    sp = tokenizer._sp
+    facts = tokenizer.facts
+    tokenizers = library()
     names = {id_: name for name, id_ in tokenizer.specials.items()}
     vocab = [(names.get(i, sp.id_to_piece(i)), sp.get_score(i)) for i in range(sp.vocab_size())]
     unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bool(facts.of_type(BYTE)))
     theirs = tokenizers.Tokenizer(unigram)
-    forms, decoders = tokenizers.normalizers, tokenizers.decoders
+    forms = tokenizers.normalizers
+    decoders = tokenizers.decoders
     # Precompiled does not compose long clusters, such as decomposed Hangul, so NFC comes before it.
     one_space = forms.Replace(tokenizers.Regex(" {2,}"), " ")
     theirs.normalizer = forms.Sequence([forms.NFC(), forms.Precompiled(facts.charsmap), forms.Strip(), one_space])

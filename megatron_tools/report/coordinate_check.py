@@ -86,8 +86,10 @@ def sizes_of(config: Config, steps: int) -> Sizes:
     tokens, labels = text[:, :-1], text[:, 1:]
     inputs = (tokens, tokens) if config.is_t5 else (tokens,)
     seen: defaultdict[str, list[Tensor]] = defaultdict(list)
-    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
-    parts = {part for mixture in mixtures for part in mixture.modules() if part is not mixture}
+    parts = set[nn.Module]()
+    for mixture in model.modules():
+        if isinstance(mixture, Mixture):
+            parts |= {*mixture.modules()} - {mixture}
     for module in model.modules():
         for of, kind in KINDS.items():
             if isinstance(module, of) and module not in parts:

@@ -1,5 +1,6 @@
 """Settings of DeepSpeed's ZeRO give plain torch's losses, or an error that names their key."""
 
+import itertools
 import math
 from typing import Any
 
@@ -111,7 +112,7 @@ def _growing_scale(stage: int, clip: float) -> tuple[list[float], list[float], l
 
 
 def _growing_scales() -> list[tuple[list[float], list[float], list[float]]]:
-    return [_growing_scale(stage, clip) for stage in (1, 2, 3) for clip in (0.0, LIMIT)]
+    return [_growing_scale(stage, clip) for stage, clip in itertools.product((1, 2, 3), (0.0, LIMIT))]
 
 
 def test_steps_in_which_the_loss_scale_grows_use_the_scale_of_their_loss() -> None:
