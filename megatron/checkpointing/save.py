@@ -295,7 +295,7 @@ class Saver:
                 self._publish(final, temporary, content, every)
         print_rank_0(f"saved {final}")
         kept = self.config.checkpoint
-        print_notes(prune(self.folder, kept.keep_last, kept.keep_every) if is_rank_0() else [])
+        print_notes(prune(self.folder, kept.keep_last, kept.keep_every, content["state"].forks) if is_rank_0() else [])
         return final
 
     def _publish(self, final: Path, temporary: Path, content: dict[str, Any], every: list[Any]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from data_utils.cli import Parser, any_path, local_path, run
 from megatron.atomic import whole_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
-from megatron.checkpointing.files import BUFFER, WEIGHT, CheckpointError, latest_checkpoint, numbered_checkpoints
+from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint, numbered_checkpoints
+from megatron.checkpointing.forks import forks_of, without_abandoned
 from megatron.checkpointing.pruned import read_kept
 from megatron.checkpointing.relocation import FOLDER as TOKENIZER
 from megatron.checkpointing.relocation import copy_folder
@@ -38,23 +39,11 @@ def newest(load: str, number: int) -> list[Path]:
     last = find_checkpoint(load)
     if latest_checkpoint(last.parent) != last:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
-    forks = _forks_of(last) or []
-    found = []
-    for iteration, path in numbered_checkpoints(last.parent).items():
-        expected = [fork for fork in forks if fork[0] < iteration]
-        if iteration <= int(last.name[5:]) and (not forks or _forks_of(path) in (None, expected)):
-            found.append(path)
+    earlier = [path for iteration, path in numbered_checkpoints(last.parent).items() if iteration <= int(last.name[5:])]
+    found = without_abandoned(earlier, forks_of(last) or ())
     if not 0 < number <= len(found):
         raise ValueError(f"--last {number} must lie between 1 and {len(found)}, the number of checkpoints of {load}")
     return found[-number:]
-
-
-def _forks_of(path: Path) -> list[list[int]] | None:
-    """Return the forks of the run that wrote the checkpoint, see `TrainState`; None if it is damaged."""
-    try:
-        return CheckpointReader(path).state.get("forks", [])  # type: ignore[no-any-return]
-    except CheckpointError:
-        return None
 
 
 def shares(number: int, weights: Sequence[float] | None, decay: float | None) -> list[float]:

@@ -189,6 +189,8 @@ def test_last_leaves_out_checkpoints_that_the_run_has_abandoned(
     assert names == [f"iter_{iteration:07d}" for iteration in (1, 2, 3, 6, 9)]
     with pytest.raises(ValueError, match="--last 6"):
         average_checkpoints.newest(str(run_dir), 6)
-    on_ranks(1, run_all, [second._replace(flags=f"{flags} --train-iters 12 --save-interval 3")], tiny_data, vocab_file)
-    names = [path.name for path in average_checkpoints.newest(str(run_dir), 6)]
-    assert names == [f"iter_{iteration:07d}" for iteration in (1, 2, 3, 6, 9, 12)]
+    third = second._replace(flags=f"{flags} --train-iters 12 --save-interval 3 --keep-last 5")
+    on_ranks(1, run_all, [third], tiny_data, vocab_file)
+    kept = [f"iter_{iteration:07d}" for iteration in (2, 3, 6, 9, 12)]
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*")) == kept
+    assert [path.name for path in average_checkpoints.newest(str(run_dir), 5)] == kept

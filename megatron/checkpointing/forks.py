@@ -1,0 +1,31 @@
+"""Checkpoints of other branches: those that a run abandoned when it resumed from an earlier checkpoint."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .files import CheckpointError
+from .reader import CheckpointReader
+from .state import TrainState
+
+Forks = Sequence[tuple[int, int]]  # see TrainState
+
+
+def forks_of(path: Path) -> Forks | None:
+    """Return the forks of the run that wrote the checkpoint `path`; None if it is damaged."""
+    try:
+        return TrainState.from_dict(CheckpointReader(path).state).forks
+    except CheckpointError:
+        return None
+
+
+def without_abandoned(paths: Iterable[Path], forks: Forks) -> list[Path]:
+    """Return the checkpoints of `paths` that a run with these forks has not abandoned, and damaged ones."""
+    if not forks:
+        return list(paths)
+    found = []
+    for path in paths:
+        iteration = int(path.name[5:])
+        expected = tuple(fork for fork in forks if fork[0] < iteration)
+        if forks_of(path) in (None, expected):
+            found.append(path)
+    return found
